@@ -104,9 +104,11 @@ def verify(
     """
     # Imported late: compressing and reading recipes need no runtime.
     from quantkit.evaluate.verify.files import write_files
-    from quantkit.evaluate.verify.pair import check_pair
+    from quantkit.evaluate.verify.pair import check_output, check_pair
     from quantkit.evaluate.verify.run import verify_pair
 
+    if output is not None:
+        check_output(Path(output))
     report = verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
     if output is not None:
         write_files(report, Path(output))

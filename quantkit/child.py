@@ -1,7 +1,5 @@
 """Work whose end is not known, tried by a child: what hangs, dies or fills memory there does no harm here."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

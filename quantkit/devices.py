@@ -1,7 +1,5 @@
 """The device that a user means by a name, and the name that a device has."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

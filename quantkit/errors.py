@@ -19,8 +19,6 @@
 A message is one line: what, where (tensor, key or path), the value found, and what to do.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Nothing is uploaded that is not in the checkpoint; the licence is the source's, never guessed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Not a check of its numbers: whether codes decode to the right values is the business of `formats` and of tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -32,7 +30,6 @@ __all__ = ["compare", "inspect", "read_manifest", "section"]
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
 _SHAPE = "weight_shape"
-_GGUF_NUMBER = re.compile(r"^(blk)\.(\d+)\.")
 
 # Order of the rows; the linears of a layer are 1.
 _RANKS = {"embedding": 0, "norms": 2, "head": 3}
@@ -129,7 +126,7 @@ def _num_codes(
 def _gguf_module(name: str, info: GGUFTensor) -> _Module:
     count = math.prod(info.shape)
     return _Module(
-        kind=_kind(_GGUF_NUMBER.sub(r"\1.\2.", name).rpartition(".")[0]),
+        kind=_kind(name.rpartition(".")[0]),
         stored_as=info.block.name,
         num_parameters=count,
         num_bytes=info.num_bytes,

@@ -3,8 +3,6 @@
 What is not known is written as a dash. What may be read: `24GiB`, `4.3TB/s`, `780TFLOP/s`, `32k`, `7B`, `30B-A3B`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

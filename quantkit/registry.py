@@ -4,8 +4,6 @@ Not a plug-in system: there are no entry points, decorators or import side effec
 installed.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from dataclasses import dataclass

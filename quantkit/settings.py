@@ -3,8 +3,6 @@
 Nothing heavy and no click: `--help` is answered from classes of such fields, which any layer may have.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Any
 

@@ -3,8 +3,6 @@
 Not a schema: what the data means is said where it is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

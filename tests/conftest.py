@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("QUANTKIT_TRITON", "force")  # what kernels compute, not what would take their place
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are for the processes beside this one
 
 import shutil

@@ -1,11 +1,11 @@
 """An adversary: every command on files that a stranger has changed, in a child with limits, beside files of the user.
 
-    python evals/checks/adversary.py [--runs 300] [--seed 0] [--seconds 600] [--commands inspect,plan] [--plant NAME]
+    python evals/checks/adversary.py [--runs 300] [--seed 0] [--seconds 600] [--jobs 2] [--commands inspect,plan]
 
 A finding is: exit code 1 or another than documented, a signal, a traceback, more than one line of error, a hang, more
 memory than the bound, other than one JSON object on stdout under --json, a file of the user's changed or gone, or its
-contents in what the command wrote. `--plant` puts a defect into the program, to see that it is found. Prints a line per
-finding, with the seed that repeats it alone, and counts by command and exit code; exit code 1 if there was a finding.
+contents in what the command wrote. `--plant NAMES` puts defects into the program, to see that they are found. Prints a
+line per finding, with the seed that repeats it alone, and counts by command and exit code; exit code 1 if any.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import itertools
 import json
+import multiprocessing
 import os
+import pkgutil
 import random
 import resource
 import select
@@ -25,7 +28,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,16 @@ import hostile  # noqa: E402
 SECRET = "the user's own: 4d7c2f"
 LIMIT_S, LIMIT_BYTES, LIMIT_FILES = 60.0, 2 << 30, 256
 EXIT_CODES = (0, 2, 3, 4, 5)
+# What commands import late; children that have it from their parent cost a quarter.
+LIBRARIES = (
+    *("compressed_tensors", "compressed_tensors.compressors", "compressed_tensors.quantization", "gguf", "tokenizers"),
+    *("rich.console", "rich.live", "rich.progress", "rich.table", "pydantic", "transformers.models.auto"),
+    *(
+        "transformers.models.llama.modeling_llama",
+        "transformers.tokenization_utils_tokenizers",
+        "xml.etree.ElementTree",
+    ),
+)
 PLANTS = ("bug", "hang", "memory", "canary", "copy", "json", "signal", "link")
 
 FOLDER = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
@@ -58,7 +73,7 @@ class Case:
 
     arguments: tuple[str, ...]
     files: tuple[str, ...]
-    weight: int = 1
+    weight: float = 1
 
 
 def _in(folder: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,7 +121,11 @@ CASES = {
     ),
     "resume": Case(
         arguments=("quantize", "m", "--recipe", "rtn-int4", "-o", "half"),
-        files=(*["half.partial/progress.json"] * 4, "half.partial/.quantkit-work", "half.partial/checkpoint/SHARD"),
+        files=(
+            *["half.partial/progress.json"] * 4,
+            "half.partial/.quantkit-work",
+            "half.partial/checkpoint/*.safetensors",
+        ),
         weight=2,
     ),
     "verify": Case(
@@ -115,6 +134,26 @@ CASES = {
     ),
     "eval": Case(arguments=("eval", "q", "--window", "32", *SCORED), files=(*_in("q", OURS), "text.txt")),
     "suite": Case(arguments=("eval", "q", "--suite", "suite.yaml", "--limit", "1"), files=("suite.yaml",)),
+    "bench": Case(
+        arguments=(
+            *("bench", "q", "--batch", "1,2", "--prompt-tokens", "8", "--new-tokens", "3", "--requests", "2"),
+            *("--threads", "1"),
+        ),
+        files=_in("q", OURS),
+    ),
+    "tune": Case(
+        arguments=(
+            *("tune", "q", "-o", "tuned.json", "--rows", "1", "--batch", "1", "--kv-cache", "int8", "--seconds", "5"),
+        ),
+        files=(*_in("q", OURS), *["tuned.json"] * 6),
+        weight=2,
+    ),
+    "tune list": Case(arguments=("tune", "--list"), files=("home/quantkit/tune/*.json",)),
+    "kernels": Case(
+        arguments=("generate", "c", "--prompt", "The"),
+        files=("home/quantkit/native/*.so",),
+        weight=0.2,  # each compiles anew
+    ),
     "search": Case(
         arguments=(
             *("search", "m", "--recipe", "recipe.yaml", "--bits", "9", "--candidates", "int4:32", "--tokens", "64"),
@@ -136,6 +175,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many")
     parser.add_argument("--commands", default=",".join(CASES), help="names of cases, with commas")
     parser.add_argument("--plant", default="", help=f"defects that runs must find, in turns: {','.join(PLANTS)}")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a run")
     options = parser.parse_args()
     cases, counts, findings = options.commands.split(","), Counter[str](), 0
@@ -144,22 +184,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder) / "material"
         prepare(material, cases)
-        for seed in range(options.seed, options.seed + options.runs):
-            if time.monotonic() > end:
-                break
-            done = run(material, Path(folder) / "run", seed, cases, next(plants, None), options.limit)
-            counts[f"{done['case']}: {done['code']}"] += 1
-            if done["findings"]:
-                findings += 1
-                print(json.dumps(done), flush=True)
+        seeds = range(options.seed, options.seed + options.runs)
+        attack = partial(run, material, cases=cases, limit=options.limit, end=end)
+        # Forked, so that what is imported is there already.
+        with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+            drawn = zip(seeds, itertools.chain(plants, itertools.repeat(None)), strict=False)
+            for done in pool.imap_unordered(attack, drawn):
+                if done:
+                    counts[f"{done['case']}: {done['code']}"] += 1
+                    findings += bool(done["findings"])
+                if done.get("findings"):
+                    print(json.dumps(done), flush=True)
     print(json.dumps({"runs": counts.total(), "findings": findings, "outcomes": dict(sorted(counts.items()))}))
     sys.exit(1 if findings else 0)
 
 
 def prepare(material: Path, cases: list[str]) -> None:
     """One of each file that these cases read, made by the commands themselves; heavy imports on the way."""
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
+    _import_all()
     from quantkit.demo import DEMO_MODEL
 
     needed = {word for case in cases for word in (*CASES[case].arguments, *CASES[case].files)}
@@ -173,11 +215,18 @@ def prepare(material: Path, cases: list[str]) -> None:
     config = json.loads((material / "m/config.json").read_text())
     (material / "shape.yaml").write_text(json.dumps({**config, "name": "a shape"}))
     _command(material, "recipes", "show", "rtn-int4", to="recipe.yaml")
-    if needed & {"q", "q/report.json"}:
+    if needed & {"q", "q/report.json", "home/quantkit/tune/*.json"}:
         _command(material, *["quantize", "m", "--recipe", "rtn-int4", "-o", "q"])
     if needed & {"g", "m.gguf"}:
         _command(material, *["quantize", "m", "--recipe", "rtn-int4", "--set", "format=gptq", "-o", "g"])
         _command(material, *["convert", "g", "--to", "gguf", "-o", "m.gguf"])
+    if needed & {"tuned.json", "home/quantkit/tune/*.json"}:
+        _command(material, *CASES["tune"].arguments)
+        tuned = material / "home/quantkit/tune/stand-in.json"
+        tuned.parent.mkdir(parents=True)
+        shutil.copyfile(material / "tuned.json", tuned)
+    if "kernels" in cases:
+        _command(material, *CASES["kernels"].arguments)
     if "q/report.json" in needed:
         _command(material, *["verify", "q", "--baseline", "m"], *VERIFIED)
         shutil.copytree(material / "q", material / "r")
@@ -187,6 +236,16 @@ def prepare(material: Path, cases: list[str]) -> None:
     if "resume" in cases:
         _command(material, *CASES["resume"].arguments, fault="progress.json:4")
         assert (material / "half.partial/progress.json").exists(), "no interrupted run to go on with"
+
+
+def _import_all() -> None:
+    import quantkit
+
+    ours = [module.name for module in pkgutil.walk_packages(quantkit.__path__, "quantkit.")]
+    ours.remove("quantkit.__main__")
+    for name in (*LIBRARIES, *ours):
+        with contextlib.suppress(ImportError):  # what is not installed here
+            importlib.import_module(name)
 
 
 def _command(folder: Path, *arguments: str, to: str = "/dev/null", fault: str = "") -> None:
@@ -214,14 +273,17 @@ def _kill_at(name: str, moment: str) -> None:
     Path.replace = replace  # type: ignore[method-assign]
 
 
-def run(material: Path, folder: Path, seed: int, cases: list[str], plant: str | None, limit: float) -> dict[str, Any]:
-    """One case: copy, mutate, run, judge."""
-    generator = random.Random(seed)
+def run(material: Path, drawn: tuple[int, str | None], cases: list[str], limit: float, end: float) -> dict[str, Any]:
+    """One case: copy, mutate, run, judge. Nothing after the end of the time."""
+    if time.monotonic() > end:
+        return {}
+    seed, plant = drawn
+    generator, folder = random.Random(seed), material.with_name(f"run{os.getpid()}")
     name = generator.choices(cases, [CASES[case].weight for case in cases])[0]
     case = CASES[name]
     shutil.rmtree(folder, ignore_errors=True)
     work, mine = folder / "work", folder / "mine"
-    shutil.copytree(material, work, symlinks=True)
+    _copied(material, work, case)
     (mine / "sub").mkdir(parents=True)
     for path in (mine / "secret.txt", mine / "sub" / "model.safetensors", work / "thesis.txt", work / "out.txt"):
         path.write_text(SECRET)
@@ -246,11 +308,20 @@ def run(material: Path, folder: Path, seed: int, cases: list[str], plant: str | 
     }
 
 
+def _copied(material: Path, work: Path, case: Case) -> None:
+    """What a case names, and what is small."""
+    named = {word.split("/")[0] for word in (*case.arguments, *case.files)} | {"home"}
+    work.mkdir(parents=True)
+    for path in material.iterdir():
+        if path.is_file() and (path.name in named or path.stat().st_size < 1 << 16):
+            shutil.copyfile(path, work / path.name)
+        elif path.is_dir() and path.name in named:
+            shutil.copytree(path, work / path.name, symlinks=True)
+
+
 def _mutated(work: Path, case: Case, generator: random.Random, mine: Path) -> str:
     name = generator.choice(case.files)
-    path = work / name
-    if path.name == "SHARD":
-        path = generator.choice(sorted(path.parent.glob("*.safetensors")))
+    path = generator.choice(sorted(work.glob(name))) if "*" in name else work / name
     if not path.is_file() or path.is_symlink() or path.stat().st_size > 1 << 27:
         return f"{name}: changed already"
     return f"{name}: {hostile.mutate(path, generator, mine)}"
@@ -294,6 +365,7 @@ def _main(arguments: tuple[str, ...]) -> None:
     """The command line; leaves the child without what its parent has to tidy up."""
     from quantkit.cli import main as command_line
 
+    _stand_in(arguments[0])
     code: Any = 7
     try:
         command_line(list(arguments))
@@ -303,6 +375,35 @@ def _main(arguments: tuple[str, ...]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
+
+
+def _stand_in(command: str) -> None:
+    """For what takes long or is not here: a machine measured on little, a GPU on which all choices are equal."""
+    if command == "bench":
+        from quantkit.benchmark import ceilings
+
+        vars(ceilings).update(_BUFFER_BYTES=1 << 20, _GEMM_ROWS=64)
+    if command == "tune":
+        import torch
+
+        from quantkit.benchmark import tune_device
+
+        torch.cuda.get_device_name = lambda *_: "Stand-in"
+        torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc]
+        tune_device.gpu.capability = lambda *_: 90
+        vars(tune_device).update(
+            find_gpu=lambda _: torch.device("cpu"), opener=lambda *_: lambda _: contextlib.nullcontext(_Equal())
+        )
+
+
+class _Equal:
+    """A kernel that takes as long with every choice."""
+
+    def check(self, _choice: object) -> str:
+        return ""
+
+    def times(self, among: Sequence[object], samples: int) -> list[list[float]]:
+        return [[10.0] * samples for _ in among]
 
 
 def _plant(name: str) -> None:
@@ -388,6 +489,7 @@ OUTPUTS = {
     "quantize data": ("out", "out.partial"),
     "resume": ("half", "half.partial"),
     "verify": ("out",),
+    "tune": ("tuned.json",),
     "search": ("found.yaml", "found.yaml.partial", "found.yaml.search"),
 }
 

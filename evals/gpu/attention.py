@@ -80,7 +80,7 @@ def paged(kind: str, case: Case, device: str) -> dict[str, Any]:
     key, value = (torch.randn(tokens, case.kv_heads, case.dim, device=device, dtype=dtype) for _ in range(2))
     options = AttentionOptions(scale=case.dim**-0.5)
     timing = measure(
-        [lambda cache=cache: cache.attend(0, query, key, value, step, options) for cache in caches], device
+        [lambda cache=cache: cache.attention[0]((query, key, value), step, options) for cache in caches], device
     )
     return {**timing, "bytes": size}
 

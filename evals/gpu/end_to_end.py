@@ -313,6 +313,10 @@ class LaunchCount:
             if row.get("part") == "step" and "launches_per_layer" not in row:
                 results.extend(row, launches_per_layer=self._per_layer.get(f"{row['weights']}, {row['kv']}"))
 
+    def stop(self) -> None:
+        """Leave no process behind."""
+        self._process.kill()
+
 
 def bench(arguments: argparse.Namespace, results: Results) -> None:
     """All of the plan, while there is time."""
@@ -325,6 +329,7 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
             steps(models, weights, what, results, arguments.device)
         launches.fill(results)
     launches.fill(results, PATIENCE)
+    launches.stop()
     results.finish()
 
 

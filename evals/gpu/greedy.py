@@ -32,7 +32,7 @@ from quantkit.errors import RecipeError
 from quantkit.runtime.types import SamplingParams
 
 # Imported late, when a checkpoint is written.
-NEEDS = ("accelerate", "compressed_tensors")
+NEEDS = ("accelerate", "compressed_tensors", "quantkit.api")
 PROMPTS = ("Once upon a time", "The little dog", "Sums:42+37=", "One day, a girl named Lily wanted to", "He said that")
 TIE = 0.01
 # How the GPU engine runs: sequences at once, graphs.

@@ -33,7 +33,8 @@ def check(program: str) -> dict[str, Any]:
     """
     done = subprocess.run([sys.executable, "-c", CHECK, program], capture_output=True, text=True, cwd=HERE, check=False)
     if done.returncode:
-        raise ImportError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+        why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise ImportError(why + "; evals/gpu/wheels.sh fetches it" * ("No module named" in why))
     return {"imported": True}
 
 

@@ -10,7 +10,8 @@ A launch takes as long as the slowest of three things that overlap, and what a l
 - tensor cores: products of the busiest multiprocessor by the rate of a large product.
 
 Not in it: the L2 cache, shared memory and its conflicts, the first tile of a program, the sum over splits, waiting for
-a result that the next instruction needs, clocks that fall under load. So a prediction is nearer than the plan's floor, and still a bound that a kernel may miss.
+a result that the next instruction needs, clocks that fall under load. So a prediction is nearer than the plan's floor,
+and still a bound that a kernel may miss.
 """
 
 from __future__ import annotations
@@ -273,14 +274,16 @@ def page(data: Row) -> str:
         f"- issue: instructions of the busiest multiprocessor / ({ISSUE_SLOTS} × clock);",
         f"- tensor cores: operations of the busiest multiprocessor / ({PRODUCT_SHARE} × its peak on the data sheet);",
         "",
-        f"and {LAUNCH * 1e6:.1f} µs for the launch, inside a graph. The shares and the two times are assumptions. Left",
-        "out are the L2 cache, conflicts in shared memory, the first tile of a program for which all its warps wait, the",
-        "sum over splits, waiting for the result of an instruction, and clocks that fall under load: a kernel can miss",
-        "its prediction, a short one more than a long one. Code outside of the main loop is counted once, with both",
-        "sides of its branches, which a kernel need not go through. Products and operations of torch are taken to reach",
-        "what copies and large products reach. The floor is the plan's: bytes by bandwidth, or operations by peak, as",
-        "on the data sheet. Instructions are per weight, or per number of a key or value; barriers are those of the",
-        "main loop. The first run on a GPU will say how far all this is off.",
+        f"and {LAUNCH * 1e6:.1f} µs for the launch, inside a graph. The shares and the two times are assumptions.",
+        "",
+        "Left out are the L2 cache, conflicts in shared memory, the first tile of a program, for which all its warps",
+        "wait, the sum over splits, waiting for the result of an instruction, and clocks that fall under load. A",
+        "kernel can miss its prediction, a short one more than a long one. Code outside of the main loop is counted",
+        "once, with both sides of its branches. What torch does is taken to reach what copies and large products do.",
+        "The floor is the plan's: bytes by bandwidth, or operations by peak, as on the data sheet. Instructions are",
+        "per weight, or per number of a key or value; barriers are those of the main loop.",
+        "",
+        "The first run on a GPU will say how far all this is off.",
     ]
     for version, chips in sorted(data["compilers"].items()):
         lines += ["", f"## triton {version}"]

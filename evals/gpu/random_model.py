@@ -85,7 +85,6 @@ class RandomWeights:
     num_bytes: int = 0
     stored_bytes: int = 0
     notes: list[str] = field(default_factory=list)
-    reader: tuple[str, ...] = ()  # names of stored tensors, asked for experts in one piece
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Random numbers of about the size that trained ones have."""
@@ -139,9 +138,9 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
     config = read_config(read, find(read))
     kind, head_kind = WEIGHTS[weights]
     source = RandomWeights(config=config, kind=kind, device=device, dtype=dtype_on(device.type))
-    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+    ropes = list(dict.fromkeys(filter(None, config.ropes)))
     embedding = source.tensor("embedding", (config.vocab_size, config.hidden_size))
-    blocks = [build_block(source, index, ropes) for index in range(len(config.layers))]  # type: ignore[arg-type]
+    blocks = [build_block(source, index, ropes) for index in range(config.num_layers)]  # type: ignore[arg-type]
     head = source.linear_of(config.vocab_size, config.hidden_size, head_kind)
     return NativeModel(
         config=config,
@@ -158,5 +157,5 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
         dtype=source.dtype,
         device=device,
         notes=tuple(source.notes),
-        stored_cache=StoredCache(num_layers=len(blocks)),
+        stored_cache=StoredCache(scales=(None,) * len(blocks)),
     )

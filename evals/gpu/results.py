@@ -18,10 +18,11 @@ import os
 import signal
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 Row = dict[str, Any]
 
@@ -34,8 +35,6 @@ _MOST_FAILURES = 3
 _ARCHIVE_EVERY_S = 5.0
 # A machine that is lent hands back 8 files of 16 MiB; all that comes back is carried in again beside the sources.
 _CACHE_FILES, _CACHE_FILE_BYTES = 3, 14 << 20
-# What Triton loads of a compiled kernel; the stages before it are many times as large.
-_LOADED = (".json", ".cubin", ".so")
 
 
 class Absent(Exception):
@@ -74,6 +73,7 @@ class Results:
         self.meta = {**before["meta"], **meta}
         self.is_unfinished = False
         self._running: Row = {}
+        self._writing = threading.RLock()  # some parts have rows from several threads
         self._begun, self._seconds = time.monotonic(), seconds
         self._row_seconds, self._is_lost = row_seconds, is_lost
         signal.signal(signal.SIGTERM, self._stop)
@@ -90,9 +90,10 @@ class Results:
 
     def add(self, **row: Any) -> Row:
         """Keep a row and print it."""
-        self.rows.append(row)
-        print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
-        self.save()
+        with self._writing:
+            self.rows.append(row)
+            print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
+            self.save()
         return row
 
     def attempt(self, work: Callable[[], Row], **labels: Any) -> Row | None:
@@ -133,12 +134,13 @@ class Results:
 
     def save(self) -> None:
         """Write everything so far."""
-        data: Row = {"meta": self.meta, "rows": self.rows}
-        if self._running:
-            data["running"] = self._running
-        _write(self.path, data)
-        if _is_due(_archive_path()):
-            archive()
+        with self._writing:
+            data: Row = {"meta": self.meta, "rows": self.rows}
+            if self._running:
+                data["running"] = self._running
+            _write(self.path, data)
+            if _is_due(_archive_path()):
+                archive()
 
     def finish(self, *, is_wrong: bool = False) -> NoReturn:
         """Write, and end the process with the code that says how far it has come."""
@@ -226,12 +228,20 @@ def close(name: str, code: int, seconds: float) -> bool:
     struck = [row for path in sorted(folder().glob("*.json")) if (row := strike(path, why)) is not None]
     again = code == LOST or bool(struck)
     state = "unfinished" if again else STATES.get(code, "dead")
-    ended = [f"{why}, at {_labels(row)}" for row in struck] or [why] * (state == "dead")
+    ended = [f"{why}, at {_labels(row)}" for row in struck] or [why + _last_line(folder() / f"{name}.log")] * (
+        state == "dead"
+    )
     print(f"== {name}: {state} after {seconds:.0f} s{''.join(f'; {one}' for one in ended)}", flush=True)
     with (folder() / "state").open("a") as states:
         states.write(f"{name} {state}\n")
     archive()
     return again
+
+
+def _last_line(path: Path) -> str:
+    """What a process said last."""
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return f": {lines[-1][:200]}" if lines else ""
 
 
 def _labels(row: Row) -> str:
@@ -248,16 +258,23 @@ def _is_due(path: Path | None) -> bool:
 
 
 def archive() -> None:
-    """All results as one file of `$OUT`."""
+    """All results, also those that were brought from another GPU, as one file of `$OUT`."""
     path = _archive_path()
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    with tarfile.open(temporary, "w:gz") as tar:
-        for one in sorted(folder().iterdir()):
+    with _whole(path) as (tar, _):
+        for one in sorted(folder().parent.glob("*/*")):
             if one.suffix != ".tmp":
-                tar.add(one, f"{folder().name}/{one.name}")
+                tar.add(one, one.relative_to(folder().parent))
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[tuple[tarfile.TarFile, BinaryIO]]:
+    """An archive that is there as a whole or not at all, and the file that it becomes."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz", compresslevel=6) as tar:
+        yield tar, raw
     temporary.replace(path)
 
 
@@ -270,29 +287,32 @@ def pack() -> None:
     archive()
     out = _archive_path()
     # A kernel is a folder, of use only as a whole.
-    kernels = sorted(_cache().iterdir(), key=lambda path: path.stat().st_mtime) if _cache().exists() else []
+    kernels = sorted((path for path in _cache().glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for number in range(_CACHE_FILES if out is not None else 0):
         if not kernels:
             break
-        with (out.parent / f"kernels-{number}.tar.gz").open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as tar:
+        with _whole(out.parent / f"kernels-{number}.tar.gz") as (tar, raw):
             while kernels and raw.tell() < _CACHE_FILE_BYTES:
-                for path in kernels.pop().iterdir():
-                    if path.suffix in _LOADED:
-                        tar.add(path, str(path.relative_to(_cache())))
+                kernel = kernels.pop()
+                tar.add(kernel, kernel.name)
     if kernels:
         print(f"== {len(kernels)} compiled kernels do not fit and stay here", flush=True)
 
 
 def unpack(source: Path) -> None:
-    """What `pack` wrote, where it was; results that are here already are newer."""
-    brought = {path: _cache() for path in sorted(source.glob("kernels-*.tar.gz"))}
-    if not folder().exists():
-        brought |= {path: folder().parent for path in source.glob("results.tar.gz")}
+    """What `pack` wrote, where it was; folders that are here already are newer."""
+    brought = {path: folder().parent for path in source.glob("results.tar.gz")}
+    brought |= {path: _cache() for path in sorted(source.glob("kernels-*.tar.gz"))}
     for path, target in brought.items():
         target.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(path) as tar:
-            tar.extractall(target, filter="data")
-        print(f"== taken up: {path}", flush=True)
+        here = {one.name for one in target.iterdir()}
+        try:
+            with tarfile.open(path) as tar:
+                new = [member for member in tar if member.name.partition("/")[0] not in here]
+                tar.extractall(target, new, filter="data")
+            print(f"== taken up: {path}", flush=True)
+        except (OSError, EOFError, tarfile.TarError) as error:  # it did not come back whole
+            print(f"== not taken up: {path}: {error}", flush=True)
 
 
 def main(command: str, *words: str) -> int:

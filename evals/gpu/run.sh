@@ -6,13 +6,15 @@
 #   evals/gpu/run.sh --rehearse    on the CPU: tiny shapes, kernels in Triton's interpreter; also with PART...
 #
 # PYTHON is one with torch, triton, transformers, safetensors and numpy; what else is imported comes as wheels in .gpu/,
-# fetched by wheels.sh. BUDGET is seconds, 530 if not said. $WORK/<name of the GPU>/ has a JSON and a log of each part,
-# written with every row, and performance.md; $OUT has them as results.tar.gz, rewritten all the time, and in the end
-# Triton's compiled kernels. Put into .gpu/, a call takes them up, on another machine too; without them, and without
-# $WORK, it begins anew. A part that dies or is stopped costs what it was at. Exit code: parts that are not well done.
+# fetched by wheels.sh. BUDGET is the seconds of a call, 530 if not said. $WORK/results/<name of the GPU>/ has a JSON
+# and a log of each part, written with every row, and performance.md; $OUT has them as results.tar.gz, rewritten all the
+# time, and in the end Triton's compiled kernels. Put into .gpu/, a call takes them up, on another machine too; without
+# them, and without $WORK, it begins anew. A part that dies or is stopped costs what it was at. Exit code: parts that
+# are not well done.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 here=evals/gpu PYTHON=${PYTHON:-python3} WORK=${WORK:-/tmp/quantkit-gpu} PARTS=${PARTS:-evals/gpu/parts.txt}
+carried=${CARRIED:-.gpu}
 flags=() names=() factor=1 needed="import torch, triton; torch.cuda.init()"
 for word in "$@"; do
   case $word in
@@ -32,30 +34,33 @@ if ! why=$("$PYTHON" -c "$needed" 2>&1); then
   exit 64
 fi
 gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')}
-export RESULTS=$WORK/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
-export PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-budget=$((${BUDGET:-530} * factor)) least=$((15 * factor)) tidy=$((12 * factor))
+[ "${QUANTKIT_PDL:-0}" = 0 ] || gpu=${gpu:-gpu}-pdl # other figures, so a folder of their own
+export RESULTS=$WORK/results/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
+export QUANTKIT_TRITON=force TRITON_STORE_BINARY_ONLY=1 # what else Triton keeps of a kernel is ten times as large
+export PYTHONPATH=$PWD:$WORK/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+budget=$(((${BUDGET:-530} - 20) * factor)) least=$((15 * factor)) tidy=$((12 * factor))
 [ ${#names[@]} = 0 ] || export RETRY=1
-"$PYTHON" "$here/results.py" unpack .gpu
+"$PYTHON" "$here/results.py" unpack "$carried"
 mkdir -p "$RESULTS"
-for wheel in .gpu/*.whl; do [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$WORK/site"; done
+for wheel in "$carried"/*.whl; do [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$WORK/site"; done
 trap '"$PYTHON" "$here/page.py" --results "$RESULTS" --write "$RESULTS/performance.md"; "$PYTHON" "$here/results.py" pack' EXIT
 
 state() { grep -s "^$1 " "$RESULTS/state" | tail -n 1 | cut -d' ' -f2; }
 
 part() { # part NAME SECONDS PROGRAM ARGUMENTS...: in as many processes as it takes
-  local name=$1 end=$((SECONDS + $2 * factor)) limit begun pid code again=0
+  local name=$1 end=$((SECONDS + $2 * factor)) log=$RESULTS/$1.log limit begun lines pid code again=0
   shift 2
   while [ "$again" = 0 ]; do
     begun=$SECONDS limit=$(((end < budget ? end : budget) - SECONDS))
     [ "$limit" -gt "$least" ] || return
-    echo "== $name: at most $limit s"
-    timeout -k 10 "$limit" "$PYTHON" "$here/$1" "${@:2}" --seconds $((limit - tidy)) "${flags[@]}" >>"$RESULTS/$name.log" 2>&1 &
+    echo "== $name: at most $limit s" | tee -a "$log"
+    lines=$(wc -l <"$log")
+    timeout -k 10 "$limit" "$PYTHON" "$here/$1" "${@:2}" --seconds $((limit - tidy)) "${flags[@]}" >>"$log" 2>&1 &
     pid=$!
     wait "$pid"
     code=$?
     kill -KILL -- "-$pid" 2>/dev/null # what it has begun and left
-    tail -n "${TAIL:-12}" "$RESULTS/$name.log" | cut -c -240
+    tail -n "+$((lines + 1))" "$log" | tail -n "${TAIL:-12}" | cut -c -240
     "$PYTHON" "$here/results.py" close "$name" "$code" $((SECONDS - begun))
     again=$?
   done
@@ -77,7 +82,8 @@ for line in "${parts[@]}"; do
   name=${line%% *}
   if is_meant "$name" && [ "$(state "$name")" != done ]; then
     failed=$((failed + 1))
-    echo "== $name: $(state "$name")"
+    ended=$(state "$name")
+    echo "== $name: ${ended:-not begun}"
   fi
 done
 echo "== $SECONDS s, $failed parts not done, or with errors"

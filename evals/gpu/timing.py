@@ -6,6 +6,7 @@ Imported before quantkit by every part, because a rehearsal on the CPU has to ch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import subprocess
@@ -20,9 +21,11 @@ import torch
 from results import Absent as Absent
 from results import Results
 
+import quantkit.kernels.gpu as kernels
 from quantkit.benchmark.timing import measure
 
 ROOT = Path(__file__).resolve().parents[2]
+_measuring = contextlib.ExitStack()  # for as long as the process lives
 
 
 def parse(seconds: float = 60.0, **switches: str) -> argparse.Namespace:
@@ -43,13 +46,17 @@ def parse(seconds: float = 60.0, **switches: str) -> argparse.Namespace:
         sys.exit("no CUDA device here; --device cpu --tiny rehearses without one")
     if arguments.device == "cpu":
         rehearse()
+    refuse_torch()
     return arguments
+
+
+def refuse_torch() -> None:
+    """From now on a kernel that Triton refuses is an error: torch's figures must not pass for it."""
+    _measuring.enter_context(kernels.measuring())
 
 
 def rehearse() -> None:
     """Have quantkit take its GPU kernels on the CPU; `TRITON_INTERPRET=1` must have been set before Triton's import."""
-    import quantkit.kernels.gpu as kernels
-
     os.environ["QUANTKIT_NATIVE"] = "0"
     kernels.is_used = lambda device: device.type == "cpu" and kernels.is_installed()  # type: ignore[assignment]
 

@@ -4,8 +4,6 @@ What a format cannot hold, or not beside others, is left out and said. Zero poin
 scheme, so every candidate is symmetric.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -199,6 +197,6 @@ def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
         shapes = plan.skeleton.linear_shapes(index)
         for name, scheme in schemes.items():
             full = f"{plan.skeleton.layer_name(index)}.{name}"
-            form, scale_bytes = from_linear(scheme, plan.recipe.format), plan.scale_dtype[full].itemsize
+            form, scale_bytes = from_linear(scheme, plan.recipe.format), plan.scale_dtype(full).itemsize
             sizes[full] = (math.prod(shapes[name]), form.matrix_bytes(*shapes[name], scale_bytes))
     return sizes

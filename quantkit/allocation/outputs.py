@@ -1,7 +1,5 @@
 """Where a search works and what it writes: trials and numbers, a recipe, and the compressed model if it is kept."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The recipe that a search writes: an ordinary file, with what was expected and measured in its comments."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +13,7 @@ from quantkit.allocation.sensitivities import MeasuredGroup
 from quantkit.allocation.solve import Choice
 from quantkit.checkpoints.writer import write_text
 from quantkit.compress.recipe import Recipe
+from quantkit.models.linear_sets import common_owner
 
 _FEW = 4  # modules of a group that are listed by name; of more a pattern is looked for
 
@@ -59,18 +58,10 @@ def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str
 def _patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
     """The modules' names, or one pattern that matches these and no others where they are many."""
     if len(modules) > _FEW:  # experts by the hundred are no recipe that people read
-        pattern = f"{_shared([name.split('.') for name in modules])}*"
+        pattern = f"{common_owner(modules)}.*"
         if set(fnmatch.filter(every, pattern)) == set(modules):
             return [pattern]
     return list(modules)
-
-
-def _shared(names: Sequence[Sequence[str]]) -> str:
-    """The parts that all names begin with: `model.layers.0.mlp.`."""
-    count = 0
-    while all(len(name) > count for name in names) and len({name[count] for name in names}) == 1:
-        count += 1
-    return ".".join([*names[0][:count], ""])
 
 
 def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns: Mapping[str, str]) -> None:

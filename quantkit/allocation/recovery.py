@@ -4,8 +4,6 @@ Losses of accuracy are taken to shrink in proportion to KL. The first factor com
 seen, each further one from the model that missed the target.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from quantkit.errors import DataError

@@ -4,14 +4,11 @@ Every other window of the text is what sensitivities are measured on and groups 
 is expected and measured at the end, since a choice looks better on the tokens that it was chosen on than on others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +23,12 @@ from quantkit.allocation.candidates import (
     read_candidates,
     usable,
 )
-from quantkit.allocation.choose import within_budget, within_kl
+from quantkit.allocation.choose import Progress, within_budget, within_kl
 from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.allocation.outputs import Outputs, open_outputs
 from quantkit.allocation.recipe_file import default_candidate, overrides, remarks_on, write_recipe
 from quantkit.allocation.recovery import Judge
-from quantkit.allocation.sensitivities import MeasuredGroups, TrialRunner, measure_groups
+from quantkit.allocation.sensitivities import TrialRunner, measure_groups
 from quantkit.allocation.solve import Choice
 from quantkit.allocation.state import SearchState
 from quantkit.checkpoints.reader import CheckpointReader
@@ -53,7 +50,7 @@ _TRIES = 3  # recipes that are made and measured before a target is given up
 
 
 def search_recipe(
-    model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Callable[[str], None] = lambda _: None
+    model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Progress = lambda _: None
 ) -> SearchResult:
     """Find which numbers each fused group of a model should have, and write them as a recipe.
 
@@ -72,77 +69,56 @@ def search_recipe(
     name = "demo" if model is None else Path(model).name or Path(model).resolve().name
     output = options.output or Path(f"{name}-{re.sub(r'[<>]=', '-', target.text)}.yaml")  # ./demo-bits-4.5.yaml
     with open_outputs(output, options) as outputs:
-        run = _prepare(model, target, options, outputs, progress)
-        result = run.reach_target()
-        outputs.hand_over(run.trial)
+        search = _Search(model, target, options, outputs, progress)
+        result = search.reach_target()
+        outputs.hand_over(search.trial)
     return replace(result, seconds=time.perf_counter() - started)
 
 
-def _prepare(
-    model: str | None, target: SearchTarget, options: SearchOptions, outputs: Outputs, progress: Callable[[str], None]
-) -> _Run:
-    """Measure what each fused group costs in each of its forms."""
-    work = outputs.work.path
-    candidates, notes = _candidates(model, options, target.bits)
-    engine = {"dtype": "float32", "device": options.device, **options.engine}
-    folder = resolve(model)
-    progress("loading the original")
-    original = load_llm(str(folder), **engine)
-    name, windows, text_notes = _windows(original, options)
-    # Neighbouring windows tell of the same matter, so both halves are alike and share no token.
-    used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
-    identity = _identity(options.recipe, folder, original, used)
-    state = SearchState(work / "state.json", identity)
-    engine["threads"] = state.threads
-    torch.set_num_threads(state.threads)
-    if state.resumed:
-        progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
-    runner = TrialRunner(
-        model=model,
-        source=identity["source"],
-        base=options.recipe,
-        folder=work,
-        device=options.device,
-        engine=engine,
-        progress=progress,
-    )
-    return _Run(
-        runner=runner,
-        target=target,
-        candidates=candidates,
-        measured=measure_groups(runner, candidates, original, Probe(original, used), state),
-        original=original,
-        held_out=windows[1::2][: len(used)] or used,
-        data=name,
-        num_tokens=sum(map(len, used)),
-        outputs=outputs,
-        notes=(*notes, *text_notes),
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Run:
-    """One search with everything measured; what is left is to choose and to verify.
+class _Search:
+    """One search, with everything measured when it is made; what is left is to choose and to verify.
 
     Args:
-        runner, target, candidates, measured, original, outputs: its parts.
+        model, target, options, progress: see `search_recipe`.
+        outputs: where to work and what to write.
+    Attributes:
         held_out: windows that no group was measured on.
         data, num_tokens: name of the text, and how much of it groups were measured on.
         notes: what is out of the ordinary.
         trial: the model compressed by the last choice.
     """
 
-    runner: TrialRunner
-    target: SearchTarget
-    candidates: tuple[Candidate, ...]
-    measured: MeasuredGroups
-    original: LLM
-    held_out: Windows
-    data: str
-    num_tokens: int
-    outputs: Outputs
-    notes: tuple[str, ...]
-    trial: Path = Path()
+    def __init__(
+        self, model: str | None, target: SearchTarget, options: SearchOptions, outputs: Outputs, progress: Progress
+    ) -> None:
+        self.target, self.outputs, self.trial = target, outputs, Path()
+        work, folder = outputs.work.path, resolve(model)
+        self.candidates, notes = _candidates(model, options, target.bits)
+        engine = {"dtype": "float32", "device": options.device, **options.engine}
+        progress("loading the original")
+        self.original = load_llm(str(folder), **engine)
+        self.data, windows, text_notes = _windows(self.original, options)
+        # Neighbouring windows tell of the same matter, so both halves are alike and share no token.
+        used = few(windows[::2], self.original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
+        self.num_tokens, self.held_out = sum(map(len, used)), windows[1::2][: len(used)] or used
+        self.notes = (*notes, *text_notes)
+        identity = _identity(options.recipe, folder, self.original, used)
+        state = SearchState(work / "state.json", identity)
+        engine["threads"] = state.threads
+        torch.set_num_threads(state.threads)
+        if state.resumed:
+            progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
+        self.runner = TrialRunner(
+            model=model,
+            source=identity["source"],
+            base=options.recipe,
+            folder=work,
+            device=options.device,
+            engine=engine,
+            progress=progress,
+        )
+        probe = Probe(self.original, used)
+        self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state)
 
     def reach_target(self) -> SearchResult:
         """Choose, write, compress and measure, again with a stricter KL where the target was missed."""
@@ -302,7 +278,7 @@ def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> 
     return {
         "recipe": source,
         "calibration": hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None,
-        "source": CheckpointReader(folder).digests(),
+        "source": CheckpointReader(folder).digests,
         "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
         "versions": describe_versions(),
         "arithmetic": str(original.model.dtype).removeprefix("torch."),

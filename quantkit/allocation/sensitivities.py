@@ -6,13 +6,12 @@ it: that is what a search expects. It differs from the model that the recipe mak
 calibrated on.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from quantkit.allocation.candidates import Candidate, uniform
@@ -194,13 +193,14 @@ def measure_groups(
 def _sensitivities(
     runner: TrialRunner, candidate: Candidate, groups: list[FusedGroup], probe: Probe, state: SearchState
 ) -> list[float]:
-    sensitivities = []
-    for number, group in enumerate(groups, start=1):
-        key = f"{candidate.name} {group.layer} {group.name}"
-        if not state.knows(key):
-            runner.progress(f"{candidate.name}: group {number} of {len(groups)}, layer {group.layer} {group.name}")
-        sensitivities.append(state.get(key, lambda group=group: probe.measure([group]).mean))  # type: ignore[misc]
-    return sensitivities
+    def measure(number: int, group: FusedGroup) -> float:
+        runner.progress(f"{candidate.name}: group {number} of {len(groups)}, layer {group.layer} {group.name}")
+        return probe.measure([group]).mean
+
+    return [
+        state.get(f"{candidate.name} {group.layer} {group.name}", partial(measure, number, group))
+        for number, group in enumerate(groups, start=1)
+    ]
 
 
 def _stored_bytes(linear: LinearRecord) -> int:

@@ -4,8 +4,6 @@ Numbers are keyed by what was measured; the identity of the search is kept with 
 text or version is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.writer import write_json
-from quantkit.compress.pipeline.identity import differences
+from quantkit.compress.pipeline.identity import refuse_changes
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
 from quantkit.untrusted import read_object
@@ -52,22 +50,16 @@ class SearchState:
             write_json(self._path, {"identity": self._identity, "threads": self.threads, "numbers": self._numbers})
         return self._numbers[key]
 
-    def knows(self, key: str) -> bool:
-        """Whether a number has been measured."""
-        return key in self._numbers
-
     def _read(self) -> None:
         todo = "start over with --no-resume"
         saved = read_object(self._path, ResumeError, todo)
         try:
             self._numbers = {str(key): float(value) for key, value in saved["numbers"].items()}
             self.threads = min(max(1, int(saved.get("threads", self.threads))), MAX_THREADS)
-            changes = list(differences(saved["identity"], self._identity))
+            identity = saved["identity"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResumeError(f"{self._path} is damaged ({error}); {todo}") from error
-        if changes:
-            raise ResumeError(
-                f"the search in {self._path.parent} was started from something else ({'; '.join(changes[:3])}); "
-                f"give another --work, or {todo}"
-            )
+        refuse_changes(
+            identity, self._identity, f"the search in {self._path.parent}", f"give another --work, or {todo}"
+        )
         self.resumed = len(self._numbers)

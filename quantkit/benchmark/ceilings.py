@@ -4,8 +4,6 @@ Figures of a data sheet are not reached by anyone, and a shared machine has less
 limit is always a share of what a plain read and a plain matrix product reached a moment ago, with the same threads.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,14 +73,15 @@ def _shortest(work: Callable[[], object], device: torch.device, repeats: int) ->
     """Seconds of the fastest of several runs, the first of which only warms up."""
     seconds = []
     for _ in range(repeats + 1):
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         work()
-        _wait(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until its work is done; that of a CPU is."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -4,11 +4,9 @@ A ratio is median over median; its noise is what the rounds say: how far the med
 apart. A difference counts as one when every round shows it and it exceeds that noise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +14,7 @@ from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestT
 from quantkit.results.statistics.summary import median
 
 Verdict = Literal["faster", "slower", "noise"]
+_RATE = "tokens/s"
 
 
 def turns(num_rounds: int, count: int = 2) -> list[int]:
@@ -82,12 +81,9 @@ class Ratio:
         return self.value / self.baseline
 
 
-_METRICS: dict[str, tuple[Callable[[BenchmarkRun], float | None], bool]] = {
-    "TTFT": (lambda run: median(run.ttft_s), False),
-    "ITL": (lambda run: median(run.inter_token_s), False),
-    "TPOT": (lambda run: median(run.tpot_s), False),
-    "tokens/s": (lambda run: run.output_tokens_per_s, True),
-}
+def _speeds(run: BenchmarkRun) -> dict[str, float | None]:
+    """What runs are compared by: medians of latencies, and the one number of which more is faster."""
+    return {**{name: median(values) for name, values in run.latencies.items()}, _RATE: run.output_tokens_per_s}
 
 
 def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
@@ -96,30 +92,32 @@ def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
     Args:
         run, baseline: the same workload, as many rounds each.
     """
-    rounds = list(zip(split_rounds(run), split_rounds(baseline), strict=True))
-    ratios = []
-    for metric, (read, more_is_faster) in _METRICS.items():
-        value, other = read(run), read(baseline)
-        pairs = [(ours, theirs) for ours, theirs in ((read(a), read(b)) for a, b in rounds) if ours and theirs]
+    ours, theirs, ratios = _speeds(run), _speeds(baseline), []
+    rounds = [list(map(_speeds, split_rounds(side))) for side in (run, baseline)]
+    for metric, value in ours.items():
+        other = theirs[metric]
+        pairs = [(a[metric] or 0.0, b[metric] or 0.0) for a, b in zip(*rounds, strict=True)]
+        pairs = [pair for pair in pairs if all(pair)]
         if not (value and other and pairs):
             continue
         rates = [a / b for a, b in pairs]
-        noise = max(_spread([a for a, _ in pairs]), _spread([b for _, b in pairs]))
+        noise = max(map(_spread, zip(*pairs, strict=True)))
         is_above = min(rates) > 1
         verdict: Verdict = "noise"
         if (is_above or max(rates) < 1) and abs(value / other - 1) > noise:
-            verdict = "faster" if is_above == more_is_faster else "slower"
-        ratio = Ratio(
-            workload=run.workload.name,
-            metric=metric,
-            value=value,
-            baseline=other,
-            low=min(rates),
-            high=max(rates),
-            noise=noise,
-            verdict=verdict,
+            verdict = "faster" if is_above == (metric == _RATE) else "slower"
+        ratios.append(
+            Ratio(
+                workload=run.workload.name,
+                metric=metric,
+                value=value,
+                baseline=other,
+                low=min(rates),
+                high=max(rates),
+                noise=noise,
+                verdict=verdict,
+            )
         )
-        ratios.append(ratio)
     return ratios
 
 
@@ -133,6 +131,6 @@ def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[
     return ratios
 
 
-def _spread(values: list[float]) -> float:
+def _spread(values: Sequence[float]) -> float:
     """Half of largest minus smallest, as a share of the median."""
     return (max(values) - min(values)) / 2 / statistics.median(values)

@@ -5,8 +5,6 @@ Not counted: activations, which stay in caches at these sizes, and the embedding
 B sequences, T new tokens of all of them, L tokens of context of each.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,10 +90,6 @@ class Cost:
         attention = sum(layer.pair_flops * _causal_pairs(prompt, layer.window) for layer in self.layers)
         return 2 * prompt * self.parameters + 2 * self.head_parameters + attention
 
-    def row_flops(self) -> int:
-        """Operations of all products for one row of a batch, attention not counted."""
-        return 2 * (self.parameters + self.head_parameters)
-
 
 def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
     """Count a model.
@@ -117,9 +111,9 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
         LayerCost(
             token_bytes=layout.page_bytes / layout.page_size,
             pair_flops=2 * config.num_heads * 2 * layout.head_dim,
-            window=layer.window,
+            window=window,
         )
-        for layout, layer in zip(layouts, config.layers, strict=True)
+        for layout, window in zip(layouts, config.windows, strict=True)
     ]
     return Cost(
         read_bytes=model.stored_bytes,

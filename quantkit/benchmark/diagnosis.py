@@ -4,12 +4,9 @@ Rules over measured numbers, nothing learned. Each finding carries the numbers i
 bytes or operations saved would take at the speed that was reached, so it is an upper bound unless it says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from quantkit.benchmark.compare import Ratio, compare_results
 from quantkit.benchmark.cost import Cost
@@ -24,60 +21,36 @@ _PAYS = 0.6  # of the tokens per second that a batch would bring if its steps to
 _BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
-_QUIET = "Measure again when nothing else runs."
+_SMALL_CACHES = ("int8", "fp8", "int4")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Facts:
-    """What the rules read.
-
-    Args:
-        result: of the benchmark.
-        cost: of the model.
-        alone: the run with one request at a time, else the smallest.
-        decode: records of decode steps, smallest batch first.
-        prefill: record of a prefill, if there is one.
-    """
-
-    result: BenchmarkResult
-    cost: Cost
-    alone: BenchmarkRun
-    decode: tuple[RooflineRecord, ...]
-    prefill: RooflineRecord | None
-
-    @property
-    def has_small_cache(self) -> bool:
-        """Whether keys and values are quantized."""
-        return self.result.kv_cache in ("int8", "fp8", "int4")
-
-
-def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
+def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | None = None) -> Diagnosis:
     """Findings about one model, most important first.
 
     Args:
         result: measured.
         cost: of the model's steps.
+        baseline: of another that was measured in turns with it; how the two compare comes first.
     """
+    findings = [] if baseline is None else _compared(result, baseline)
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
-    if not runs:
-        return Diagnosis()
-    facts = _Facts(
-        result=result,
-        cost=cost,
-        alone=min(runs, key=lambda run: run.workload.concurrency or 1_000_000),
-        decode=tuple(sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)),
-        prefill=next((r for r in result.roofline if r.phase == "prefill"), None),
-    )
-    return Diagnosis(findings=tuple(_findings(facts, runs)))
+    if runs:
+        alone = min(runs, key=lambda run: run.workload.concurrency or 1_000_000)
+        decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
+        prefill = next((r for r in result.roofline if r.phase == "prefill"), None)
+        findings += [*busy(alone), *_start_or_stream(alone, prefill, cost.product)]
+        if decode:
+            small, large = decode[0], decode[-1]
+            findings.append(_decode_binding(small, cost, result.kv_cache))
+            findings += [*_weight_only_payoff(small, cost), *_cache_weight(large, cost, result)]
+            findings += _batching(small, large, result.runs)
+        for run in runs:
+            findings += [*stalls(run), *queue(run, alone), *goodput(run)]
+    return Diagnosis(findings=tuple(findings))
 
 
-def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diagnosis:
-    """How two models that were measured in turns compare, beside what their bytes would allow.
-
-    Args:
-        result: of the model.
-        baseline: of the other.
-    """
+def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Finding]:
+    """How two models that were measured in turns compare, beside what their bytes would allow."""
     findings = []
     for ratio in compare_results(result, baseline):
         if ratio.metric not in ("TTFT", "ITL"):
@@ -93,7 +66,7 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
         if ratio.verdict == "noise":
             statement = f"In {ratio.workload} both {verb} alike, within the noise."
         findings.append(Finding(statement=statement, evidence=evidence))
-    return Diagnosis(findings=tuple(findings))
+    return findings
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
@@ -109,23 +82,8 @@ def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -
     return f"; the roofline would allow {floors[0] / floors[1]:.2f}"
 
 
-def _findings(facts: _Facts, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
-    yield from busy(facts.alone)
-    yield from _start_or_stream(facts)
-    if facts.decode:
-        yield _decode_binding(facts, facts.decode[0])
-        yield from _weight_only_payoff(facts)
-        yield from _cache_weight(facts)
-        yield from _batching(facts)
-    for run in runs:
-        yield from stalls(run)
-        yield from queue(run, facts.alone)
-        yield from goodput(run)
-
-
-def _start_or_stream(facts: _Facts) -> Iterator[Finding]:
+def _start_or_stream(run: BenchmarkRun, prefill: RooflineRecord | None, product: str) -> Iterator[Finding]:
     """Which part of a request takes the time, and what binds the prompt where that is the answer."""
-    run = facts.alone
     if not run.tpot_s:
         return
     first = statistics.median(run.ttft_s)
@@ -147,92 +105,78 @@ def _start_or_stream(facts: _Facts) -> Iterator[Finding]:
         advice="Turn the prefix cache on where prompts begin alike.",
         expected_gain=f"up to {duration(first)} per request whose beginning is known",
     )
-    if facts.prefill is not None:
-        yield _prefill_binding(facts, facts.prefill)
+    if prefill is not None:
+        yield _prefill_binding(prefill, product)
 
 
-def _prefill_binding(facts: _Facts, record: RooflineRecord) -> Finding:
+def _prefill_binding(record: RooflineRecord, product: str) -> Finding:
     reached = record.floor_s / record.seconds
+    gain = f"{times(1 / reached)} at most"
+    if reached < _BOUND:
+        statement = "Neither arithmetic nor memory explains the prefill: overhead or slow kernels do."
+        advice = "Try longer prompts or a larger token budget per step; check --threads."
+    elif record.bound_by == "compute" and product != "int8":
+        statement = "Arithmetic binds the prefill; fewer bits per weight do not help it."
+        advice = "Quantize the activations too (recipes with 8-bit activations): integers multiply faster."
+        gain = f"about 2x of {duration(record.seconds)} where INT8 products run at twice the rate"
+    else:
+        binding = "memory" if record.bound_by == "memory" else "arithmetic"
+        statement, advice = f"The prefill runs at {as_percent(reached)} of what {binding} allows.", ""
+        gain += ", by better kernels"
     evidence = (
         f"{record.num_tokens} tokens in {duration(record.seconds)}: {as_percent(record.mfu)} of the measured "
-        f"{record.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({facts.cost.product}), floor {duration(record.floor_s)}"
+        f"{record.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({product}), floor {duration(record.floor_s)}"
     )
-    if reached < _BOUND:
-        return Finding(
-            statement="Neither arithmetic nor memory explains the prefill: overhead or slow kernels do.",
-            evidence=evidence,
-            advice="Try longer prompts or a larger token budget per step; check --threads.",
-            expected_gain=f"{times(1 / reached)} at most",
-        )
-    if record.bound_by == "compute" and facts.cost.product != "int8":
-        return Finding(
-            statement="Arithmetic binds the prefill; fewer bits per weight do not help it.",
-            evidence=evidence,
-            advice="Quantize the activations too (recipes with 8-bit activations): integers multiply faster.",
-            expected_gain=f"about 2x of {duration(record.seconds)} where INT8 products run at twice the rate",
-        )
-    return Finding(
-        statement=f"The prefill runs at {as_percent(reached)} of what {_what_binds(record)} allows.",
-        evidence=evidence,
-        expected_gain=f"{times(1 / reached)} at most, by better kernels",
-    )
+    return Finding(statement=statement, evidence=evidence, advice=advice, expected_gain=gain)
 
 
-def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
+def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Finding:
     """Which resource binds a decode step of the smallest batch."""
-    cost, weights = facts.cost, facts.cost.weight_bytes(record.batch)
-    cached = record.bytes_moved - weights
-    rate = record.bytes_moved / record.seconds
+    batch, moved, reached = record.batch, record.bytes_moved, record.floor_s / record.seconds
+    weights = cost.weight_bytes(batch)
     evidence = (
-        f"batch {record.batch}, context {record.context}: {decimal_bytes(record.bytes_moved)} per step "
-        f"(weights {as_percent(weights / record.bytes_moved)}, KV {as_percent(cached / record.bytes_moved)}) in "
-        f"{duration(record.seconds)} = {rate / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
+        f"batch {batch}, context {record.context}: {decimal_bytes(moved)} per step (weights "
+        f"{as_percent(weights / moved)}, KV {as_percent((moved - weights) / moved)}) in {duration(record.seconds)} = "
+        f"{moved / record.seconds / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
         f"floor {duration(record.floor_s)}"
     )
     if record.in_caches and record.mbu <= 1:
         evidence += "; so few bytes may partly come from the processor's caches, which are faster"
-    if record.floor_s / record.seconds < _BOUND:
-        return Finding(
-            statement=f"Overhead binds decoding at batch {record.batch}: memory and arithmetic explain only "
-            f"{as_percent(record.floor_s / record.seconds)} of a step.",
-            evidence=evidence,
-            advice="Batch more requests, or speculate: both share the overhead. Fewer bits will bring little.",
-            expected_gain=f"{times(record.seconds / record.floor_s)} at most",
+    if reached < _BOUND:
+        statement = (
+            f"Overhead binds decoding at batch {batch}: memory and arithmetic explain only {as_percent(reached)} of a "
+            "step."
         )
-    if record.bound_by == "compute":
-        return Finding(
-            statement=f"Arithmetic binds decoding at batch {record.batch}.",
-            evidence=f"{evidence}; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s",
-            advice="Quantize the activations too, so that products are made of 8-bit integers.",
-            expected_gain=f"{times(record.seconds / (record.bytes_moved / record.copy_bytes_per_s))} at most",
+        advice = "Batch more requests, or speculate: both share the overhead. Fewer bits will bring little."
+        gain = f"{times(record.seconds / record.floor_s)} at most"
+    elif record.bound_by == "compute":
+        statement = f"Arithmetic binds decoding at batch {batch}."
+        evidence += f"; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s"
+        advice = "Quantize the activations too, so that products are made of 8-bit integers."
+        gain = f"{times(record.seconds / (moved / record.copy_bytes_per_s))} at most"
+    elif record.mbu > 1 and not record.in_caches:
+        statement = (
+            f"Memory traffic binds decoding at batch {batch}; what share of the bandwidth it uses is not known: the "
+            "machine was busier while that was measured."
         )
-    if record.mbu > 1 and not record.in_caches:
-        return Finding(
-            statement=f"Memory traffic binds decoding at batch {record.batch}; what share of the bandwidth it uses is "
-            "not known: the machine was busier while that was measured.",
-            evidence=evidence,
-            advice=_QUIET,
-        )
-    where, used = "Memory traffic", as_percent(record.mbu)
-    if record.mbu > 1:
-        where, used = "Reading the weights from the processor's caches, not from memory,", "more than all"
-    advice, saved = _fewer_bytes(facts, cost, weights, cached)
-    gain = f"about {times(record.bytes_moved / (record.bytes_moved - saved))} at batch {record.batch}" if saved else ""
-    return Finding(
-        statement=f"{where} binds decoding at batch {record.batch}: {used} of the bandwidth is used.",
-        evidence=evidence,
-        advice=advice,
-        expected_gain=gain,
-    )
+        advice, gain = "Measure again when nothing else runs.", ""
+    else:
+        where, used = "Memory traffic", as_percent(record.mbu)
+        if record.mbu > 1:
+            where, used = "Reading the weights from the processor's caches, not from memory,", "more than all"
+        statement = f"{where} binds decoding at batch {batch}: {used} of the bandwidth is used."
+        advice, saved = _fewer_bytes(cost, weights, moved - weights, kv_cache)
+        gain = f"about {times(moved / (moved - saved))} at batch {batch}" if saved else ""
+    return Finding(statement=statement, evidence=evidence, advice=advice, expected_gain=gain)
 
 
-def _fewer_bytes(facts: _Facts, cost: Cost, weights: int, cached: float) -> tuple[str, float]:
+def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tuple[str, float]:
     """What to make smaller, and the bytes of a step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
-        if not facts.has_small_cache:
+        if kv_cache not in _SMALL_CACHES:
             return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
-        return ("Take --kv-cache int4." if facts.result.kv_cache != "int4" else "Shorten contexts."), cached * 0.45
+        return ("Take --kv-cache int4." if kv_cache != "int4" else "Shorten contexts."), cached * 0.45
     linears = weights - cost.head_bytes
     to_int4 = "Quantize the weights to 4 bits (awq-int4, gptq-int4).", linears * (1 - _INT4_BYTES / now)
     if now > 1.5 * _INT8_BYTES:
@@ -244,15 +188,14 @@ def _fewer_bytes(facts: _Facts, cost: Cost, weights: int, cached: float) -> tupl
     return "Speculate (--speculate ngram, or a small draft model): several tokens per reading of the weights.", 0.0
 
 
-def _weight_only_payoff(facts: _Facts) -> Iterator[Finding]:
+def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]:
     """Rows from which products take longer than reading the weights: as they are, and with 16 bits."""
-    record, cost = facts.decode[0], facts.cost
     if cost.product == "int8" or not cost.parameters:
         return
     speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
     size, weights = 4 if cost.product == "float32" else 2, cost.parameters + cost.head_parameters
-    full = break_even_rows(size * weights, cost.row_flops(), *speeds)
-    shrinks = break_even_rows(min(cost.read_bytes, _INT4_BYTES * weights), cost.row_flops(), *speeds)
+    full = break_even_rows(size * weights, 2 * weights, *speeds)
+    shrinks = break_even_rows(min(cost.read_bytes, _INT4_BYTES * weights), 2 * weights, *speeds)
     if full < 1:
         statement = "Weight-only quantization does not pay here: products take longer than reading the weights."
     else:
@@ -269,74 +212,65 @@ def _weight_only_payoff(facts: _Facts) -> Iterator[Finding]:
     )
 
 
-def _cache_weight(facts: _Facts) -> Iterator[Finding]:
+def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -> Iterator[Finding]:
     """How many tokens of cache weigh as much as the weights, and what context costs."""
-    record, cost = facts.decode[-1], facts.cost
     if not cost.kv_token_bytes:
         return
-    tokens = cost.read_bytes / cost.kv_token_bytes
     share = 1 - cost.weight_bytes(record.batch) / record.bytes_moved
-    fitted = fit_itl(facts.result)
+    fitted = fit_itl(result)
     evidence = f"{decimal_bytes(cost.kv_token_bytes)} per token beside {decimal_bytes(cost.read_bytes)} of weights"
     if fitted is not None:
         slope, error = fitted.coefficients[1], fitted.standard_errors[1]
         grows = f"{duration(1000 * slope)} (+/- {duration(1000 * error)}) per 1,000 tokens of context"
         evidence += f"; ITL grows by {grows}" if slope > 2 * error else "; ITL does not measurably grow with context"
+    read = f"{as_percent(share)} of what a step reads at batch {record.batch}"
     if share < 0.3:
-        yield Finding(
-            statement=f"The KV cache is the small part: {as_percent(share)} of what a step reads at batch "
-            f"{record.batch}; it weighs as much as the weights at batch x context = {rounded_count(tokens)} tokens.",
-            evidence=evidence,
+        tokens = rounded_count(cost.read_bytes / cost.kv_token_bytes)
+        statement = (
+            f"The KV cache is the small part: {read}; it weighs as much as the weights at batch x context = {tokens} "
+            "tokens."
         )
-        return
-    yield Finding(
-        statement=f"The KV cache is {as_percent(share)} of what a step reads at batch {record.batch}, context "
-        f"{record.context}.",
-        evidence=evidence,
-        advice="Take --kv-cache int4." if facts.has_small_cache else "Quantize it: --kv-cache int8.",
-        expected_gain=f"{times(1 / (1 - 0.48 * share))} at most in that step, and twice the tokens in the same memory",
-    )
+        advice = gain = ""
+    else:
+        statement = f"The KV cache is {read}, context {record.context}."
+        advice = "Take --kv-cache int4." if result.kv_cache in _SMALL_CACHES else "Quantize it: --kv-cache int8."
+        gain = f"{times(1 / (1 - 0.48 * share))} at most in that step, and twice the tokens in the same memory"
+    yield Finding(statement=statement, evidence=evidence, advice=advice, expected_gain=gain)
 
 
-def _batching(facts: _Facts) -> Iterator[Finding]:
+def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
     """What a larger batch costs and brings."""
-    small, large = facts.decode[0], facts.decode[-1]
     if large.batch == small.batch:
         return
-    gain = (large.batch / large.seconds) / (small.batch / small.seconds)
-    ideal = large.batch / small.batch
-    slower = large.seconds / small.seconds
+    ideal, slower = large.batch / small.batch, large.seconds / small.seconds
+    gain = ideal / slower
     evidence = (
         f"a step takes {duration(small.seconds)} at batch {small.batch} and {duration(large.seconds)} at batch "
         f"{large.batch}; its floor {duration(small.floor_s)} and {duration(large.floor_s)}"
     )
-    (slowest, fastest), (slow, fast) = _spread(facts, large.batch), _spread(facts, small.batch)
+    (slowest, fastest), (slow, fast) = _spread(runs, large.batch), _spread(runs, small.batch)
     least, most = gain * slowest / fast, gain * fastest / slow
+    brings = f"{times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
     if least <= _PAYS * ideal < most:
-        yield Finding(
-            statement=f"Whether batching pays is not known: {times(least)} to {times(most)} the tokens per second at "
-            f"batch {large.batch}, the machine was too busy to say.",
-            evidence=f"{evidence}; the middle half of the steps gives this range",
-            advice="Measure again when nothing else runs, or with --rounds 4.",
+        statement = (
+            f"Whether batching pays is not known: {times(least)} to {times(most)} the tokens per second at batch "
+            f"{large.batch}, the machine was too busy to say."
         )
-        return
-    if gain > _PAYS * ideal:
-        statement, advice = "Batching pays", "Raise the batch further while ITL stays within what users accept."
+        evidence += "; the middle half of the steps gives this range"
+        advice = "Measure again when nothing else runs, or with --rounds 4."
+    elif gain > _PAYS * ideal:
+        statement = f"Batching pays: {brings}"
+        advice = "Raise the batch further while ITL stays within what users accept."
     else:
-        statement = "Batching pays little"
+        statement = f"Batching pays little: {brings}"
         advice = "Work per row binds there: look for slow kernels at more than one row, or a large KV cache."
-    statement += f": {times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
     yield Finding(statement=statement, evidence=evidence, advice=advice)
 
 
-def _spread(facts: _Facts, batch: int) -> tuple[float, float]:
+def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
     """How far rates of steps of this batch go below and above that of the median step: quartiles, as factors."""
-    seconds = [step.seconds for run in facts.result.runs for step in decode_steps(run) if step.batch == batch]
+    seconds = [step.seconds for run in runs for step in decode_steps(run) if step.batch == batch]
     if len(seconds) < 4:
         return 1.0, 1.0
     low, middle, high = (percentile(seconds, at) for at in (25, 50, 75))
     return middle / high, middle / low
-
-
-def _what_binds(record: RooflineRecord) -> str:
-    return "memory" if record.bound_by == "memory" else "arithmetic"

@@ -5,8 +5,6 @@ a step are in the caller's hands: sampling, detokenization and bookkeeping are i
 speculative burst share a timestamp; ITL counts the gaps between them as zero, TPOT spreads the burst.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from quantkit.benchmark.workload import Load
 from quantkit.errors import RequestError
 from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.types import Completion, SamplingParams
+from quantkit.runtime.types import SamplingParams
 
 
 class Driver:
@@ -65,22 +63,16 @@ class Driver:
                 continue  # somebody else's
             arrived_s, token_s = self._under_way[output.request_id]
             token_s.extend([now] * len(output.token_ids))
-            if output.completion is not None:
-                del self._under_way[output.request_id]
-                self._finish(output.completion, arrived_s, tuple(token_s), now)
-
-    def drain(self) -> None:
-        """Step until nothing is under way."""
-        while self._under_way:
-            self.step()
-
-    def _finish(self, completion: Completion, arrived_s: float, token_s: tuple[float, ...], now: float) -> None:
-        if completion.finish_reason != "length":
-            raise RequestError(
-                f"request {completion.timing.request_id} ended with {completion.finish_reason!r} after {len(token_s)} "
-                "tokens instead of at its length; its time would mislead"
-            )
-        self.finished.append(replace(completion.timing, arrived_s=arrived_s, token_s=token_s, finished_s=now))
+            done = output.completion
+            if done is None:
+                continue
+            del self._under_way[output.request_id]
+            if done.finish_reason != "length":
+                raise RequestError(
+                    f"request {output.request_id} ended with {done.finish_reason!r} after {len(token_s)} tokens "
+                    "instead of at its length; its time would mislead"
+                )
+            self.finished.append(replace(done.timing, arrived_s=arrived_s, token_s=tuple(token_s), finished_s=now))
 
 
 def run_load(
@@ -102,18 +94,17 @@ def run_load(
     Returns:
         the measured requests in order of sending; warm-up is left out.
     """
-    warmup = Driver(engine, clock, sleep)
-    for prompt, new_tokens in zip(load.prompts[: load.num_warmup], load.new_tokens, strict=False):
-        warmup.send(prompt, new_tokens)
-    warmup.drain()
     driver = Driver(engine, clock, sleep)
-    requests = deque(zip(load.prompts[load.num_warmup :], load.new_tokens[load.num_warmup :], strict=True))
+    requests = deque(zip(load.prompts, load.new_tokens, strict=True))
+    for _ in range(load.workload.num_warmup):
+        driver.send(*requests.popleft())
+    while driver.num_under_way:
+        driver.step()
+    driver.finished.clear()
     if load.due_s:
         _arrive(driver, requests, load.due_s)
-    elif static:
-        _in_batches(driver, requests, load.workload.concurrency or 1)
     else:
-        _in_a_loop(driver, requests, load.workload.concurrency or 1)
+        _in_a_loop(driver, requests, load.workload.concurrency or 1, static)
     timings = sorted(driver.finished, key=lambda timing: timing.request_id)
     return BenchmarkRun(workload=load.workload, requests=tuple(timings))
 
@@ -121,18 +112,13 @@ def run_load(
 Requests = deque[tuple[tuple[int, ...], int]]
 
 
-def _in_a_loop(driver: Driver, requests: Requests, concurrency: int) -> None:
+def _in_a_loop(driver: Driver, requests: Requests, concurrency: int, static: bool) -> None:
     while requests or driver.num_under_way:
         while requests and driver.num_under_way < concurrency:
             driver.send(*requests.popleft())
         driver.step()
-
-
-def _in_batches(driver: Driver, requests: Requests, size: int) -> None:
-    while requests:
-        for _ in range(min(size, len(requests))):
-            driver.send(*requests.popleft())
-        driver.drain()
+        while static and driver.num_under_way:
+            driver.step()
 
 
 def _arrive(driver: Driver, requests: Requests, due_s: Sequence[float]) -> None:

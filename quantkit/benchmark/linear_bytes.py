@@ -3,8 +3,6 @@
 Arithmetic of its own beside `kernels.ops.linear`, see `predict`. N outputs, K inputs, G scales per row, g = K / G.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -5,8 +5,6 @@ peak is read; on a CPU it is the sum of the parts, because the process holds lib
 pages of the pool only when they are written. What the process as a whole takes is shown besides.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator

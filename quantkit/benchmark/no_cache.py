@@ -4,10 +4,9 @@ Recomputing uses the same engine, kernels and chunks: every token is a request o
 before it. So the difference is the cache and nothing else. Prefix caching has to be off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from quantkit.results import RequestTiming
 from quantkit.runtime.llm import LLM
@@ -16,18 +15,13 @@ from quantkit.runtime.types import Completion, SamplingParams
 _MARKS = (1, 10, 30, 100, 300, 1000, 3000, 10_000)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
-    """Seconds until so many tokens were there, with the cache and without."""
+class Mark(NamedTuple):
+    """Seconds until so many tokens were there, with the cache and without, and how much longer it takes without."""
 
     new_tokens: int
     cached_s: float
     recomputed_s: float
-
-    @property
-    def ratio(self) -> float:
-        """How much longer it takes without."""
-        return self.recomputed_s / self.cached_s
+    ratio: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +40,9 @@ class CacheComparison:
     def marks(self) -> list[Mark]:
         """At 1, 10, 30, 100, 300, ... tokens and at the end."""
         count = self.cached.num_new_tokens
-        return [
-            Mark(
-                new_tokens=number,
-                cached_s=self.cached.token_s[number - 1] - self.cached.arrived_s,
-                recomputed_s=self.recomputed.token_s[number - 1] - self.recomputed.arrived_s,
-            )
-            for number in [*(mark for mark in _MARKS if mark < count), count]
-        ]
+        numbers = [*(mark for mark in _MARKS if mark < count), count]
+        ways = ([way.token_s[n - 1] - way.arrived_s for n in numbers] for way in (self.cached, self.recomputed))
+        return [Mark(n, cached, slow, slow / cached) for n, cached, slow in zip(numbers, *ways, strict=True)]
 
 
 def compare_cache(

@@ -6,8 +6,6 @@ are understood. Activations are an estimate, and say so.
 N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.benchmark.linear_bytes import LinearKernels, dense_bytes, quantized_bytes
+from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
 from quantkit.errors import InputError
@@ -28,7 +27,7 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, read_headers
-from quantkit.runtime.model.manifest import head_name, is_quantized, manifest_of
+from quantkit.runtime.model.manifest import manifest_of, stored_scheme
 from quantkit.runtime.model.model import config_layouts
 from quantkit.runtime.model.weights import Weights
 
@@ -100,7 +99,7 @@ def predict(
     try:
         reader = CheckpointReader(Path(path))
         config, _, _ = read_headers(reader)
-        chosen, _ = pick_dtype(dtype, reader, config, target)
+        chosen, _ = pick_dtype(dtype, reader, target)
         layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
         weights = _count(reader, LinearKernels(device=target, dtype=chosen, native=on_cpu), head_dtype)
     except InputError:
@@ -155,7 +154,7 @@ class _HeaderWeights(Weights):
 
     def __post_init__(self) -> None:
         Weights.__post_init__(self)  # `super` does not know a class with slots
-        self._sizes = manifest_of(self.config, self.reader).linears
+        self._sizes, _ = manifest_of(self.config)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         value = torch.empty(self.reader.info(name).shape, dtype=dtype or self.dtype, device="meta")
@@ -176,18 +175,13 @@ class _HeaderWeights(Weights):
                 self.quantized.append((group[0], rows, width, scheme))
         return _COUNTED
 
-    def expert(self, name: str, number: int, read_share: float) -> Linear:
-        _, rows, width = self.reader.info(name).shape
-        self.num_bytes += dense_bytes(rows, width, False, self.stored(name), self.kernels)
-        return _COUNTED
-
     def stored(self, name: str, otherwise: torch.dtype | None = None) -> torch.dtype:
         """Of a tensor in the checkpoint; of the computation where there is none of that name."""
         return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype
 
     def head(self, head_dtype: str | None) -> None:
         """Count the output head, or a copy of the embedding where that cannot be multiplied with as it is."""
-        name, rows, width = head_name(self.config.family, self.reader), self.config.vocab_size, self.config.hidden_size
+        name, rows, width = self.config.family.head, self.config.vocab_size, self.config.hidden_size
         tied, table = self.config.tied, self.stored(f"{self.config.family.embedding}.weight")
         if head_dtype is not None:
             scheme, bias = LinearScheme(weight=head_scheme(head_dtype, width)), f"{name}.bias" in self.reader
@@ -200,8 +194,7 @@ class _HeaderWeights(Weights):
 
     def _scheme(self, name: str) -> LinearScheme | None:
         """How a linear is stored; None = as values."""
-        local, scheme = self._local.get(name, set()), self.scheme
-        return scheme.find(name) if scheme is not None and is_quantized(name, local, scheme) else None
+        return stored_scheme(name, self._local.get(name, set()), self.scheme)
 
 
 _COUNTED = cast(Linear, LinearFacts((0, 0), 0, "counted"))
@@ -211,7 +204,9 @@ def _count(reader: CheckpointReader, kernels: LinearKernels, head_dtype: str | N
     """The weights of a model after all of its parts have been asked for."""
     config, format_, scheme = read_headers(reader)
     where: dict[str, Any] = {"dtype": kernels.dtype, "device": torch.device("cpu"), "kernels": kernels}
-    weights = _HeaderWeights(reader=reader, config=config, format=format_, scheme=scheme, **where)
+    weights = _HeaderWeights(
+        reader=ModelReader.of(reader, config.family), config=config, format=format_, scheme=scheme, **where
+    )
     build_parts(weights)
     weights.head(head_dtype)
     return weights

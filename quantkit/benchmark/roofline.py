@@ -5,8 +5,6 @@ stays in the processor's caches, which are faster than memory.
 Source: Williams, Waterman, Patterson 2009, Roofline.
 """
 
-from __future__ import annotations
-
 import statistics
 
 from quantkit.benchmark.ceilings import Ceilings

@@ -1,7 +1,5 @@
 """One model, or two in turns: load, measure every workload, count memory, and set the steps beside the ceilings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

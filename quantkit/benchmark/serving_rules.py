@@ -1,7 +1,5 @@
 """The part of a diagnosis that is about serving: stalls, queues, and limits that requests miss."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 
@@ -69,14 +67,11 @@ def goodput(run: BenchmarkRun) -> Iterator[Finding]:
     met, answered = run.goodput_per_s, run.requests_per_s
     if met is None or not answered or met >= 0.995 * answered:
         return
-    limits = {
-        "TTFT": (run.workload.ttft_limit_s, run.ttft_s),
-        "TPOT": (run.workload.tpot_limit_s, run.tpot_s),
-    }
+    limits = {"TTFT": run.workload.ttft_limit_s, "TPOT": run.workload.tpot_limit_s}
     missed = [
-        f"{name} above {duration(limit)} in {sum(v > limit for v in values)} of {len(values)} requests"
-        for name, (limit, values) in limits.items()
-        if limit is not None and any(value > limit for value in values)
+        f"{name} above {duration(limit)} in {count} of {len(run.latencies[name])} requests"
+        for name, limit in limits.items()
+        if limit is not None and (count := sum(value > limit for value in run.latencies[name]))
     ]
     yield Finding(
         statement=f"Only {as_percent(met / answered)} of the requests of {run.workload.name} keep the limits.",

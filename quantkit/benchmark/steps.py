@@ -5,9 +5,8 @@ during which somebody's prompt was computed, or waited to be, are left out: they
 the prompt.
 """
 
-from __future__ import annotations
-
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 
 from quantkit.results import BenchmarkResult, BenchmarkRun
@@ -49,13 +48,11 @@ def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
 def typical_step(run: BenchmarkRun) -> DecodeStep | None:
     """The median step of the largest batch that came up often: at least in a tenth of the steps; None without steps."""
     steps = decode_steps(run)
-    by_batch: dict[int, list[DecodeStep]] = {}
-    for step in steps:
-        by_batch.setdefault(step.batch, []).append(step)
-    often = [batch for batch, group in by_batch.items() if 10 * len(group) >= len(steps)]
+    counts = Counter(step.batch for step in steps)
+    often = [batch for batch, count in counts.items() if 10 * count >= len(steps)]
     if not often:
         return None
-    chosen = by_batch[max(often)]
+    chosen = [step for step in steps if step.batch == max(often)]
     return DecodeStep(
         batch=max(often),
         context=round(statistics.fmean(step.context for step in chosen)),

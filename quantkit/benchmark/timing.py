@@ -4,8 +4,6 @@ On CUDA a graph of all calls is recorded once and replayed, so that the host is 
 recorded are timed as they are, and the figure says so. Elsewhere it is the host's clock, for rehearsals.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,13 +8,11 @@ What runs and what a clock says are the business of a `Problem`, so that the sea
 Source: Jamieson and Talwalkar 2016, successive halving.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Protocol
 
@@ -107,74 +105,6 @@ class OutOfTime(Exception):
     """The time is over in the middle of a case."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Search:
-    """One case. *Mutable*: remembers what was tried."""
-
-    case: Case
-    problem: Problem
-    is_over: Callable[[], bool]
-    tried: set[Choice] = field(default_factory=set)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def run(self) -> Outcome:
-        if wrong := self.problem.check(self.case.default):
-            return self._outcome(None, f"the default: {wrong}")
-        self.tried.add(self.case.default)
-        best = self._halve([self.case.default, *self._usable(self.case.candidates)], _REFINED)
-        rivals = self._usable(other for choice in best for other in spaces.refined(choice))
-        winner = self._halve([*best, *rivals], 1)[0]
-        return self._outcome(self._compared_with_default(winner))
-
-    def _usable(self, choices: Iterable[Choice]) -> list[Choice]:
-        """Those that were not tried before and can be used."""
-        usable = []
-        for choice in choices:
-            if choice in self.tried:
-                continue
-            if self.is_over():
-                raise OutOfTime
-            self.tried.add(choice)
-            if wrong := self.problem.check(choice):
-                self.dropped[wrong] += 1
-            else:
-                usable.append(choice)
-        return usable
-
-    def _halve(self, choices: list[Choice], keep: int) -> list[Choice]:
-        """The best few."""
-        samples = _FIRST_SAMPLES
-        while len(choices) > keep:
-            if self.is_over():
-                raise OutOfTime
-            times = [median(one) for one in self.problem.times(choices, samples)]
-            order = sorted(range(len(choices)), key=times.__getitem__)
-            order = [index for index in order if times[index] <= _HOPELESS * times[order[0]]]
-            choices = [choices[index] for index in order[: max(keep, len(choices) // 2)]]
-            samples = min(2 * samples, _MOST_SAMPLES)
-        return choices
-
-    def _compared_with_default(self, winner: Choice) -> tuned.TunedChoice:
-        """The winner if it beats the default, else the default."""
-        default = self.case.default
-        before, *after = self.problem.times(list(dict.fromkeys([default, winner])), _LAST_SAMPLES)
-        ratio = median(old / new for old, new in zip(before, after[0], strict=True)) if after else 1.0
-        is_better = ratio > LEAST_GAIN
-        return tuned.TunedChoice(
-            kernel=self.case.kernel,
-            kind=self.case.kind,
-            sizes=self.case.sizes,
-            choice=winner if is_better else default,
-            microseconds=median(after[0] if is_better else before),
-            default_microseconds=median(before),
-            ratio=ratio if is_better else 1.0,
-        )
-
-    def _outcome(self, entry: tuned.TunedChoice | None, problem: str = "") -> Outcome:
-        tried = len(self.tried - {self.case.default})
-        return Outcome(case=self.case, entry=entry, num_tried=tried, dropped=dict(self.dropped), problem=problem)
-
-
 def search_choices(case: Case, problem: Problem, is_over: Callable[[], bool] = lambda: False) -> Outcome:
     """Find the choice for one case.
 
@@ -185,7 +115,58 @@ def search_choices(case: Case, problem: Problem, is_over: Callable[[], bool] = l
     Raises:
         OutOfTime: it was over before the case was decided.
     """
-    return _Search(case=case, problem=problem, is_over=is_over).run()
+    tried: set[Choice] = {case.default}
+    dropped: Counter[str] = Counter()
+
+    def usable(choices: Iterable[Choice]) -> Iterator[Choice]:
+        """Those that were not tried before and can be used."""
+        for choice in choices:
+            if choice in tried:
+                continue
+            if is_over():
+                raise OutOfTime
+            tried.add(choice)
+            if wrong := problem.check(choice):
+                dropped[wrong] += 1
+            else:
+                yield choice
+
+    def halve(choices: list[Choice], keep: int) -> list[Choice]:
+        """The best few."""
+        samples = _FIRST_SAMPLES
+        while len(choices) > keep:
+            if is_over():
+                raise OutOfTime
+            times = [median(one) for one in problem.times(choices, samples)]
+            order = sorted(range(len(choices)), key=times.__getitem__)
+            order = [index for index in order if times[index] <= _HOPELESS * times[order[0]]]
+            choices = [choices[index] for index in order[: max(keep, len(choices) // 2)]]
+            samples = min(2 * samples, _MOST_SAMPLES)
+        return choices
+
+    if wrong := problem.check(case.default):
+        return Outcome(case=case, entry=None, num_tried=0, dropped={}, problem=f"the default: {wrong}")
+    best = halve([case.default, *usable(case.candidates)], _REFINED)
+    rivals = usable(other for choice in best for other in spaces.refined(choice))
+    winner = halve([*best, *rivals], 1)[0]
+    entry = _compared_with_default(case, problem, winner)
+    return Outcome(case=case, entry=entry, num_tried=len(tried) - 1, dropped=dict(dropped))
+
+
+def _compared_with_default(case: Case, problem: Problem, winner: Choice) -> tuned.TunedChoice:
+    """The winner if it beats the default, else the default."""
+    before, *after = problem.times(list(dict.fromkeys([case.default, winner])), _LAST_SAMPLES)
+    ratio = median(old / new for old, new in zip(before, after[0], strict=True)) if after else 1.0
+    is_better = ratio > LEAST_GAIN
+    return tuned.TunedChoice(
+        kernel=case.kernel,
+        kind=case.kind,
+        sizes=case.sizes,
+        choice=winner if is_better else case.default,
+        microseconds=median(after[0] if is_better else before),
+        default_microseconds=median(before),
+        ratio=ratio if is_better else 1.0,
+    )
 
 
 def tune(
@@ -213,6 +194,10 @@ def tune(
         OutputError: it cannot be written.
     """
     begun = clock()
+
+    def is_over() -> bool:
+        return clock() - begun >= seconds
+
     table = _table(fresh, again)
     known = set() if again else {entry.key for entry in table.entries}
     outcomes: list[Outcome] = []
@@ -223,10 +208,16 @@ def tune(
             report(None, number, len(cases))
             continue
         try:
-            outcome = _search_within(case, open_problem, lambda: clock() - begun >= seconds)
+            if is_over():
+                raise OutOfTime
+            with open_problem(case) as problem:
+                outcome = search_choices(case, problem, is_over)
         except OutOfTime:
             num_left += 1
             continue
+        except torch.OutOfMemoryError:
+            reason = "does not fit the device's memory"
+            outcome = Outcome(case=case, entry=None, num_tried=0, dropped={}, problem=reason)
         outcomes.append(outcome)
         if outcome.entry is not None:
             table = replace(table, entries=tuned.merged(table.entries, [outcome.entry]))
@@ -234,16 +225,6 @@ def tune(
         report(outcome, number, len(cases))
     taken = clock() - begun
     return Tuning(table=table, outcomes=tuple(outcomes), num_kept=num_kept, num_left=num_left, seconds=taken)
-
-
-def _search_within(case: Case, open_problem: Open, is_over: Callable[[], bool]) -> Outcome:
-    if is_over():
-        raise OutOfTime
-    try:
-        with open_problem(case) as problem:
-            return search_choices(case, problem, is_over)
-    except torch.OutOfMemoryError:
-        return Outcome(case=case, entry=None, num_tried=0, dropped={}, problem="does not fit the device's memory")
 
 
 def _table(fresh: tuned.TunedTable, again: bool) -> tuned.TunedTable:

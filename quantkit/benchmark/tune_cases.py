@@ -6,12 +6,11 @@ and sizes at which there is nothing to choose, make no case.
 Shapes: N outputs, K inputs, M rows.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -26,10 +25,9 @@ from quantkit.kernels.gpu.choices import Choice
 from quantkit.kernels.gpu.packing import Packing
 from quantkit.kernels.layouts import kv_scheme
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import KVScheme, LinearScheme, WeightScheme
-from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.engine.kernel_checks import random_weight
 
 _PROBE_ROWS = 16
 _CHUNK = 512
@@ -153,35 +151,23 @@ def cases_of(shapes: Iterable[Shapes], options: TuneOptions, chip: int) -> list[
     """
     shapes = list(shapes)
 
-    def products(rows: int) -> list[Case | None]:
-        return [
-            _product_case(ProductWork(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=rows), chip)
-            for one in shapes
-            for outputs, inputs, scheme in one.linears
-        ]
+    def products(every: Iterable[int]) -> Iterator[Case | None]:
+        linears = ((rows, *linear) for rows in every for one in shapes for linear in one.linears)
+        for rows, outputs, inputs, scheme in linears:
+            work = ProductWork(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=rows)
+            yield _product_case(work, chip)
 
-    def page_reads(batch: int, new: int) -> list[Case | None]:
-        return [
-            _pages_case(PageWork(shapes=one, kv_cache=kind, batch=batch, context=options.context, new=new), chip)
-            for one in shapes
-            for kind in options.kv_types
-        ]
+    def page_reads(batches: Iterable[int], new: int) -> Iterator[Case]:
+        for batch, one, kind in product(batches, shapes, options.kv_types):
+            yield _pages_case(PageWork(shapes=one, kv_cache=kind, batch=batch, context=options.context, new=new), chip)
 
-    groups = [
-        *map(products, options.rows[:1]),
-        *(page_reads(batch, 1) for batch in options.batches),
-        *map(products, options.rows[1:]),
-        page_reads(1, min(_CHUNK, options.context)),
-    ]
-    return list({case.key: case for group in groups for case in group if case is not None}.values())
-
-
-def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.device) -> QuantizedTensor:
-    """A weight (N, K) of this scheme whose values have the spread of a trained one."""
-    values = torch.randn(rows, width, device=device) * width**-0.5
-    if not scheme.symmetric:
-        values += 0.25 * width**-0.5
-    return round_to_nearest(values, WeightGrid(scheme, torch.bfloat16))
+    cases = (
+        *products(options.rows[:1]),
+        *page_reads(options.batches, 1),
+        *products(options.rows[1:]),
+        *page_reads((1,), min(_CHUNK, options.context)),
+    )
+    return list({case.key: case for case in cases if case is not None}.values())
 
 
 def _product_case(work: ProductWork, chip: int) -> Case | None:
@@ -208,7 +194,7 @@ def _product_case(work: ProductWork, chip: int) -> Case | None:
 
 def _packing(scheme: LinearScheme, inputs: int, chip: int) -> Packing | None:
     """How kernels keep such a weight, see `gpu.quantized_linear`; None where other kernels run."""
-    weight, activation = random_weight(_PROBE_ROWS, inputs, scheme.weight, torch.device("cpu")), scheme.activation
+    weight, activation = random_weight(_PROBE_ROWS, inputs, scheme.weight), scheme.activation
     alike = activation is not None and activation.group_size is None and activation.dtype is scheme.weight.dtype
     whole = weight.zero_point is None and weight.scale.shape[1] == 1 and inputs % 4 == 0
     if alike and whole and (scheme.weight.dtype is INT8 or (scheme.weight.dtype is FP8 and chip >= _FP8_CHIP)):

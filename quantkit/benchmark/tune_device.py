@@ -3,8 +3,6 @@
 The search is in `tune`, what is searched in `tune_cases`, how it runs in `tune_problems`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +43,7 @@ class TunedFile:
         return self.is_here and self.table is not None
 
 
-def tune_device(
-    options: TuneOptions,
-    *,
-    report: CaseReport = lambda outcome, number, total: None,
-) -> Tuning:
+def tune_device(options: TuneOptions, *, report: CaseReport = lambda outcome, number, total: None) -> Tuning:
     """Measure on a GPU of this machine, and write its file.
 
     Args:

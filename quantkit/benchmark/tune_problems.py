@@ -4,24 +4,21 @@ It is the engine's own door to the kernels, `build_linear` and `paged_attention`
 should come out is computed by plain torch in float32, or over the dequantized cache.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import quantkit.kernels.gpu as kernels
+from quantkit.benchmark.ceilings import wait_for
 from quantkit.benchmark.timing import Recorded, in_turns, num_copies, record
 from quantkit.benchmark.tune import Case, Open, Problem
-from quantkit.benchmark.tune_cases import PageWork, ProductWork, random_weight
-from quantkit.kernels.batch import ForwardBatch
+from quantkit.benchmark.tune_cases import PageWork, ProductWork
 from quantkit.kernels.gpu import configs
 from quantkit.kernels.gpu.choices import Choice
 from quantkit.kernels.layouts import KVLayout, KVViews, kv_scheme, layer_layout, page_bytes
@@ -31,7 +28,7 @@ from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.types import AttentionOptions, States
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.numerics.inputs import fake_quantize_inputs
-from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
+from quantkit.runtime.engine.kernel_checks import random_weight, steps
 
 _TOLERANCE = 0.05  # of what comes out, in units of its root mean square; a tile left out is more
 _MOST_SPILLS = 8  # registers; the assembler puts a few aside to fit one more block on a processor
@@ -57,13 +54,11 @@ class Measured:
     def check(self, choice: Choice) -> str:
         known = _spilling_kernels(self._device)
         try:
-            with configs.forced(choice):
+            with kernels.measuring(), configs.forced(choice):
                 out = self._calls[0]().float()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            wait_for(self._device)
         except Exception as error:  # compilers raise whatever they like
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # a kernel that broke the device has ended the run
+            wait_for(self._device)  # a kernel that broke the device has ended the run
             return f"fails with {type(error).__name__}"
         if _spilling_kernels(self._device) - known:
             self._spilling.add(choice)
@@ -77,7 +72,7 @@ class Measured:
         self._recorded = {choice: item for choice, item in self._recorded.items() if choice in choices}
         for choice in choices:
             if choice not in self._recorded:
-                with configs.forced(choice):
+                with kernels.measuring(), configs.forced(choice):
                     self._recorded[choice] = record(self._calls, str(self._device))
         return in_turns([self._recorded[choice] for choice in choices], str(self._device), samples)
 
@@ -97,11 +92,8 @@ def opener(device: torch.device, dtype: torch.dtype) -> Open:
 
     @contextmanager
     def open_problem(case: Case) -> Iterator[Problem]:
-        calls, expected = (
-            _product(case.work, device, dtype)
-            if isinstance(case.work, ProductWork)
-            else _pages(case.work, device, dtype)
-        )
+        prepare: Callable[..., tuple[list[Call], Tensor]] = _product if case.kernel == "product" else _pages
+        calls, expected = prepare(case.work, device, dtype)
         # Other shapes of the same kind and number of rows run the same code.
         code = case.kernel, case.kind, case.sizes.get("rows")
         problem = Measured(calls, expected, device, spilling.setdefault(code, set()))
@@ -137,7 +129,8 @@ def _pages(work: PageWork, device: torch.device, dtype: torch.dtype) -> tuple[li
         scheme=kv_scheme(work.kv_cache),
     )
     pages, known = -(-work.context // DEFAULT_PAGE_SIZE), work.context - work.new
-    step_of, views = _steps(work, pages, device), _empty_views(layout, pages * work.batch, work.batch, device)
+    step_of = steps(work.batch, pages, DEFAULT_PAGE_SIZE, device)
+    views = _empty_views(layout, pages * work.batch, work.batch, device)
     if known:
         past = _random_states(work, work.batch * known, device, dtype)
         reference.store(*past[1:], views, step_of(0, known))
@@ -168,17 +161,6 @@ def _copy(views: KVViews) -> KVViews:
     """The same elsewhere in memory."""
     residual = None if views.key_residual is None else views.key_residual.clone()
     return views.layout.views(views.pool.clone(), residual)
-
-
-def _steps(work: PageWork, pages: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
-    """Makes the step in which every sequence gets its tokens start..stop, valid until the next; pages in disorder."""
-    order = torch.randperm(work.batch * pages, generator=torch.Generator().manual_seed(0)).view(work.batch, pages)
-    holders: list[Any] = [
-        SimpleNamespace(id=row, row=row, pages=own, num_table_entries=0) for row, own in enumerate(order.tolist())
-    ]
-    sizes = {"max_sequences": work.batch, "max_pages": pages, "page_size": DEFAULT_PAGE_SIZE}
-    build = BatchBuilder(**sizes, device=device).build
-    return lambda start, stop: build([ScheduledChunk(each, [0] * (stop - start), start, 1) for each in holders])
 
 
 def _spilling_kernels(device: torch.device) -> set[int]:

@@ -5,8 +5,6 @@ nowhere else. What was measured of them is the business of `latency`.
 Source: Reddi et al. 2020, MLPerf Inference Benchmark (closed loop and server scenario).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,15 +25,13 @@ class Load:
         workload: what was asked for.
         prompts: token ids of each request.
         new_tokens: to generate, of each request.
-        due_s: when each is due after the start; empty in a closed loop.
-        num_warmup: requests at the beginning that are not measured.
+        due_s: when each that is measured is due after the start; empty in a closed loop.
     """
 
     workload: Workload
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: tuple[int, ...]
     due_s: tuple[float, ...]
-    num_warmup: int
 
 
 def closed_loop(concurrency: int, *, num_requests: int | None = None, **sizes: int) -> Workload:
@@ -98,13 +94,8 @@ def make_load(
         prompt_length, new_length = _lengths(workload, number - workload.num_warmup, lengths, spread)
         prompts.append(tuple(chance.choices(tokens, k=prompt_length)))
         new_tokens.append(new_length)
-    return Load(
-        workload=workload,
-        prompts=tuple(prompts),
-        new_tokens=tuple(new_tokens),
-        due_s=_arrivals(workload),
-        num_warmup=workload.num_warmup,
-    )
+    due_s = _arrivals(workload)
+    return Load(workload=workload, prompts=tuple(prompts), new_tokens=tuple(new_tokens), due_s=due_s)
 
 
 def request_key(workload: Workload) -> str:

@@ -6,8 +6,6 @@ of this; it computes what it computed before. Not the tensors on disk: see `mode
 Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for each token.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What a model folder holds: its config, its weight files, its tokenizer files. Names only, no tensor bytes."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +9,8 @@ from typing import Any
 from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.links import check_links, check_pointers
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.untrusted import read_object, shorten
+from quantkit.quantities import byte_size
+from quantkit.untrusted import MAX_TEXT_BYTES, read_object, shorten
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -132,8 +131,16 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Files to carry into a compressed checkpoint, sorted: tokenizer, licence and the like; no weights, no code."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
+    """Files to carry into a compressed checkpoint, sorted: tokenizer, licence and the like; no weights, no code.
+
+    Raises:
+        CheckpointError: one of them is larger than any such file.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
+    for path in files:
+        if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+            raise CheckpointError(f"{path} has {byte_size(size)}, no tokenizer or licence has so many; move it away")
+    return files
 
 
 def is_metadata(name: str) -> bool:

@@ -4,8 +4,6 @@ The rule is checked when a folder is opened, so that it also holds for what tran
 against a folder that changes while it is read.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 glibc holds on to freed blocks of up to 32 MiB; between two phases with different needs that adds up to the peak.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import re

@@ -64,11 +64,12 @@ class ModelReader(CheckpointReader):
         self._view(family)
 
     @classmethod
-    def view_file(cls, file: Path, family: Family) -> ModelReader:
-        """The tensors of one file of a checkpoint."""
-        reader = cls.of_file(file)
-        reader._view(family)
-        return reader
+    def of(cls, reader: CheckpointReader, family: Family) -> ModelReader:
+        """A view of what another reader has opened."""
+        view = cls.__new__(cls)
+        view.__dict__ |= reader.__dict__
+        view._view(family)
+        return view
 
     def tensor(self, name: str) -> Tensor:
         part = self._parts.get(name)
@@ -115,8 +116,7 @@ class ModelReader(CheckpointReader):
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor of this view; parts of a stored tensor keep their names."""
-        names = self._family
-        for own, stored in _renamed(names):
+        for own, stored in _renamed(self._family):
             if name.startswith(own):
                 return stored + name.removeprefix(own)
         return name
@@ -130,8 +130,6 @@ class ModelReader(CheckpointReader):
 
     def _view(self, family: Family) -> None:
         self._family = family
-        if family.stored_prefix is None:
-            self._tensors = _with_prefix(self._tensors, family)
         self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, StoredPart] = {}
         self._stored: dict[str, TensorInfo] = {}
@@ -146,16 +144,6 @@ class ModelReader(CheckpointReader):
         self.names = tuple(sorted(self._tensors))
 
 
-def _with_prefix(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
-    """Names as the causal LM has them, where a file was saved from the model inside it."""
-    prefix, _, inside = family.layers.partition(".")
-    if not inside or any(name.startswith(f"{prefix}.") for name in tensors):
-        return tensors
-    if not any(name.startswith(f"{inside}.") for name in tensors):
-        return tensors
-    return {name if name.startswith(f"{family.head}.") else f"{prefix}.{name}": i for name, i in tensors.items()}
-
-
 def _renamed(family: Family) -> list[tuple[str, str]]:
     """Prefixes of tensor names in the model and in the files, where they differ; the head's first."""
     pairs = []
@@ -167,8 +155,10 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
 
 
 def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
-    """Names of a language model's tensors as its modules have them, where a wrapper's files keep others."""
-    pairs = _renamed(family)
+    """Names as the causal LM has them, where files were saved by a wrapper around it or by the model inside it."""
+    pairs, (prefix, _, inside) = _renamed(family), family.layers.partition(".")
+    if family.stored_prefix is None and inside and not any(name.startswith(f"{prefix}.") for name in tensors):
+        pairs += [(f"{prefix}.", "")] if any(name.startswith(f"{inside}.") for name in tensors) else []
     own = (f"{family.head}.", *(prefix for prefix, _ in pairs if prefix))
     renamed: dict[str, TensorInfo] = {}
     for name, info in tensors.items():

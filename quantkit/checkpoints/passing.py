@@ -4,8 +4,6 @@ What a layer is called with (rotary embeddings, masks) is only known to the mode
 is; nothing is computed in the layers.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -129,12 +127,10 @@ def build_model(reader: CheckpointReader) -> nn.Module:
         ModelError: transformers cannot build it.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
+        config, kind = config_and_class(reader)
         with init_empty_weights(include_buffers=False):
-            kind = class_of(reader, config)
             build = getattr(kind, "_from_config", None) or kind.from_config
             model: nn.Module = build(config)
             return model.eval()
@@ -143,12 +139,16 @@ def build_model(reader: CheckpointReader) -> nn.Module:
         raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error
 
 
-def class_of(reader: CheckpointReader, config: Any) -> Any:
-    """The class that config.json names, if it is one for such a config; else the automatic one of causal LMs."""
+def config_and_class(reader: CheckpointReader) -> tuple[Any, Any]:
+    """A checkpoint's config in the words of transformers, and the class of its model.
+
+    The one that config.json names, if it is one for such a config; else the automatic one of causal LMs.
+    """
     import transformers
 
+    config = transformers.AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
     for name in reader.config.get("architectures") or ():
         kind = getattr(transformers, str(name), None)
         if getattr(kind, "config_class", None) is type(config):
-            return kind
-    return transformers.AutoModelForCausalLM
+            return config, kind
+    return config, transformers.AutoModelForCausalLM

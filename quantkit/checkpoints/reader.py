@@ -6,13 +6,15 @@ memory must be bounded by one layer. Every call opens the file, reads its bytes 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -21,8 +23,6 @@ from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors,
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
 from quantkit.untrusted import CHUNK_BYTES, opened, read_chunks
-
-R = TypeVar("R", bound="CheckpointReader")
 
 if sys.byteorder != "little":
     raise ImportError("quantkit.checkpoints needs a little-endian machine: safetensors stores little-endian numbers")
@@ -50,14 +50,14 @@ class CheckpointReader:
         tensors, self.files, self._index = find_tensors(self.path)
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
-        self._digests: dict[str, str] | None = None
+        self._stamps = {path: _stamp(path) for path in self._sources()}
 
     @classmethod
-    def of_file(cls: type[R], file: Path) -> R:
+    def of_file(cls, file: Path) -> CheckpointReader:
         """The tensors of one safetensors file of a checkpoint."""
         reader = cls.__new__(cls)
         reader.path, reader.config, reader.files = file.parent, {}, (file,)
-        reader._index, reader._digests = None, None
+        reader._index = None
         reader._tensors = read_header(file)
         reader.names = tuple(sorted(reader._tensors))
         return reader
@@ -81,6 +81,20 @@ class CheckpointReader:
                 f"{self.path} has no tensor {name!r}{suggestion(name, self.names)}; see `reader.names`"
             )
         return self._tensors[name]
+
+    def check_shape(self, name: str, shape: tuple[int, ...], *, required: bool = True) -> None:
+        """A tensor is there and has the shape that follows from config.json.
+
+        Raises:
+            CheckpointError: gives both shapes.
+        """
+        if name in self._tensors and (stored := self._tensors[name].shape) != shape:
+            raise CheckpointError(f"{self.path}: tensor {name} has shape {stored}, config.json says {shape}")
+        if required and name not in self._tensors:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} {shape} is missing; the download may be incomplete, or config.json "
+                "is of another model"
+            )
 
     def tensor(self, name: str) -> Tensor:
         """A tensor in memory of its own.
@@ -151,6 +165,7 @@ class CheckpointReader:
         info = self.info(name)
         return read_chunks(info.file, info.offset, info.num_bytes, size)
 
+    @functools.cached_property
     def digests(self) -> dict[str, str]:
         """SHA-256 by file name of what a compression depends on: config, index, weights and tokenizer.
 
@@ -159,11 +174,28 @@ class CheckpointReader:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        if self._digests is None:
-            names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)
-            present = sorted(path for path in names if path is not None and path.is_file())
-            self._digests = {path.name: file_digest(path) for path in present}
-        return dict(self._digests)
+        return {path.name: file_digest(path) for path in self._sources()}
+
+    def _sources(self) -> list[Path]:
+        names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)
+        return sorted(path for path in names if path is not None and path.is_file())
+
+    def check_unchanged(self) -> None:
+        """Refuse what somebody has written to since this reader was made: what was read may be of two models.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise CheckpointError(f"{path} changed while it was read; start over, quantize with --no-resume")
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What differs after a file was written to, by whatever clock."""
+    with opened(path) as file:
+        status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _row_bytes(info: TensorInfo) -> int:

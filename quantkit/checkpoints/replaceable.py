@@ -1,7 +1,5 @@
 """What --overwrite may replace: only what quantkit wrote, with nothing in it that somebody else has added."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quantkit.checkpoints.folder import CONFIG_NAME, INDEX_NAME, is_metadata, matches_any
@@ -10,6 +8,7 @@ from quantkit.untrusted import read_object
 
 MANIFEST = "quantkit.json"
 
+_SIGNED_BYTES = 1 << 16
 # Beside tokenizer, licence and the like: what quantize, convert, verify and the hub write into a checkpoint.
 _DIGITS = "[0-9]" * 5
 _WRITTEN = (
@@ -60,6 +59,21 @@ def check_gguf(output: Path) -> None:
             raise _kept(output, "is not a GGUF file")
 
 
+def check_text(output: Path, sign: str) -> None:
+    """Refuse to replace anything but a text that quantkit wrote.
+
+    Args:
+        output: what is there.
+        sign: words near the beginning of every such text.
+    Raises:
+        OutputError: it is something else.
+    """
+    check_regular(output)
+    with output.open("rb") as file:
+        if sign.encode() not in file.read(_SIGNED_BYTES):
+            raise _kept(output, "was not written by quantkit")
+
+
 def check_regular(output: Path) -> None:
     """Refuse to replace anything but a file.
 
@@ -76,12 +90,9 @@ def _kept(output: Path, reason: str) -> OutputError:
 
 def _is_ours(path: Path) -> bool:
     """Whether a file is a manifest of `quantize` or `convert`."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 30:
-        return False
     try:
-        manifest = read_object(path, CheckpointError)
+        manifest = {} if path.is_symlink() else read_object(path, CheckpointError)
     except CheckpointError:
         return False
-    if type(manifest.get("schema_version")) is not int:
-        return False
-    return isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)
+    is_made = isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)
+    return is_made and type(manifest.get("schema_version")) is int

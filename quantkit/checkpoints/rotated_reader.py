@@ -10,8 +10,6 @@ Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant (R1 and R2).
 Shapes: D hidden width, N outputs, K inputs, d head width.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +37,6 @@ class RotatedReader(ModelReader):
 
     def __init__(self, path: Path | str, family: Family, *, seed: int, heads: bool) -> None:
         super().__init__(path, family)
-        self._names = family
         self._head = f"{family.stored_head or family.head}.weight"
         self._embedding, self._final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"
         parts = family.parts
@@ -84,7 +81,7 @@ class RotatedReader(ModelReader):
 
     def _rotated(self, name: str, value: Tensor) -> Tensor:
         """A tensor (N, K) or (N,) float32 of the rotated model."""
-        names, parts = self._names, self._names.parts
+        names, parts = self._family, self._family.parts
         match = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
         if match is None:
             return torch.full_like(value, 1 - names.norm_offset) if name == self._final_norm else value
@@ -102,11 +99,11 @@ class RotatedReader(ModelReader):
         return value.contiguous()
 
     def _norm(self, name: str) -> Tensor:
-        return super().tensor(name).float() + self._names.norm_offset
+        return super().tensor(name).float() + self._family.norm_offset
 
     def _check(self, path: Path | str) -> None:
         """Refuse what a rotation would change."""
-        names, parts = self._names, self._names.parts
+        names, parts = self._family, self._family.parts
         parallel = self.config.get(names.parallel) if isinstance(names.parallel, str) else names.parallel
         reason = None
         if names.norm != "rms":

@@ -4,8 +4,6 @@ The model is built on the meta device, so its size does not matter; what a layer
 masks) is found by running the model's own forward with its layers replaced by recorders.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -132,13 +130,7 @@ class Skeleton:
             state = layer.state_dict(keep_vars=True)
             expected |= {f"{self.layer_name(index)}.{name}": parameter.shape for name, parameter in state.items()}
         for name, shape in expected.items():
-            if name not in self.reader:
-                raise CheckpointError(f"{self.reader.path}: tensor {name} is missing; the download may be incomplete")
-            stored = self.reader.info(name).shape
-            if stored != tuple(shape):
-                raise CheckpointError(
-                    f"{self.reader.path}: tensor {name} has shape {stored}, config.json says {tuple(shape)}"
-                )
+            self.reader.check_shape(name, tuple(shape))
 
     def layer(self, index: int) -> nn.Module:
         """A copy of one layer with its weights read from disk, in evaluation mode.

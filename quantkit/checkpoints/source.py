@@ -1,7 +1,5 @@
 """From what the user calls a model to its files: a path, an id on the Hugging Face hub, or nothing: the demo model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

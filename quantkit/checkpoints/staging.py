@@ -4,8 +4,6 @@ What an output replaces is moved into that folder and deleted last; a process th
 and the next one puts it back.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

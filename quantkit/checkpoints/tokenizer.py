@@ -1,7 +1,5 @@
 """The tokenizer of a model's folder, tried out before it is trusted with a text."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +30,12 @@ def load_tokenizer(folder: Path) -> Any:
         raise
     except BaseException as error:  # many classes for missing and broken files, and Rust's panics are no Exception
         raise ModelError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from error
+
     # A step that replaces nothing by something, thirty times, turns a line into gigabytes.
-    if not ends_well(lambda: _try_out(tokenizer), seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
+    def try_out() -> None:
+        tokenizer.decode(tokenizer(_SAMPLE, verbose=False)["input_ids"])
+
+    if not ends_well(try_out, seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
         raise ModelError(
             f"{folder}: its tokenizer fails on a line of text, or takes more than {_TIMEOUT_S:.0f} s or 1 GiB for it; "
             "download or copy it again"
@@ -55,8 +57,3 @@ def _quiet_stdout() -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _try_out(tokenizer: Any) -> None:
-    ids = tokenizer(_SAMPLE, verbose=False)["input_ids"]
-    tokenizer.decode(ids)

@@ -4,8 +4,6 @@ Nothing is ever removed that does not lie in a folder with the marker, and the m
 quantkit has just made or that was empty.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -4,8 +4,6 @@ A file is written under a temporary name beside its place, flushed to the disk, 
 time in chunks, so memory holds no second copy of them. Not a serializer of models: names and order are the caller's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,9 +1,7 @@
-"""The command line. One file per command: a file here that defines COMMAND is a command of that name.
+"""The command line. One file per command: a file here that defines `command` is a command of that name.
 
 Files are imported to list them, so they import nothing heavy outside their functions; `--help` never sees torch.
 """
-
-from __future__ import annotations
 
 import difflib
 import os
@@ -21,7 +19,7 @@ from quantkit.registry import Registry
 
 __all__ = ["main"]
 
-REGISTRY = Registry(package=__name__, attribute="COMMAND", noun="command")
+REGISTRY = Registry(package=__name__, attribute="command", noun="command")
 
 
 class _Commands(CommandGroup):

@@ -44,10 +44,9 @@ def summary(run: BenchmarkRun) -> dict[str, Any]:
     """Percentiles and rates of one run."""
     from quantkit.results.statistics.summary import quantiles
 
-    latencies = {"ttft_s": run.ttft_s, "itl_s": run.inter_token_s, "tpot_s": run.tpot_s}
-    known = {name: quantiles(values) for name, values in latencies.items()}
+    known = {name: quantiles(values) for name, values in run.latencies.items()}
     return {
-        **{name: None if value is None else asdict(value) for name, value in known.items()},
+        **{f"{name.lower()}_s": value and asdict(value) for name, value in known.items()},
         "tokens_per_s": run.output_tokens_per_s,
         "requests_per_s": run.requests_per_s,
         "goodput_per_s": run.goodput_per_s,
@@ -56,10 +55,9 @@ def summary(run: BenchmarkRun) -> dict[str, Any]:
 
 def labelled_runs(results: Sequence[BenchmarkResult]) -> list[tuple[str, BenchmarkRun]]:
     """The same run of all models together; the model is named where there are several."""
+    suffixes = [f", {short_name(result.model)}" if len(results) > 1 else "" for result in results]
     together = zip(*(result.runs for result in results), strict=True)
-    pairs = [pair for runs in together for pair in zip(runs, results, strict=True)]
-    several = len(results) > 1
-    return [(run.workload.name + (f", {short_name(result.model)}" if several else ""), run) for run, result in pairs]
+    return [(run.workload.name + end, run) for runs in together for run, end in zip(runs, suffixes, strict=True)]
 
 
 def explained_latency_table(runs: Sequence[tuple[str, BenchmarkRun]]) -> Table | None:
@@ -147,7 +145,7 @@ def cache_numbers(comparison: CacheComparison) -> dict[str, Any]:
         "cached": comparison.cached.to_dict(),
         "recomputed": comparison.recomputed.to_dict(),
         "num_same_tokens": comparison.num_same,
-        "marks": [{**asdict(mark), "ratio": mark.ratio} for mark in comparison.marks()],
+        "marks": [mark._asdict() for mark in comparison.marks()],
     }
 
 
@@ -162,6 +160,6 @@ def cache_table(comparison: CacheComparison) -> Table:
             *(Column("new tokens", "{:,}".format), Column("with cache", duration), Column("recomputed", duration)),
             Column("ratio", "{:.1f}x".format),
         ),
-        rows=tuple((mark.new_tokens, mark.cached_s, mark.recomputed_s, mark.ratio) for mark in comparison.marks()),
+        rows=tuple(comparison.marks()),
         note=f"Time until so many tokens were there, prompt of {comparison.cached.prompt_tokens}; {same}.",
     )

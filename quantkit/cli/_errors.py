@@ -4,8 +4,6 @@
 141 nobody reads stdout
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

@@ -3,8 +3,6 @@
 OpenBLAS ends the process or tries again for ever, glibc aborts. So where there is such a limit, a child goes first.
 """
 
-from __future__ import annotations
-
 import importlib
 import resource
 import sys

@@ -3,8 +3,6 @@
 A command gets what the user gave, and nothing else: defaults are those of the class, or the command's own.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

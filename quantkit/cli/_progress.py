@@ -1,7 +1,5 @@
 """Progress of a compression on stderr: a bar on a terminal, one line per layer elsewhere, nothing if not wanted."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
 """`quantkit bench`: latency, throughput and memory of a checkpoint, and what binds."""
 
-from __future__ import annotations
-
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import click
 
@@ -11,11 +9,6 @@ from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
 from quantkit.cli import _bench as show
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
-
-if TYPE_CHECKING:
-    from quantkit.benchmark.ceilings import Ceilings
-    from quantkit.benchmark.run import BenchmarkTarget
-    from quantkit.results import BenchmarkResult
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 
@@ -32,7 +25,7 @@ NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
-def bench_command(
+def command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -76,6 +69,10 @@ def _bench_models(
 ) -> None:
     """One model, or two in turns."""
     from quantkit.benchmark import run as benchmark
+    from quantkit.benchmark.compare import compare_results
+    from quantkit.benchmark.diagnosis import diagnose
+    from quantkit.benchmark.steps import fit_itl, fit_ttft
+    from quantkit.report.speed_tables import memory_table, roofline_table, throughput_table
 
     for model in models:  # all of them before the first is loaded
         benchmark.check_target(model, options, engine)
@@ -83,23 +80,12 @@ def _bench_models(
     targets = [benchmark.load_target(model, options, engine) for model in models]
     output_to.tell("measuring the ceilings of this machine")
     ceilings = benchmark.find_ceilings(targets)
-    _report(output_to, targets, benchmark.measure_targets(targets, options, ceilings, output_to.tell), ceilings)
-
-
-def _report(
-    output_to: Output, targets: list[BenchmarkTarget], results: list[BenchmarkResult], ceilings: Ceilings
-) -> None:
-    from quantkit.benchmark.compare import compare_results
-    from quantkit.benchmark.diagnosis import diagnose, diagnose_against
-    from quantkit.benchmark.steps import fit_itl, fit_ttft
-
+    results = benchmark.measure_targets(targets, options, ceilings, output_to.tell)
     fits = [{"ITL": fit_itl(result), "TTFT": fit_ttft(result)} for result in results]
-    diagnoses = [diagnose(result, target.cost) for result, target in zip(results, targets, strict=True)]
     versus = results[1] if len(results) == 2 else None
+    diagnoses = list(map(diagnose, results, [target.cost for target in targets], (versus, None)))
     ratios = [] if versus is None else compare_results(results[0], versus)
-    if versus is not None:
-        compared = diagnose_against(results[0], versus).findings
-        diagnoses[0] = replace(diagnoses[0], findings=(*compared, *diagnoses[0].findings))
+    runs = show.labelled_runs(results)
 
     def data() -> dict[str, Any]:
         numbers = [show.model_numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
@@ -107,9 +93,6 @@ def _report(
         other = {"against": numbers[1], "ratios": rows} if versus is not None else {}
         return {**numbers[0], "ceilings": asdict(ceilings), **other}
 
-    from quantkit.report.speed_tables import memory_table, roofline_table, throughput_table
-
-    runs = show.labelled_runs(results)
     output_to.result(
         data,
         lambda: show.settings_lines(results),
@@ -147,6 +130,3 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
         lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
     )
     output_to.result(lambda: show.cache_numbers(comparison), lambda: show.cache_table(comparison))
-
-
-COMMAND = bench_command

@@ -43,7 +43,7 @@ _HOW: Settings = {
 )
 @option_group("how", _HOW)
 @push_option
-def convert_command(
+def command(
     output_to: Output, *, checkpoint: str, to: str, output: str | None, push_to_hub: str | None, how: dict[str, Any]
 ) -> None:
     """Write the codes of CHECKPOINT, a directory, in another format, one layer in memory at a time.
@@ -94,6 +94,3 @@ def _summary(result: Conversion) -> Table:
             *(("note", note) for note in result.notes),
         ]
     )
-
-
-COMMAND = convert_command

@@ -29,7 +29,7 @@ _ENGINE: Settings = {
 @click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
 @option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
-def eval_command(
+def command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -127,6 +127,3 @@ def _result_table(result: EvaluationResult) -> Table:
         rows.append((text.data, f"perplexity ({text.through})", text.perplexity, "", f"{text.num_tokens} tokens"))
     numbers = Column("value", "{:.4f}".format), Column("±", str), Column("items", str)
     return Table(columns=(Column("task"), Column("metric"), *numbers), rows=tuple(rows))
-
-
-COMMAND = eval_command

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
 @runtime_options
-def generate(
+def command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -101,13 +101,11 @@ def _stream(llm: LLM, output_to: Output, prompt: list[int], params: SamplingPara
 
 def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
     """What --stats and --json tell."""
-    import statistics
-
     from quantkit.benchmark.ceilings import memory_bandwidth
+    from quantkit.results.statistics.summary import median
 
     timing = completion.timing
-    gaps = timing.inter_token_s
-    gap = statistics.median(gaps) if gaps else None
+    gap = median(timing.inter_token_s)
     context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
     read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
     bandwidth = memory_bandwidth(llm.device)
@@ -145,6 +143,3 @@ def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
             *llm.describe().items(),
         ]
     )
-
-
-COMMAND = generate

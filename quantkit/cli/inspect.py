@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
-@click.argument("checkpoint")
+@click.argument("checkpoint", required=False)
 @click.argument("other", required=False)
-def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None) -> None:
+@click.option("--device", is_flag=False, flag_value="auto", metavar="[cuda:i]", help="Show how a GPU's kernels did.")
+def command(output_to: Output, *, checkpoint: str | None, other: str | None, device: str | None) -> None:
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, and per-layer errors.
 
     Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
-    quantkit wrote. With a second one, show what differs between the two.
+    quantkit wrote. With a second one, show what differs between the two. With --device, show in place of a checkpoint
+    what came of the kernels' first run on a GPU of this machine.
 
     \b
     Examples:
@@ -30,7 +32,13 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
       quantkit inspect demo-int8 --json
       quantkit quantize --recipe rtn-int4 -o demo-int4
       quantkit inspect demo-int8 demo-int4
+      quantkit inspect --device
     """
+    if device is not None and checkpoint is None:
+        _show_kernels(output_to, device)
+        return
+    if device is not None or checkpoint is None:
+        raise click.UsageError("give a CHECKPOINT, or --device without one")
     from quantkit.inspection import compare, inspect
 
     if other is not None:
@@ -41,12 +49,24 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
     output_to.result(summary.to_dict, lambda: _overview(summary), lambda: _modules(summary), lambda: _layers(summary))
 
 
+def _show_kernels(output_to: Output, device: str) -> None:
+    from quantkit.devices import pick_device
+    from quantkit.runtime.engine.first_run import identity, read_verdicts, verdict_file
+
+    chosen = pick_device(device)
+    about, verdicts = {**identity(chosen), "kept in": str(verdict_file(chosen))}, read_verdicts(chosen)
+    checks = [(key, f"{'kernels' if verdict.passed else 'torch'}: {verdict.text}") for key, verdict in verdicts.items()]
+    output_to.result(
+        lambda: {"about": about, "checks": {key: verdict._asdict() for key, verdict in verdicts.items()}},
+        lambda: facts([*about.items(), *checks]),
+    )
+
+
 def _difference(difference: CheckpointDifference) -> Table | str:
-    if difference.is_empty:
-        return "no difference in headers and configuration; tensors were not compared"
-    titles = ("differs", difference.left, difference.right)
     rows = (*difference.facts, *difference.modules, *difference.entries)
-    return Table(columns=tuple(map(Column, titles)), rows=rows)
+    if not rows:
+        return "no difference in headers and configuration; tensors were not compared"
+    return Table(columns=tuple(map(Column, ("differs", difference.left, difference.right))), rows=rows)
 
 
 def _overview(summary: CheckpointSummary) -> Table:
@@ -85,6 +105,3 @@ def _layers(summary: CheckpointSummary) -> Table | str:
     four = "{:.4f}".format
     numbers = Column("output SNR", "{:.1f} dB".format), Column("worst error", four), Column("rounded", four)
     return Table(columns=(Column("layer"), *numbers, Column("of linear")), rows=tuple(rows))
-
-
-COMMAND = inspect_checkpoint

@@ -86,7 +86,7 @@ _ESTIMATE: Settings = {
 @option_group("sizes", _ESTIMATE)
 @set_option
 @option_group("device", _DEVICE)
-def plan_command(
+def command(
     output_to: Output, *, model: str | None, device: dict[str, Any], sizes: dict[str, Any], changes: tuple[str, ...]
 ) -> None:
     """Say what MODEL would take and how fast it could be at best: computed from its shape, nothing is measured.
@@ -232,6 +232,3 @@ def _footnote(plan: Estimate) -> str:
         f"{text} step and tokens/s: floors of a decode step of batch {plan.batch} at {plan.context:,} tokens; prefill: "
         f"of {plan.prompt:,} tokens; both at {' and '.join(rates)}, nothing lost. Good engines reach 55 to 85 %."
     )
-
-
-COMMAND = plan_command

@@ -47,7 +47,7 @@ _ACTIVATIONS = setting(
 @push_option
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
-def quantize_command(
+def command(
     output_to: Output,
     *,
     model: str | None,
@@ -138,6 +138,3 @@ def _worst(result: CompressionResult) -> Table:
             for name, linear in result.worst_linears()
         ),
     )
-
-
-COMMAND = quantize_command

@@ -90,7 +90,7 @@ def _table(recipes: dict[str, Recipe]) -> Table:
     for name, recipe in recipes.items():
         default = recipe.scheme.default
         activations = "" if default is None or default.activation is None else default.activation.dtype.name
-        steps = ", ".join(recipe.step_names)
+        steps = ", ".join(recipe.steps)
         weights = "as they are" if default is None else default.weight.describe()
         if recipe.kv_cache is not None and recipe.kv_cache.scheme.key.dtype is not None:
             weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}"
@@ -98,4 +98,4 @@ def _table(recipes: dict[str, Recipe]) -> Table:
     return Table(columns=tuple(map(Column, ("recipe", "weights", "activations", "steps"))), rows=tuple(rows))
 
 
-COMMAND = recipes
+command = recipes

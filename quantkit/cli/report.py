@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import RUN, option_group
 from quantkit.cli._output import Command, Output
 
 if TYPE_CHECKING:
@@ -16,8 +19,9 @@ if TYPE_CHECKING:
 
 @click.command("report", cls=Command, short_help="Compare checkpoints by their reports.")
 @click.argument("checkpoints", nargs=-1, required=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write a page (HTML) here.")
-def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None) -> None:
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page (HTML) here.")
+@option_group("how", {"overwrite": RUN["overwrite"]})
+def command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None, how: dict[str, Any]) -> None:
     """Compare CHECKPOINTS, directories with a report.json or such files: size, accuracy, speed, and which to choose.
 
     With one checkpoint, its own report is rendered again from report.json.
@@ -32,12 +36,25 @@ def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: P
 
     reports = [read_report(checkpoint) for checkpoint in checkpoints]
     if len(reports) == 1:
-        _show_one(output_to, reports[0], output)
+        _show_one(output_to, reports[0], output, **how)
     else:
-        _show_many(output_to, reports, output)
+        _show_many(output_to, reports, output, **how)
 
 
-def _show_one(output_to: Output, report: Report, output: Path | None) -> None:
+def _write_page(output: Path, page: Callable[[], str], overwrite: bool = False) -> None:
+    from quantkit.checkpoints.replaceable import check_text
+    from quantkit.checkpoints.staging import open_stage
+    from quantkit.checkpoints.writer import write_text
+    from quantkit.report.files import SIGNS
+
+    check = partial(check_text, sign=SIGNS["report.html"])
+    with open_stage(output, "report", overwrite=overwrite, check=check) as stage:
+        draft = stage.work.path / output.name
+        write_text(draft, page())
+        stage.promote(draft)
+
+
+def _show_one(output_to: Output, report: Report, output: Path | None, **how: Any) -> None:
     from quantkit.report.html import render_html
     from quantkit.report.json import json_ready
     from quantkit.report.tables import comparison_table
@@ -45,19 +62,19 @@ def _show_one(output_to: Output, report: Report, output: Path | None) -> None:
     from quantkit.results.gates.metrics import gate_numbers
 
     if output is not None:
-        output.write_text(render_html(report), encoding="utf-8")
+        _write_page(output, lambda: render_html(report), **how)
     lines = [headline(report), *gate_lines(report.gates)]
     metrics = json_ready(gate_numbers(report))
     data = {"model": report.model.name, "held": report.held, "metrics": metrics, "page": output and str(output)}
     output_to.result(lambda: data, lambda: "\n".join(lines), lambda: comparison_table(report.comparisons))
 
 
-def _show_many(output_to: Output, reports: list[Report], output: Path | None) -> None:
+def _show_many(output_to: Output, reports: list[Report], output: Path | None, **how: Any) -> None:
     from quantkit.report.compare import checkpoints_table, compare_reports, comparison_sentence, render_comparison
 
     comparison = compare_reports(reports)
     if output is not None:
-        output.write_text(render_comparison(comparison), encoding="utf-8")
+        _write_page(output, lambda: render_comparison(comparison), **how)
     for warning in comparison.warnings:
         output_to.tell(f"warning: {warning}")
     output_to.result(
@@ -65,6 +82,3 @@ def _show_many(output_to: Output, reports: list[Report], output: Path | None) ->
         lambda: checkpoints_table(comparison),
         lambda: comparison_sentence(comparison),
     )
-
-
-COMMAND = report_command

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @set_option
 @option_group("how", {**settings_of(SearchOptions), **RUN})
 @option_group("engine", settings_of(EngineConfig, "dtype", "threads"), shown={"dtype": "fp32"})
-def search_command(
+def command(
     output_to: Output,
     *,
     model: str | None,
@@ -91,6 +91,3 @@ def _missed(result: SearchResult) -> str:
 def _next_steps(result: SearchResult) -> str:
     model = "" if result.model == "demo" else f"{result.model} "
     return f"written to {result.recipe}; next: quantkit quantize {model}--recipe {result.recipe} --verify"
-
-
-COMMAND = search_command

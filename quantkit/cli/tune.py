@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @option_group("settings", settings_of(TuneOptions))
 @click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing.")
-def tune_command(output_to: Output, *, model: str | None, listing: bool, settings: dict[str, Any]) -> None:
+def command(output_to: Output, *, model: str | None, listing: bool, settings: dict[str, Any]) -> None:
     """Choose tiles for MODEL, a directory or a hub id, on a GPU of this machine; without it, for an 8B Llama in INT4.
 
     Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
@@ -66,15 +66,10 @@ def _table(tuning: Tuning) -> Table:
     rows = []
     for outcome in tuning.outcomes:
         entry = outcome.entry
-        measured: tuple[Any, ...] = (outcome.problem, None, None)
-        if entry is not None:
-            measured = entry.default_microseconds, entry.microseconds, entry.ratio
-        rows.append((outcome.case.kernel, outcome.case.label, *measured))
-    speeds = (
-        Column("default us", "{:.1f}".format),
-        Column("tuned us", "{:.1f}".format),
-        Column("ratio", "{:.2f}".format),
-    )
+        times = entry and (entry.default_microseconds, entry.microseconds, entry.ratio)
+        rows.append((outcome.case.kernel, outcome.case.label, *(times or (outcome.problem, None, None))))
+    one, two = "{:.1f}".format, "{:.2f}".format
+    speeds = Column("default us", one), Column("tuned us", one), Column("ratio", two)
     return Table(columns=(Column("kernel"), Column("shape"), *speeds), rows=tuple(rows))
 
 
@@ -112,12 +107,10 @@ def _files(files: Sequence[TunedFile]) -> Table | str:
     if not files:
         return "no GPU here and no file of tuned choices; kernels run with their defaults"
     rows = []
-    for file in files:
-        entries, versions = None, file.problem or "there is none"
-        if file.table is not None:
-            entries = str(len(file.table.entries))
-            versions = ", ".join(f"{name} {number}" for name, number in sorted(file.table.versions.items()))
-        rows.append((file.device, str(file.path), entries, versions, "yes" if file.is_in_force else "no"))
+    for file in map(_file_document, files):
+        versions = ", ".join(f"{name} {number}" for name, number in sorted((file["versions"] or {}).items()))
+        measured = versions or file["problem"] or "there is none"
+        rows.append((file["device"], file["file"], file["entries"], measured, "yes" if file["in_force"] else "no"))
     return Table(columns=tuple(map(Column, ("GPU", "file", "choices", "measured with", "in force"))), rows=tuple(rows))
 
 
@@ -130,6 +123,3 @@ def _file_document(file: TunedFile) -> dict[str, Any]:
         "versions": None if file.table is None else dict(file.table.versions),
         "problem": file.problem or None,
     }
-
-
-COMMAND = tune_command

@@ -1,7 +1,5 @@
 """`quantkit verify`: a checkpoint beside its original, and whether it keeps its promises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
 @_verify.gate_option
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @runtime_options
-def verify_command(
+def command(
     output_to: Output,
     *,
     checkpoint: str,
@@ -61,12 +59,9 @@ def verify_command(
 
     options = _verify.verify_options(**what)
     check_options(options)
-    if output is not None:
-        check_output(Path(output))
     pair = check_pair(checkpoint, baseline, gates)
+    folder = pair.path if output is None else Path(output)
+    check_output(folder)
     report = verify_pair(pair, options, progress=output_to.tell)
-    files, problem = write_files(report, pair.path if output is None else Path(output))
+    files, problem = write_files(report, folder)
     _verify.finish(output_to, report, files, problem)
-
-
-COMMAND = verify_command

@@ -3,8 +3,6 @@
 Not the work folder and the final name, see `checkpoints.staging`; nor what a format demands, see `formats`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,19 +34,20 @@ class Shard:
         self._linears: dict[str, tuple[QuantizedTensor, LinearScheme, tuple[str, ...]]] = {}
         self.tensors: dict[str, Tensor] = {}
 
-    def add_linear(
-        self, module: str, weight: QuantizedTensor, scheme: LinearScheme, encoded: Mapping[str, Tensor]
-    ) -> None:
+    def add_linear(self, module: str, weight: QuantizedTensor, scheme: LinearScheme) -> int:
         """Take in a quantized linear.
 
         Args:
             module: its full name.
             weight: what the file must read back as.
             scheme: of the linear.
-            encoded: its tensors, by local name.
+        Returns:
+            bytes of the tensors that it is stored as, without one that only says its shape.
         """
+        encoded = self._format.encode(weight, scheme)
         self._linears[module] = weight, scheme, tuple(encoded)
         self.tensors |= {f"{module}.{local}": tensor.cpu() for local, tensor in encoded.items()}
+        return sum(tensor.nbytes for local, tensor in encoded.items() if not local.endswith("_shape"))
 
     def write(
         self,

@@ -3,8 +3,6 @@
 How the demo model and its text were made is in evals/demo.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where tasks, suites and their items are: folders shipped with quantkit, and the folders a user names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,11 +25,8 @@ def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
         pattern: path below the folder; `*` stands for any name.
         folders: where to look, in order.
     """
-    for folder in folders:
-        items = sorted(str(path) for path in folder.expanduser().glob(pattern))
-        if items:
-            return items
-    return []
+    items = (sorted(map(str, folder.expanduser().glob(pattern))) for folder in folders)
+    return next(filter(None, items), [])
 
 
 def read_named_text(name: str, folders: Sequence[Path]) -> str:

@@ -1,7 +1,5 @@
 """An engine set up for evaluation: nobody waits for single answers, and short pages share more of a context."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantkit.checkpoints.source import resolve

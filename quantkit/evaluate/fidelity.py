@@ -5,8 +5,6 @@ tells two models apart long before an accuracy does; what it does not say is whe
 Greedy texts are compared token by token: the first that differs is where the two part for good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,12 +79,7 @@ def fixed_windows(
 
 
 def fidelity(
-    llm: LLM,
-    original: LLM,
-    windows: Windows,
-    *,
-    data: str = "text",
-    greedy_tokens: int = GREEDY_TOKENS,
+    llm: LLM, original: LLM, windows: Windows, *, data: str = "text", greedy_tokens: int = GREEDY_TOKENS
 ) -> FidelityResult:
     """Compare a model with its original.
 

@@ -25,7 +25,7 @@ from quantkit.models.linear_sets import LinearSet
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.layers import MLP
 from quantkit.runtime.model.loader import find_format
-from quantkit.runtime.model.manifest import is_quantized, local_names
+from quantkit.runtime.model.manifest import local_names, stored_scheme
 from quantkit.runtime.model.model import NativeModel
 
 _SMOOTHING_STEPS = ("awq", "smoothquant")
@@ -143,7 +143,7 @@ class _Sources:
 
     def is_quantized(self, module: str) -> bool:
         """Whether a linear is stored as codes."""
-        return is_quantized(module, self.modules.get(module, ()), self._stored[1])
+        return stored_scheme(module, self.modules.get(module, ()), self._stored[1]) is not None
 
     def has(self, layer: int, name: str) -> bool:
         """Whether a layer of the original has a linear or norm of this relative name."""

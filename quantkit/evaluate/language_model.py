@@ -7,8 +7,6 @@ same end of an answer. Not a task runner: see `run`. Importing this module needs
     lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar

@@ -8,8 +8,6 @@ Not a test of reasoning: one fact, found or not found. Source: Mohtashami and Ja
 key); Liu et al. 2023, Lost in the Middle (why depths).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

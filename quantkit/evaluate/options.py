@@ -1,7 +1,5 @@
 """What a user can ask a model. No torch: `--help` is answered from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whether two models can be asked the same and compared, before either is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

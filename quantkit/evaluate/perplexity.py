@@ -14,8 +14,6 @@ reports on WikiText-2 at 2048 tokens; there every window but the first loses the
 precedes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ asks installed packages for what to run when it is imported (entry points `torch
 where lm-eval is not already running.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

@@ -49,9 +49,8 @@ def evaluate(
     asked, seed = _asked(llm, options)
     if not (asked.tasks or asked.perplexity or asked.long_context):
         raise DataError("nothing to evaluate: give tasks, texts or a suite")
-    texts = [
-        (part, read_named_text(part.text, options.data)) for part in asked.perplexity
-    ]  # before anything is computed
+    # Texts are read before anything is computed.
+    texts = [(part, read_named_text(part.text, options.data)) for part in asked.perplexity]
     tasks = _run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
     measured = [result for part, text in texts for result in _perplexities(llm, part, text, options, say)]
     if asked.long_context is not None:

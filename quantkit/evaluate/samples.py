@@ -1,7 +1,5 @@
 """lm-eval's results as quantkit's records: one main metric per task, and every item's scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,11 +45,8 @@ def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[
 
 def _main_key(keys: list[str], declared: list[str]) -> str:
     """`metric,filter` of the favourite metric, else of the first that the task declares."""
-    for metric in (*FAVOURITES, *declared):
-        for key in keys:
-            if key.split(",", 1)[0] == metric:
-                return key
-    return keys[0]
+    known = {key.split(",", 1)[0]: key for key in reversed(keys)}
+    return next((known[metric] for metric in (*FAVOURITES, *declared) if metric in known), keys[0])
 
 
 def _sample(task: str, row: Mapping[str, Any], count_tokens: Callable[[str], int] | None) -> SampleRecord:

@@ -6,8 +6,6 @@ proposal ignores the groups with the most KL per byte, and is itself measured be
 Choosing bits layer by layer by what each costs: Dong et al. 2019 (HAWQ), who ask the curvature instead.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A suite has two parts, because the demo model knows nothing but its own language
 language are asked, `others` what all others are. Unknown keys are refused with the valid ones.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

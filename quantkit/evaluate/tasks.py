@@ -4,8 +4,6 @@ A name is looked for in this order: the shipped demo tasks; `local_<name>` templ
 --data folder has the items; the user's --include-path; lm-eval's own list, whose items come from the hub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

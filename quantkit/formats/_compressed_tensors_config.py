@@ -14,22 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.errors import SchemeError
-from quantkit.formats._compressed_tensors_layout import (
-    FLOAT,
-    INTEGER,
-    MICROSCALING,
-    PACKED,
-    find_layout,
-    library_version,
-)
+from quantkit.formats._compressed_tensors_layout import MIXED, READABLE, find_layout, library_version
 from quantkit.numerics.dtype import DTYPES, FP8, DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-_MIXED = "mixed-precision"
-_READABLE = (PACKED, INTEGER, FLOAT, "naive-quantized", _MIXED, *MICROSCALING.values())
 _LINEAR = "Linear"  # a target or ignored name that means every linear
 
 
@@ -65,7 +56,7 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
     # shapes that differ. Asked to decode while loading it does not come that way, but decodes every module by the
     # first scheme. vLLM reads its fields by name and not this one.
     decode = {"dequantize": True} if has_zero_points else {}
-    return _section(groups, layouts[0] if len(layouts) == 1 else _MIXED, ignored, **decode)
+    return _section(groups, layouts[0] if len(layouts) == 1 else MIXED, ignored, **decode)
 
 
 def cache_only_config() -> dict[str, Any]:
@@ -172,8 +163,8 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
     formats = [parsed.format] if "format" in section and parsed.config_groups else []
     formats += [group.format for group in parsed.config_groups.values() if group.format is not None]
     for name in map(_plain, formats):
-        if name not in _READABLE:
-            raise SchemeError(f"compressed-tensors format {name!r} cannot be decoded; can be: {', '.join(_READABLE)}")
+        if name not in READABLE:
+            raise SchemeError(f"compressed-tensors format {name!r} cannot be decoded; can be: {', '.join(READABLE)}")
     status = _plain(parsed.quantization_status)
     if "quantization_status" in section and status != "compressed":
         raise SchemeError(

@@ -29,6 +29,8 @@ MICROSCALING = {
     MXFP4.name: "mxfp4-pack-quantized",
     MXFP8.name: "mxfp8-quantized",
 }
+MIXED = "mixed-precision"  # several of them in one checkpoint
+READABLE = (PACKED, INTEGER, FLOAT, "naive-quantized", MIXED, *MICROSCALING.values())
 _DENSE_PACKING_SINCE = "0.18"
 
 
@@ -49,11 +51,8 @@ def find_layout(scheme: LinearScheme) -> str:
     if four_bits and activation == ActivationScheme(dtype=FP8):
         return PACKED
     eight_bits = weight.dtype == INT8 and weight.group_size is None and weight.symmetric
-    if (
-        (eight_bits or (four_bits and activation.dynamic))
-        and activation.dtype == INT8
-        and activation.group_size is None
-    ):
+    multiplied = eight_bits or (four_bits and activation.dynamic)
+    if multiplied and activation.dtype == INT8 and activation.group_size is None:
         return INTEGER
     name = activation.dtype.name
     hint = f"; {name} activations go with {name} weights" if activation.dtype.kind == "float" else ""

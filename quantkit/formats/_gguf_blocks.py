@@ -7,8 +7,6 @@ Shapes: N outputs, K inputs, M blocks; a block's bytes are the last dimension.
 Source: ggml `src/ggml-common.h`, `src/ggml-quants.c`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

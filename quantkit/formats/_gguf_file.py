@@ -10,8 +10,6 @@ Not here: what blocks mean (`_gguf_blocks`) and which names and entries a model 
 Source: ggml `docs/gguf.md`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math
@@ -129,8 +127,9 @@ def write_gguf_file(
     Raises:
         CheckpointError: a name or shape that the format has no room for.
     """
-    writer, digests = gguf.GGUFWriter(path, str(metadata["general.architecture"])), dict[str, str]()
-    for key, value in metadata.items():
+    entries, digests = dict(metadata), dict[str, str]()
+    writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))  # twice, it says so on a stream
+    for key, value in entries.items():
         kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for name, (block, shape) in tensors.items():

@@ -8,8 +8,6 @@ Shapes: M blocks, S sub-blocks of n values, S * n = 256.
 Source: the format and the first search are those of ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -13,8 +13,6 @@ It lies outside `quantization_config`, so other readers pass it over and compute
 Source of names: vLLM `model_loader/weight_utils.py` (`maybe_remap_kv_scale_name`), ModelOpt `unified_export_hf.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ Source: GPTQModel `nn_modules/qlinear/__init__.py` (`pack_original`), which writ
 compressed-tensors `compressors/pack_quantized/helpers.py`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What reading one linear's tensors has in common whatever the format: present, of this shape, or one line of error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -10,8 +10,6 @@ Source: compressed-tensors `compressors/{nvfp4,mxfp4,mxfp8}`, `quantization/life
 Microscaling Formats (MX) 1.0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -109,8 +107,7 @@ def encode_unpacked(weight: QuantizedTensor) -> dict[str, Tensor]:
 
 def unpack_fp4(packed: Tensor) -> Tensor:
     """FP4 codes of bytes (N, K / 2), even inputs in the low nibble: (N, K) float8_e4m3fn, which holds them exactly."""
-    pairs = torch.stack([packed & 15, packed >> 4], dim=2).view(packed.shape[0], -1)
-    return fp4_values(pairs)
+    return fp4_values(torch.stack([packed & 15, packed >> 4], dim=2).view(packed.shape[0], -1))
 
 
 def pack_fp4(codes: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ Shapes: N outputs, K inputs, G scales per row.
 Source: AutoAWQ `modules/linear/gemm.py`, `utils/packing_utils.py`, `models/_config.py`; Lin et al. 2023.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -10,8 +10,6 @@ scales are then repeated for smaller groups, which changes no value.
 Source: bitsandbytes `functional.py` (QuantState, dequantize_blockwise).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ lossless: decode(encode(x)) == x cannot hold, because codes and scales are multi
 to the scale's dtype; the values are those that any loader of the codes would compute in that dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

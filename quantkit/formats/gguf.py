@@ -33,17 +33,9 @@ if TYPE_CHECKING:
 
     from quantkit.models.family import Family
 
-# ggml's name of the block that holds a symmetric number type.
-_SYMMETRIC = {
-    "int2": "Q4_0",
-    "int3": "Q4_0",
-    "int4": "Q4_0",
-    "int5": "Q5_0",
-    "int6": "Q6_K",
-    "int8": "Q8_0",
-    "mxfp4": "MXFP4",
-}
 _ASYMMETRIC = ("int2", "int3", "int4")
+# ggml's name of the block that holds a symmetric number type.
+_SYMMETRIC = {**dict.fromkeys(_ASYMMETRIC, "Q4_0"), "int5": "Q5_0", "int6": "Q6_K", "int8": "Q8_0", "mxfp4": "MXFP4"}
 
 
 class GGUFFormat(CompressedTensorsFormat):

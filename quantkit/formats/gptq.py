@@ -17,8 +17,6 @@ Source: GPTQModel `nn_modules/qlinear/__init__.py`, `utils/model.py`, `quantizat
 `export/export_to_autoround`; vLLM `gptq_marlin.py`; Frantar et al. 2022.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -208,11 +206,7 @@ def write_group_size(weight: WeightScheme) -> int:
 
 
 def _numbers(weight: WeightScheme) -> dict[str, Any]:
-    return {
-        "bits": weight.dtype.bits,
-        "group_size": write_group_size(weight),
-        "sym": weight.symmetric,
-    }
+    return {"bits": weight.dtype.bits, "group_size": write_group_size(weight), "sym": weight.symmetric}
 
 
 def _weight(section: Mapping[str, Any], changes: Any) -> WeightScheme:
@@ -223,9 +217,7 @@ def _weight(section: Mapping[str, Any], changes: Any) -> WeightScheme:
     if type(symmetric) is not bool:
         raise SchemeError(f"quantization_config.sym is {symmetric!r}; expected true or false")
     return WeightScheme(
-        dtype=DTYPES[f"int{bits}"],
-        group_size=read_group_size(fields.get("group_size", -1)),
-        symmetric=symmetric,
+        dtype=DTYPES[f"int{bits}"], group_size=read_group_size(fields.get("group_size", -1)), symmetric=symmetric
     )
 
 

@@ -1,7 +1,5 @@
 """GPTQ version 2: zero points are stored as they are, so asymmetric weights fit. GPTQModel, vLLM and SGLang read it."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from quantkit.formats.gptq import GPTQFormat

@@ -9,8 +9,6 @@ folded into another layer is refused.
 Source: ModelOpt `torch/export/unified_export_hf.py`, `quant_utils.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -26,12 +24,9 @@ from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _ALGORITHMS = {
-    "FP8": WeightScheme(dtype=FP8),
-    "FP8_PER_CHANNEL_PER_TOKEN": WeightScheme(dtype=FP8),
-    "INT4_AWQ": WeightScheme(dtype=INT4, group_size=128),
-    "W4A16_AWQ": WeightScheme(dtype=INT4, group_size=128),
-    "NVFP4": WeightScheme(dtype=NVFP4, group_size=16),
-    "W4A16_NVFP4": WeightScheme(dtype=NVFP4, group_size=16),
+    **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), WeightScheme(dtype=FP8)),
+    **dict.fromkeys(("INT4_AWQ", "W4A16_AWQ"), WeightScheme(dtype=INT4, group_size=128)),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), WeightScheme(dtype=NVFP4, group_size=16)),
 }
 
 

@@ -8,8 +8,6 @@ Not here: layouts of one kernel (tiled or packed int4), which torchao itself rea
 Source: torchao `quantization/quant_api.py`, `prototype/safetensors`; transformers `quantizer_torchao.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ Decode is one new token, a prefill chunk is many, a speculative verification is 
 Shapes: B sequences, T new tokens of all of them together, P pages of the longest, R rows whose logits are wanted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -6,8 +6,6 @@ one out again only after the copies out of it are done, so a step never overwrit
 Not here: decode steps with fixed addresses, which have pinned memory of their own (`runtime.engine.decode_graphs`).
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

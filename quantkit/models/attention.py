@@ -15,8 +15,6 @@ Sources: the formulas of csa and hca are those of DeepSeek-V4's technical report
 and 31 layers); the 8-bit layouts of mla, dsa and csa are those of FlashMLA and vLLM (656, 132 and 584 bytes).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

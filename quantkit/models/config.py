@@ -4,8 +4,6 @@ Every count, number, flag and name of a model's config.json passes through `Conf
 planning, the GGUF export. Kinds are checked when an entry is read; messages have the key and the value.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

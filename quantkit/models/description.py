@@ -4,8 +4,6 @@ Torch-free and without files. The runtime builds from it, planning counts it, GG
 computes beyond its tensors (rotations, scales, activations) is the runtime's `ModelConfig`, which is this and more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

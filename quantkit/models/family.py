@@ -5,8 +5,6 @@ with a config.json it becomes a `ModelDescription`. Torch-free. Names are those 
 config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -237,7 +235,6 @@ class Family:
         latent: multi-head latent attention.
         layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
         stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
-        not_compressible: why the compress side does not take this family; None = it does.
         parts: modules of a layer.
         norm: kind of all norms; "bare" ones have no weights.
         norm_offset: added to the weights of all norms.
@@ -277,7 +274,6 @@ class Family:
     latent: bool = False
     layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
     stored_prefix: str | None = None
-    not_compressible: str | None = None
     parts: Parts = Parts()
     norm: Literal["rms", "layer", "bare"] = "rms"
     norm_offset: float = 0.0

@@ -1,7 +1,5 @@
 """In what layers of one model differ: windows, experts, positions; by config.json, else by the family's rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantkit.errors import ModelError

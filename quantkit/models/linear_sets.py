@@ -1,8 +1,7 @@
 """Which linears of a decoder layer belong together, as data: sets of linears that read the same tensor. Torch-free."""
 
-from __future__ import annotations
-
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -123,6 +122,11 @@ def find_expert(name: str) -> ExpertLocation | None:
     return None if match is None else ExpertLocation(owner=match[2], container=match[1], number=int(match[3]))
 
 
+def common_owner(names: Iterable[str]) -> str:
+    """The innermost module that contains all of these; empty where only the whole does."""
+    return os.path.commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".")
+
+
 def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
     """Sets for experts that each see only the tokens routed to them: those of several experts are taken apart.
 
@@ -137,12 +141,7 @@ def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
         if len(members) == 1:
             split.append(group)
         else:
-            split += [
-                replace(group, linears=tuple(linears), source=None, parent=_parent(owner, linears), beside=())
-                for owner, linears in members.items()
-            ]
+            for owner, names in members.items():
+                parent = owner or names[0].rpartition(".")[0]
+                split.append(replace(group, linears=tuple(names), source=None, parent=parent, beside=()))
     return tuple(split)
-
-
-def _parent(expert: str, linears: list[str]) -> str:
-    return expert or linears[0].rpartition(".")[0]

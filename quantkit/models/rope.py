@@ -1,7 +1,5 @@
 """The rotary embedding that a config.json asks for, in the words of transformers 4 or 5."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,8 +72,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     read = ConfigReader(entries, where=f"{config.where}, RoPE")
     theta = read.number("rope_theta", default=_outer_theta(config, family, local))
     partial = read.number(
-        "partial_rotary_factor",
-        default=config.number("partial_rotary_factor", default=family.partial),
+        "partial_rotary_factor", default=config.number("partial_rotary_factor", default=family.partial)
     )
     width = int(head_dim * partial)
     if width < 2 or width % 2 or width > head_dim:
@@ -122,21 +119,16 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
         return {}
     original = read.count("original_max_position_embeddings", default=length)
     original = config.count("original_max_position_embeddings", default=original)
+    factor = _factor(read) if kind == "llama3" else read.number("factor", default=length / original)
+    settings = {"factor": factor, "original_length": original}
     if kind == "llama3":
         low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
         if high <= low:
             raise ModelError(f"config.json, RoPE: high_freq_factor {high} must exceed low_freq_factor {low}")
-        return {
-            "factor": _factor(read),
-            "original_length": original,
-            "low_frequency_factor": low,
-            "high_frequency_factor": high,
-        }
-    factor = read.number("factor", default=length / original)
+        return {**settings, "low_frequency_factor": low, "high_frequency_factor": high}
     if kind == "yarn":
         return {
-            "factor": factor,
-            "original_length": original,
+            **settings,
             "attention_factor": _yarn_attention(read, factor),
             "beta_fast": read.number("beta_fast", default=32.0),
             "beta_slow": read.number("beta_slow", default=1.0),
@@ -144,8 +136,7 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
         }
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
-        "factor": factor,
-        "original_length": original,
+        **settings,
         "attention_factor": read.number("attention_factor", default=grown),
         "short_factors": read.numbers("short_factor", width // 2),
         "long_factors": read.numbers("long_factor", width // 2),

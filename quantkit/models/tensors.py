@@ -3,8 +3,6 @@
 N outputs, K inputs. Torch-free.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

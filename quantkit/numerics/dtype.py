@@ -3,8 +3,6 @@
 A number type is what one code means; how codes are packed on disk is the business of `formats`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -6,8 +6,6 @@ Shapes: D width, T any rows.
 Source: Ashkboos et al. 2024, QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs; Paley 1933.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -70,13 +68,11 @@ def _hadamard(size: int) -> Tensor | None:
     if size % 4:
         return None
     if _is_prime(size - 1):
-        core = _bordered(size - 1, -1)
-        return core + torch.eye(size)
+        return _bordered(size - 1, -1) + torch.eye(size)
     if _is_prime(size // 2 - 1) and (size // 2 - 1) % 4 == 1:
         core, one = _bordered(size // 2 - 1, 1), torch.eye(size // 2)
-        return torch.kron(core, torch.tensor([[1.0, 1.0], [1.0, -1.0]])) + torch.kron(
-            one, torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
-        )
+        for_core, for_one = torch.tensor([[[1.0, 1.0], [1.0, -1.0]], [[1.0, -1.0], [-1.0, -1.0]]])
+        return torch.kron(core, for_core) + torch.kron(one, for_one)
     return None
 
 

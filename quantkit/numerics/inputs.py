@@ -4,8 +4,6 @@ Not here: how the kernels compute the same; they are tested against this.
 Source: compressed-tensors `quantization/lifecycle/forward.py` and `quantization/utils/helpers.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -49,9 +47,6 @@ def _fake_quantize(values: Tensor, scheme: ActivationScheme, scale: Tensor | Non
 
 def _dynamic_scale(largest: Tensor, dtype: DType, outer: Tensor | None) -> Tensor:
     """Scales from the largest magnitudes (..., 1); `outer` is the global one of two levels."""
-    if dtype.scale == "float":
-        scale = largest / dtype.half_range
-        return torch.where(scale > 0, scale, torch.finfo(torch.float32).eps)
     if outer is None:
         return storable_scale(largest, dtype, torch.float32, None)
     return two_level_scale(largest / dtype.half_range, outer.float())

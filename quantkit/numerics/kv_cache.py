@@ -5,8 +5,6 @@ scales, which is `calibration.kv_cache`. Names of number types and granularities
 Source of the rotation: Ashkboos et al. 2024, QuaRot (online Hadamard of keys and queries after the position embedding).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

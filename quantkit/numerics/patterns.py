@@ -5,8 +5,6 @@ ten characters takes longer than the age of the world. `regex` can be; what only
 pattern means what it means in Python's `re`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import math

@@ -6,8 +6,6 @@ value; one up where the magnitude's first two mantissa bits are set, as compress
 Source: OCP Microscaling Formats (MX) 1.0, section 6.3; compressed-tensors `quantization/utils/{helpers,mxfp_utils}.py`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

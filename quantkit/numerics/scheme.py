@@ -1,7 +1,5 @@
 """Which numbers a model is stored in: per weight, per activation, per module. How well they are chosen is elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -5,7 +5,8 @@ Shapes: N outputs, K inputs, G scales per row, g = K / G.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,16 @@ class QuantizedTensor:
         """In which loaders compute the values, usually the model's."""
         return self.value_dtype or self.scale.dtype
 
+    def take_rows(self, rows: Tensor) -> QuantizedTensor:
+        """The same weight with these outputs, in this order."""
+        rows = rows.to(self.codes.device)
+        return replace(
+            self,
+            codes=self.codes.view(torch.uint8)[rows].view(self.codes.dtype),  # torch cannot index every 8-bit float
+            scale=self.scale[rows],
+            zero_point=None if self.zero_point is None else self.zero_point[rows],
+        )
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values that the codes stand for.
 
@@ -69,15 +80,14 @@ class QuantizedTensor:
         Returns:
             (N, K) values.
         """
-        rows, width = self.codes.shape
-        if self.group_index is not None:
-            index = self.group_index
-            values = self.codes.float()
-            if self.zero_point is not None:
-                values -= self.zero_point.float()[:, index]
-            return values.mul_(self.scale.float()[:, index]).to(dtype)
         # A copy also of codes that are float32 already, since it is multiplied in place.
-        values = self.codes.to(torch.float32, copy=True).view(rows, self.scale.shape[1], -1)  # (N, G, g)
+        values = self.codes.to(torch.float32, copy=True)
+        of_codes: tuple[Any, ...] = (slice(None), self.group_index)  # from numbers of groups (N, G) to those of codes
+        if self.group_index is None:
+            values, of_codes = (
+                values.view(len(values), self.scale.shape[1], -1),
+                (slice(None), slice(None), None),
+            )  # (N, G, g)
         if self.zero_point is not None:
-            values -= self.zero_point.float().unsqueeze(-1)
-        return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, width).to(dtype)
+            values -= self.zero_point.float()[of_codes]
+        return values.mul_(self.scale.float()[of_codes]).view(self.shape).to(dtype)

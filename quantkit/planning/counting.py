@@ -1,7 +1,5 @@
 """A model's shape from its description, or from the headers of its shards, which need no family to count exactly."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -173,9 +171,7 @@ def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> di
     return {(name, shape[0], shape[1]): 1}
 
 
-def _split(
-    tensors: Mapping[str, TensorInfo],
-) -> tuple[str, list[tuple[int, str, TensorInfo]], dict[str, TensorInfo]]:
+def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str, TensorInfo]], dict[str, TensorInfo]]:
     """Where the decoder layers are, what is in them, and what is outside; of several stacks the largest is meant."""
     matches = {name: match for name in tensors if (match := _IN_LAYER.fullmatch(name))}
     weight: Counter[str] = Counter()

@@ -4,8 +4,6 @@ Paper figures are floors that nothing beats; copies reach some 90 % of the bandw
 the peak. Give measured ones with --bandwidth and --peak. A test checks that every row is complete and plausible.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from quantkit.errors import InputError, suggestion
@@ -89,10 +87,7 @@ def find_device(name: str) -> Device:
 
 
 def make_device(
-    name: str | None = None,
-    memory_bytes: int | None = None,
-    bandwidth: float | None = None,
-    peak: float | None = None,
+    name: str | None = None, memory_bytes: int | None = None, bandwidth: float | None = None, peak: float | None = None
 ) -> Device | None:
     """A device of the table with some figures replaced, or one made of given figures alone; None without any.
 

@@ -1,7 +1,5 @@
 """A plan as plain data for --json: bytes, seconds and names; nothing is rounded."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The whole plan in one call: shape, sizes, what fits, floors, and what a recipe would do. Computed, never measured."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,47 +7,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError, suggestion
+from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
+from quantkit.planning import memory, weights
 from quantkit.planning.devices import Device
 from quantkit.planning.limits import STEP_TOKENS, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
 from quantkit.planning.loaders import LoaderAnswer, loaders
-from quantkit.planning.memory import (
-    WeightBytes,
-    WeightChoice,
-    compression_bytes,
-    everywhere,
-    kv_bytes,
-    kv_bytes_per_token,
-    offers,
-    planned_activation_bytes,
-    planned_weight_bytes,
-)
-from quantkit.planning.recipes import RecipePlan, plan_recipe, require_possible
+from quantkit.planning.recipes import RecipePlan, plan_recipe
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.source import from_model, from_parameters, from_shape_file
-from quantkit.planning.weights import (
-    BF16_WEIGHTS,
-    FP8_WEIGHTS,
-    FP32_WEIGHTS,
-    INT2_WEIGHTS,
-    INT3_WEIGHTS,
-    INT4_WEIGHTS,
-    INT8_WEIGHTS,
-    UNSCALED_WEIGHTS,
-    WeightForm,
-)
 
 DEFAULT_CONTEXT = 4096
-HEADS = {"int8": INT8_WEIGHTS, "int4": INT4_WEIGHTS}
+HEADS = {"int8": weights.INT8_WEIGHTS, "int4": weights.INT4_WEIGHTS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRow:
     """One scheme's weights; `problem` says why it cannot be had, the sizes are then meaningless."""
 
-    scheme: WeightChoice
-    size: WeightBytes
+    scheme: memory.WeightChoice
+    size: memory.WeightBytes
     problem: str | None
 
 
@@ -66,7 +43,7 @@ class CacheRow:
 class DeviceRow:
     """One pair of schemes on the device; `form`, `decode` and `prefill` are None where the cache is unknown."""
 
-    scheme: WeightChoice
+    scheme: memory.WeightChoice
     form: KVForm | None
     fit: DeviceFit
     decode: Floor | None
@@ -89,7 +66,7 @@ class Estimate:
     context: int
     batch: int
     prompt: int
-    schemes: tuple[WeightChoice, ...]
+    schemes: tuple[memory.WeightChoice, ...]
     forms: tuple[KVForm, ...]
     device: Device | None
     recipe: RecipePlan | None
@@ -99,16 +76,19 @@ class Estimate:
         """Sizes of the weights by scheme."""
         shape = self.shape
         return tuple(
-            WeightRow(scheme=scheme, size=planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
+            WeightRow(scheme=scheme, size=memory.planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
             for scheme in self.schemes
         )
 
     @property
     def caches(self) -> tuple[CacheRow, ...]:
         """Sizes of the cache by form."""
-        shape, tokens = self.shape, self.context
         return tuple(
-            CacheRow(form=form, per_token=kv_bytes_per_token(shape, form), per_sequence=kv_bytes(shape, tokens, form))
+            CacheRow(
+                form=form,
+                per_token=memory.kv_bytes_per_token(self.shape, form),
+                per_sequence=memory.kv_bytes(self.shape, self.context, form),
+            )
             for form in self.forms
         )
 
@@ -126,7 +106,7 @@ class Estimate:
         pairs = itertools.product(_shown(usable, self.recipe), self.forms)
         return tuple(self._device_row(self.device, scheme, form) for scheme, form in pairs)
 
-    def _device_row(self, device: Device, scheme: WeightChoice, form: KVForm | None) -> DeviceRow:
+    def _device_row(self, device: Device, scheme: memory.WeightChoice, form: KVForm | None) -> DeviceRow:
         cache = form or find_kv_form("auto", self.shape.dtype)
         sizes: dict[str, Any] = {"context": self.context, "batch": self.batch}
         return DeviceRow(
@@ -140,13 +120,13 @@ class Estimate:
     @property
     def activations(self) -> int:
         """Bytes of one step, an estimate."""
-        return planned_activation_bytes(self.shape, STEP_TOKENS, self.batch)
+        return memory.planned_activation_bytes(self.shape, STEP_TOKENS, self.batch)
 
     @property
     def compression(self) -> dict[str, int] | None:
         """What compressing holds in memory, by purpose."""
         recipe = self.recipe
-        return None if recipe is None else compression_bytes(self.shape, recipe.num_tokens, recipe.steps)
+        return None if recipe is None else memory.compression_bytes(self.shape, recipe.num_tokens, recipe.steps)
 
     @property
     def readings(self) -> list[LoaderAnswer]:
@@ -234,7 +214,7 @@ def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) 
             yield f"{device.title} has no {compute} units: products are made in 16 bits"
 
 
-def _head(name: str | None, shape: ModelShape) -> WeightForm | None:
+def _head(name: str | None, shape: ModelShape) -> weights.WeightForm | None:
     if name is None:
         return None
     if name not in HEADS:
@@ -245,7 +225,7 @@ def _head(name: str | None, shape: ModelShape) -> WeightForm | None:
     return form
 
 
-def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: WeightForm | None) -> RecipePlan:
+def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: weights.WeightForm | None) -> RecipePlan:
     if not shape.layers:
         raise InputError("a recipe needs the model's layers; give a config.json or --shape instead of --params")
     if shape.quantized:
@@ -253,28 +233,30 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: WeightFor
     from quantkit.compress.recipe import load
 
     plan = plan_recipe(shape, load(name, overrides), head)
-    require_possible(plan)
+    if plan.conflicts:
+        rest = f" ({len(plan.conflicts) - 1} more like this)" if len(plan.conflicts) > 1 else ""
+        raise RecipeError(f"recipe {plan.name!r} cannot be used on this model: {plan.conflicts[0]}{rest}")
     return plan
 
 
-def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None) -> list[WeightChoice]:
-    stored = everywhere(None, head)
+def _schemes(shape: ModelShape, plan: RecipePlan | None, head: weights.WeightForm | None) -> list[memory.WeightChoice]:
+    stored = memory.everywhere(None, head)
     if shape.quantized:
         return [stored]
     if plan is not None:
         return [stored, plan.scheme]
-    forms: tuple[WeightForm, ...] = (FP8_WEIGHTS, INT8_WEIGHTS, INT4_WEIGHTS, INT3_WEIGHTS, INT2_WEIGHTS)
     if not shape.layers:
-        return [everywhere(form) for form in (FP32_WEIGHTS, BF16_WEIGHTS, *UNSCALED_WEIGHTS, *forms[2:])]
-    wide = [everywhere(BF16_WEIGHTS, head)] if shape.dtype_bytes > 2 else []
-    return [stored, *wide, *(everywhere(form, head) for form in forms)]
+        plain = (weights.FP32_WEIGHTS, weights.BF16_WEIGHTS, *weights.UNSCALED_WEIGHTS)
+        return [memory.everywhere(form) for form in (*plain, *weights.COMPARED_WEIGHTS[2:])]
+    wide = [memory.everywhere(weights.BF16_WEIGHTS, head)] if shape.dtype_bytes > 2 else []
+    return [stored, *wide, *(memory.everywhere(form, head) for form in weights.COMPARED_WEIGHTS)]
 
 
-def _shown(schemes: Sequence[WeightChoice], plan: RecipePlan | None) -> list[WeightChoice]:
+def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> list[memory.WeightChoice]:
     """Of the schemes, those worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
     if plan is not None or len(schemes) < 4:
         return list(schemes)
-    names = ("as stored", INT8_WEIGHTS.name, INT4_WEIGHTS.name)
+    names = ("as stored", weights.INT8_WEIGHTS.name, weights.INT4_WEIGHTS.name)
     return [scheme for scheme in schemes if scheme.name in names]
 
 
@@ -284,16 +266,16 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
         return []
     plain = find_kv_form("auto", shape.dtype)
     if name is None:
-        usual = (form for form in (FP8, INT8, INT4) if offers(shape, form))
+        usual = (form for form in (FP8, INT8, INT4) if memory.offers(shape, form))
         return [plain, *([] if own is None else [own]), *usual]
     form = own if name == "auto" and own is not None else find_kv_form(name, shape.dtype)
-    if not offers(shape, form):
+    if not memory.offers(shape, form):
         kind = next(iter(shape.attention_kinds))
         raise InputError(f"no engine keeps this model's cache ({kind}) in {name}; use bf16 or fp8")
     return [form]
 
 
-def _problem(shape: ModelShape, scheme: WeightChoice) -> str | None:
+def _problem(shape: ModelShape, scheme: memory.WeightChoice) -> str | None:
     for index, layer in enumerate(shape.layers):
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)

@@ -3,21 +3,14 @@
 Floors, not predictions: nothing overlaps better, no launch costs time, every byte is read once. B sequences, L tokens.
 """
 
-from __future__ import annotations
-
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.models.cache import KVForm
+from quantkit.planning import memory
 from quantkit.planning.devices import Device
-from quantkit.planning.memory import (
-    WeightChoice,
-    kv_allocated_bytes,
-    kv_read_bytes,
-    planned_activation_bytes,
-    planned_weight_bytes,
-)
 from quantkit.planning.shape import ModelShape
 from quantkit.runtime.config import TOKEN_BUDGET
 
@@ -53,7 +46,7 @@ class DeviceFit:
 
 
 def device_fit(
-    shape: ModelShape, scheme: WeightChoice, form: KVForm, memory_bytes: int, *, context: int, batch: int
+    shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, memory_bytes: int, *, context: int, batch: int
 ) -> DeviceFit:
     """The largest batch of a context and the largest context of a batch.
 
@@ -65,14 +58,14 @@ def device_fit(
         context: tokens per sequence for `batch`.
         batch: sequences for `context`.
     """
-    weights = planned_weight_bytes(shape, scheme).memory_bytes
-    activations = planned_activation_bytes(shape, STEP_TOKENS, batch)
+    weights = memory.planned_weight_bytes(shape, scheme).memory_bytes
+    activations = memory.planned_activation_bytes(shape, STEP_TOKENS, batch)
     reserve = round(memory_bytes * RESERVE)
     left = memory_bytes - reserve - weights - activations
     sequences = longest = None
     limit = shape.max_length or _MAX_TOKENS
     if shape.layers:
-        one = kv_allocated_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
+        one = memory.kv_allocated_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
         sequences = max(0, int((left + 4 * shape.vocab_size * batch) // one))
         longest = _longest(shape, form, left / batch, limit)
     return DeviceFit(
@@ -89,14 +82,7 @@ def device_fit(
 
 def _longest(shape: ModelShape, form: KVForm, budget: float, limit: int) -> int:
     """The longest context whose cache is within the budget; the cache never shrinks with length."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if kv_allocated_bytes(shape, middle, form) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(range(1, limit + 1), budget, key=lambda tokens: memory.kv_allocated_bytes(shape, tokens, form))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +112,7 @@ class Floor:
 
 
 def decode_floor(
-    shape: ModelShape, scheme: WeightChoice, form: KVForm, device: Device, *, context: int, batch: int
+    shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, device: Device, *, context: int, batch: int
 ) -> Floor:
     """One decode step: every sequence gets one token.
 
@@ -144,12 +130,13 @@ def decode_floor(
     return _floor(device, read, {key: batch * flops for key, flops in products.items()}, head + attention)
 
 
-def step_bytes(shape: ModelShape, scheme: WeightChoice, form: KVForm, *, context: int, batch: int) -> float:
+def step_bytes(shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, *, context: int, batch: int) -> float:
     """Bytes that a decode step reads: weights once, the cache of every sequence."""
-    return planned_weight_bytes(shape, scheme, batch).read_bytes_per_token + batch * kv_read_bytes(shape, context, form)
+    weights = memory.planned_weight_bytes(shape, scheme, batch).read_bytes_per_token
+    return weights + batch * memory.kv_read_bytes(shape, context, form)
 
 
-def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, prompt: int) -> Floor:
+def prefill_floor(shape: ModelShape, scheme: memory.WeightChoice, device: Device, *, prompt: int) -> Floor:
     """The first token of one prompt: all products of all its tokens, causal attention, logits of the last.
 
     Args:
@@ -160,11 +147,11 @@ def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, pr
     """
     products = {key: prompt * flops for key, flops in _product_flops(shape, scheme).items()}
     attention = sum(layer.attention.prefill_flops(prompt) for layer in shape.layers)
-    read = planned_weight_bytes(shape, scheme, prompt).read_bytes_per_token
+    read = memory.planned_weight_bytes(shape, scheme, prompt).read_bytes_per_token
     return _floor(device, read, products, attention + 2 * shape.head_parameters)
 
 
-def _product_flops(shape: ModelShape, scheme: WeightChoice) -> Mapping[str, float]:
+def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[str, float]:
     """Operations of all linears for one token, by the number type that they are made in."""
     if not shape.layers:
         return {"bf16": 2.0 * shape.active_parameters}

@@ -8,8 +8,6 @@ Sources: compressed-tensors `config/format.py`; vLLM `compressed_tensors.py`, `g
 `_torch/model_config.py`, which reads compressed-tensors' fp8 and nvfp4 kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

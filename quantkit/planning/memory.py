@@ -4,9 +4,7 @@ Weights and cache are exact sums; activations are an estimate, and say so. Torch
 B sequences, L tokens of context, T tokens in one step.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantkit.compress.algorithms.base import Step, steps_bytes
@@ -198,13 +196,9 @@ def _touched(shape: ModelShape, batch: int) -> float:
 
 def _width(layer: LayerTensors) -> int:
     """Numbers per token that a layer has in flight: the wider of attention and MLP, each with what it puts out."""
-    return max(_outputs(layer, True), _outputs(layer, False))
-
-
-def _outputs(layer: LayerTensors, attention: bool) -> int:
-    def chosen() -> Iterator[Matrix]:
-        return (m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention)
-
-    return sum(m.out_features * m.active for m in chosen()) + max(
-        (m.in_features * m.active for m in chosen()), default=0
-    )
+    widths = []
+    for attention in (True, False):
+        chosen = [m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention]
+        widest_input = max((m.in_features * m.active for m in chosen), default=0)
+        widths.append(widest_input + sum(m.out_features * m.active for m in chosen))
+    return max(widths)

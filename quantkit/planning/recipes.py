@@ -3,13 +3,10 @@
 Loading a recipe imports torch, so nothing else here does; a plan without a recipe never comes by.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.compress.algorithms.base import Step
-from quantkit.errors import RecipeError
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.families import UNKNOWN
 from quantkit.planning.memory import WeightChoice
@@ -77,7 +74,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         forms=tuple(sorted(forms.values(), key=lambda form: form.name)),
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
-        steps=recipe.steps,
+        steps=tuple(recipe.steps.values()),
         conflicts=tuple(map(str, conflicts(recipe, layers, assigned))),
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )
@@ -89,15 +86,3 @@ def _cache_scale_bytes(shape: ModelShape, goal: Any) -> int:
         return 0
     by_head = goal.scheme.key.granularity == "head"
     return sum(2 * 4 * (layer.attention.num_kv_heads if by_head else 1) for layer in shape.layers)
-
-
-def require_possible(plan: RecipePlan) -> None:
-    """Refuse a recipe that cannot be done.
-
-    Raises:
-        RecipeError: says the first reason, and how many more there are.
-    """
-    if plan.conflicts:
-        others = len(plan.conflicts) - 1
-        rest = f" ({others} more like this)" if others else ""
-        raise RecipeError(f"recipe {plan.name!r} cannot be used on this model: {plan.conflicts[0]}{rest}")

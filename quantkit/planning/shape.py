@@ -1,7 +1,5 @@
 """The shape of a model: its matrices, its attention layers and what is left. Sizes only, no names of files."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

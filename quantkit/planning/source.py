@@ -3,8 +3,6 @@
 No weight is read, and from the hub only config.json is fetched.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,12 +138,10 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
 
 def _quantized(model: ModelDescription, name: str, tensors: dict[str, TensorInfo]) -> ModelShape:
     """A checkpoint whose weights are codes: parameters from the config, bytes from the headers."""
-    shape = from_config(model, name, "config.json")
     stored = sum(tensor.num_bytes for tensor in tensors.values())
     remarks = ("the weights are quantized already: their bytes are those of the shards",)
-    return replace(
-        shape, counted_from="config.json and shard headers", stored_bytes=stored, quantized=True, remarks=remarks
-    )
+    shape = from_config(model, name, "config.json and shard headers")
+    return replace(shape, stored_bytes=stored, quantized=True, remarks=remarks)
 
 
 def description_of(data: dict[str, Any], where: str) -> ModelDescription:

@@ -5,8 +5,6 @@ type and zero points packed along the outputs; gptq and awq always have zero poi
 values.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +106,7 @@ INT8_WEIGHTS = WeightForm(name="int8 channel", bits=8)
 INT4_WEIGHTS = WeightForm(name="int4 g128", bits=4, group_size=128)
 INT3_WEIGHTS = WeightForm(name="int3 g128", bits=3, group_size=128)
 INT2_WEIGHTS = WeightForm(name="int2 g64 asym", bits=2, group_size=64, symmetric=False)
+COMPARED_WEIGHTS = (FP8_WEIGHTS, INT8_WEIGHTS, INT4_WEIGHTS, INT3_WEIGHTS, INT2_WEIGHTS)
 UNSCALED_WEIGHTS = tuple(WeightForm(name=f"{bits} bits, no scales", bits=bits, scaled=False) for bits in (8, 4))
 
 

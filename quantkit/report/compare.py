@@ -4,10 +4,8 @@ A checkpoint is on the front when no other is at least as good in size, quality 
 originals take part: a compressed model that is no smaller, no faster and worse is no choice.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +16,14 @@ from quantkit.report.plots import pareto_plot
 from quantkit.report.sections import PageSection
 from quantkit.report.table import Column, Table
 from quantkit.report.words import recovery_text
-from quantkit.results import BenchmarkResult, Report
+from quantkit.results import BenchmarkResult, ModelFacts, Report
 from quantkit.results.gates.metrics import gate_numbers
 from quantkit.results.statistics.comparison import ALL_TASKS
 from quantkit.results.statistics.summary import median
 
 QUALITIES = (("recovery", "recovery, %", True), ("perplexity_ratio", "perplexity ratio", False), ("kl", "KL", False))
+_PERPLEXITY = Column("perplexity", lambda ratio: f"{number(ratio, 4)}x", detail=True)
+_OF_AN_ORIGINAL = {"recovery": 100.0, "perplexity_ratio": 1.0, "kl": 0.0}  # beside itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class ComparedCheckpoint:
 
     name: str
     num_bytes: int | None
-    bits_per_weight: float | None = None
+    bits_per_weight: float | None
     quality: float | None
     recovery_text: str
     perplexity_ratio: float | None
@@ -89,22 +89,31 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
     metrics = [gate_numbers(report) for report in reports]
     quality, label, higher = next((q for q in QUALITIES if all(q[0] in values for values in metrics)), QUALITIES[0])
     workload = _shared_workload(reports)
-    names = _unique_names([report.model.name for report in reports])
-    entries = [
-        ComparedCheckpoint(
+
+    def entry(
+        name: str, model: ModelFacts, numbers: Mapping[str, float], benchmark: BenchmarkResult | None, **others: Any
+    ) -> ComparedCheckpoint:
+        run = benchmark.find_run(workload) if benchmark else None
+        return ComparedCheckpoint(
             name=name,
-            num_bytes=report.model.num_bytes or None,
-            bits_per_weight=report.model.bits_per_weight,
-            quality=values.get(quality),
-            recovery_text=recovery_text(report.find_comparison(ALL_TASKS)),
-            perplexity_ratio=values.get("perplexity_ratio"),
-            kl=values.get("kl"),
-            held=report.held if report.gates else None,
-            **_medians(report.benchmark, workload),
+            num_bytes=model.num_bytes or None,
+            bits_per_weight=model.bits_per_weight,
+            quality=numbers.get(quality),
+            perplexity_ratio=numbers.get("perplexity_ratio"),
+            kl=numbers.get("kl"),
+            itl_s=median(run.inter_token_s) if run else None,
+            ttft_s=median(run.ttft_s) if run else None,
+            **others,
         )
-        for report, values, name in zip(reports, metrics, names, strict=True)
-    ]
-    entries += _originals(reports, quality, workload)
+
+    entries = []
+    for report, numbers, name in zip(reports, metrics, _unique_names([r.model.name for r in reports]), strict=True):
+        recovery, held = recovery_text(report.find_comparison(ALL_TASKS)), report.held if report.gates else None
+        entries.append(entry(name, report.model, numbers, report.benchmark, recovery_text=recovery, held=held))
+    # Each original once, as it was measured in the first report that has it.
+    beside = [(report.baseline_model, report.baseline_benchmark) for report in reversed(reports)]
+    for original, benchmark in {model.name: (model, benchmark) for model, benchmark in beside if model}.values():
+        entries.append(entry(original.name, original, _OF_AN_ORIGINAL, benchmark, recovery_text=percent(100.0)))
     entries = _ranked(sorted(entries, key=lambda e: (e.num_bytes or 0, e.name)), higher)
     return CheckpointComparison(
         entries=tuple(entries),
@@ -130,11 +139,8 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
         title="Checkpoints, smallest first",
         columns=(
             *(Column(), Column("size", byte_size), Column("bits", number), Column("recovery (95 %)", str)),
-            *(
-                Column("perplexity", _ratio_text, detail=True),
-                Column("KL", number, detail=True),
-            ),
-            *(Column("ITL", duration), Column("TTFT", duration, detail=True), Column("gates"), Column("front")),
+            *(_PERPLEXITY, Column("KL", number, detail=True), Column("ITL", duration)),
+            *(Column("TTFT", duration, detail=True), Column("gates"), Column("front")),
         ),
         rows=tuple(
             (
@@ -147,10 +153,6 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
         ),
         note=f"ITL and TTFT are medians of {comparison.workload}." if comparison.workload else "",
     )
-
-
-def _ratio_text(ratio: float) -> str:
-    return f"{number(ratio, 4)}x"
 
 
 def comparison_sentence(comparison: CheckpointComparison) -> str:
@@ -169,15 +171,14 @@ def render_comparison(comparison: CheckpointComparison) -> str:
         _plot(comparison, "by-size", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
         _plot(comparison, "by-speed", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
     ]
-    text = [
-        *comparison.warnings,
-        "A checkpoint is on the front when no other is as good in size, quality and speed and better in one.",
-        "Numbers in the plots are those of the table; each plot joins the front of its two axes.",
-    ]
     section = PageSection(
         name="comparison",
         title="Size, quality, speed",
-        text=text,
+        text=[
+            *comparison.warnings,
+            "A checkpoint is on the front when no other is as good in size, quality and speed and better in one.",
+            "Numbers in the plots are those of the table; each plot joins the front of its two axes.",
+        ],
         figures=[figure for figure in drawn if figure is not None],
         tables=[checkpoints_table(comparison)],
     )
@@ -186,6 +187,8 @@ def render_comparison(comparison: CheckpointComparison) -> str:
         subtitle=", ".join(entry.name for entry in comparison.entries),
         verdict=comparison_sentence(comparison),
         held=None,
+        gates=(),
+        key_figures=(),
         sections=[section],
     )
 
@@ -205,30 +208,6 @@ def _plot(
     return pareto_plot(name, points, x_label=x_label, y_label=comparison.quality_label, higher=higher)
 
 
-def _originals(reports: Sequence[Report], quality: str, workload: str) -> list[ComparedCheckpoint]:
-    """One entry for each original, measured in the first report that has it."""
-    known = [(report.baseline_model, report) for report in reports if report.baseline_model is not None]
-    first = {original.name: (original, report) for original, report in reversed(known)}
-    return [
-        ComparedCheckpoint(
-            name=name,
-            num_bytes=original.num_bytes or None,
-            quality={"recovery": 100.0, "perplexity_ratio": 1.0}.get(quality, 0.0),
-            recovery_text=percent(100.0),
-            perplexity_ratio=1.0,
-            kl=0.0,
-            **_medians(report.baseline_benchmark, workload),
-        )
-        for name, (original, report) in first.items()
-    ]
-
-
-def _medians(benchmark: BenchmarkResult | None, workload: str) -> dict[str, Any]:
-    """Latencies of one workload, by the field that they belong in."""
-    run = benchmark.find_run(workload) if benchmark else None
-    return {"itl_s": median(run.inter_token_s if run else ()), "ttft_s": median(run.ttft_s if run else ())}
-
-
 def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[ComparedCheckpoint]:
     """The entries, knowing whether they are on the front of those whose size and quality are known."""
     timed = all(e.itl_s is not None for e in entries)
@@ -243,10 +222,8 @@ def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[Compare
 
 def _shared_workload(reports: Sequence[Report]) -> str:
     """The first workload that every report has; empty when there is none."""
-    first = reports[0].benchmark
-    names = [run.workload.name for run in first.runs] if first else []
-    shared = (n for n in names if all(r.benchmark is not None and r.benchmark.find_run(n) for r in reports))
-    return next(shared, "")
+    names = (run.workload.name for run, _ in reports[0].paired_runs)
+    return next((name for name in names if all(r.benchmark and r.benchmark.find_run(name) for r in reports)), "")
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:

@@ -1,40 +1,61 @@
 """All files of one report, written beside each other."""
 
-from __future__ import annotations
-
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from quantkit.errors import ReportError
 from quantkit.report.html import render_html
 from quantkit.report.json import dumps
 from quantkit.report.junit import render_junit
 from quantkit.report.markdown import render_markdown
 from quantkit.results import Report
 
+# By name, words that every such file of quantkit's has near its beginning.
+SIGNS = {
+    "report.json": '"bits_per_weight"',
+    "junit.xml": 'testsuites name="quantkit ',
+    "README.md": "with quantkit",
+    "report.html": '<meta name="generator" content="quantkit">',
+}
 
-def write_report(report: Report, directory: Path | str, *, html: bool = True, card: bool = True) -> dict[str, Path]:
-    """Write `report.json`, `junit.xml`, and the page and model card if wanted.
+
+def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path], str]:
+    """Write `report.json`, `junit.xml`, the model card `README.md`, and last the page `report.html`.
 
     Args:
         report: what was measured.
         directory: made if it is not there.
-        html: also `report.html`, which needs matplotlib and jinja2; everything else is written before it is tried.
-        card: also `README.md`.
     Returns:
-        kind ("json", "junit", "card", "html") -> file.
-    Raises:
-        ReportError: `html` is wanted and a package for it is missing; the message names the command.
+        file by kind ("json", "junit", "card", "html"), and why there is no page: it needs packages that not everybody
+        has; empty where it was written.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    files = {
-        "json": _write(directory / "report.json", dumps(report)),
-        "junit": _write(directory / "junit.xml", render_junit(report)),
-    }
-    if card:
-        files["card"] = _write(directory / "README.md", render_markdown(report))
-    if html:
-        files["html"] = _write(directory / "report.html", render_html(report))
-    return files
+    with _alone(directory):
+        files = {
+            "json": _write(directory / "report.json", dumps(report)),
+            "junit": _write(directory / "junit.xml", render_junit(report)),
+            "card": _write(directory / "README.md", render_markdown(report)),
+        }
+        try:
+            return {**files, "html": _write(directory / "report.html", render_html(report))}, ""
+        except ReportError as error:
+            return files, str(error)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Another process that writes its report there waits, so that files of two reports do not mix."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system can
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,18 +1,14 @@
 """`report.html`: one file that opens offline, reads without scripts, in light and dark, on paper and on a phone."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 from quantkit.errors import ReportError
-from quantkit.report.sections import PageSection, report_sections
+from quantkit.report.sections import report_sections
 from quantkit.report.svg import INSTALL
 from quantkit.report.tables import key_figures
-from quantkit.report.words import headline, remedies
-from quantkit.results import GateResult, Report
+from quantkit.report.words import headline
+from quantkit.results import Report
 
 
 def render_html(report: Report) -> str:
@@ -29,46 +25,22 @@ def render_html(report: Report) -> str:
         verdict=headline(report),
         held=report.held if report.gates else None,
         gates=report.gates,
-        figures=key_figures(report),
+        key_figures=key_figures(report),
         sections=report_sections(report),
     )
 
 
-def render_page(
-    *,
-    title: str,
-    subtitle: str,
-    verdict: str,
-    held: bool | None,
-    sections: Sequence[PageSection],
-    gates: Sequence[GateResult] = (),
-    figures: Sequence[tuple[str, str, str]] = (),
-) -> str:
+def render_page(**page: Any) -> str:
     """A page of the house's look.
 
     Args:
-        title, subtitle: the heading and the line below it.
-        verdict: one sentence.
-        held: whether the verdict is good; None when there is nothing to judge.
-        sections: the body.
-        gates: below the verdict.
-        figures: (name, figure, what it is beside).
+        page: what the template shows: `title` and `subtitle`; `verdict`, one sentence; `held`, whether that is good or
+            None when there is nothing to judge; `gates`; `key_figures`, each (name, figure, what it is beside); and
+            `sections`.
     Raises:
         ReportError: jinja2 is not installed.
     """
-    template = _environment().get_template("page.html")
-    style = (resources.files("quantkit.report") / "templates" / "style.css").read_text(encoding="utf-8")
-    text: str = template.render(
-        title=title,
-        subtitle=subtitle,
-        verdict=verdict,
-        mood={True: "held", False: "failed", None: "open"}[held],
-        gates=gates,
-        remedies=remedies(gates),
-        key_figures=figures,
-        sections=sections,
-        style=style,
-    )
+    text: str = _environment().get_template("page.html").render(page)
     return text
 
 

@@ -4,8 +4,6 @@ Numbers that JSON cannot say (infinite, not a number) become null. `metrics` rep
 names that gates use, for readers with `jq`; it is computed, and ignored when a report is read back.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

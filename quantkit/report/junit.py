@@ -4,8 +4,6 @@ A gate that did not hold is a failure. A task that got worse is one too only whe
 the test's output, because nothing was promised about it.
 """
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 from quantkit.quantities import number

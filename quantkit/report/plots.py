@@ -1,7 +1,5 @@
 """The plots of a report, each a function from records to an `<svg>` element, or None where there is nothing to draw."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +12,7 @@ from quantkit.results.statistics.summary import fit_gaps, percentile
 
 LEGEND: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "handlelength": 1.6, "columnspacing": 1.4}
 CONTEXT_BINS = 12
-LATENCIES = {"ttft": ("ttft_s", "time to first token"), "itl": ("inter_token_s", "inter-token latency")}
+LATENCIES = {"TTFT": "time to first token", "ITL": "inter-token latency"}
 
 Style = tuple[str, str, str]  # colour, dash and mark: original and model differ in all three, not in colour alone
 STYLES: tuple[Style, Style] = (ORIGINAL, "--", "s"), (MODEL, "-", "o")
@@ -90,11 +88,10 @@ def latency_plot(report: Report, quantity: str) -> str | None:
 
     Args:
         report: what was measured.
-        quantity: "ttft" or "itl".
+        quantity: "TTFT" or "ITL".
     """
-    field, meaning = LATENCIES[quantity]
-    sides = [(label, sorted(getattr(run, field)), style) for label, run, style in _first_runs(report)]
-    sides = [side for side in sides if side[1]]
+    meaning, runs = LATENCIES[quantity], _first_runs(report)
+    sides = [(label, sorted(times), style) for label, run, style in runs if (times := run.latencies[quantity])]
     if not sides:
         return None
     with new_figure(5.2, 3.0) as (figure, axes):
@@ -110,7 +107,7 @@ def latency_plot(report: Report, quantity: str) -> str | None:
             f"{number(1000 * percentile(values, 99))} ms"
             for label, values, _ in sides
         )
-        return to_svg(figure, quantity, f"Distribution of {meaning}", f"{spoken}.")
+        return to_svg(figure, quantity.lower(), f"Distribution of {meaning}", f"{spoken}.")
 
 
 def context_plot(report: Report) -> str | None:

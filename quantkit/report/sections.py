@@ -1,14 +1,12 @@
 """The page of one report: which text, plots and tables stand in which section, in the order a reader decides by."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.report import plots, speed_tables, tables
 from quantkit.report.table import Table
-from quantkit.results import Report
+from quantkit.results import Finding, Report
 from quantkit.results.gates.remedies import describe_proposal
 
 DEFINITIONS = (
@@ -43,7 +41,7 @@ class PageSection:
         tables: shown.
         folded: tables to be unfolded.
         terms: a list of definitions.
-        findings: (statement, evidence, advice) of a diagnosis.
+        findings: of a diagnosis; the page ends their sentences itself.
         beside: narrow tables stand beside the figure where there is room.
     """
 
@@ -54,7 +52,7 @@ class PageSection:
     tables: Sequence[Table] = ()
     folded: Sequence[Table] = ()
     terms: Sequence[tuple[str, str]] = ()
-    findings: Sequence[tuple[str, str, str]] = ()
+    findings: Sequence[Finding] = ()
     beside: bool = False
 
 
@@ -113,13 +111,8 @@ def _sensitivity(report: Report) -> PageSection | None:
 def _diagnosis(report: Report) -> PageSection | None:
     if report.diagnosis is None or not report.diagnosis.findings:
         return None
-    findings = []
-    for finding in report.diagnosis.findings:
-        gain = f" ({finding.expected_gain})" if finding.expected_gain else ""
-        # The page ends each with a full stop of its own.
-        advice = f"{finding.advice.rstrip('.')}{gain}" if finding.advice else ""
-        findings.append((finding.statement.rstrip("."), finding.evidence.rstrip("."), advice.rstrip(".")))
-    return PageSection(name="diagnosis", title="What limits speed, and what to try", findings=findings)
+    title = "What limits speed, and what to try"
+    return PageSection(name="diagnosis", title=title, findings=report.diagnosis.findings)
 
 
 def _speed(report: Report) -> PageSection | None:
@@ -129,7 +122,7 @@ def _speed(report: Report) -> PageSection | None:
         "speed",
         "Speed",
         [speed_tables.latency_table(runs), speed_tables.throughput_table(runs), speed_tables.fit_table(runs)],
-        [plots.latency_plot(report, "ttft"), plots.latency_plot(report, "itl"), plots.context_plot(report)],
+        [plots.latency_plot(report, "TTFT"), plots.latency_plot(report, "ITL"), plots.context_plot(report)],
         text=[f"The plots show {first}; the tables show every workload."],
     )
 

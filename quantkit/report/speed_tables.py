@@ -1,7 +1,5 @@
 """The tables of a report about speed and memory; `quantkit bench` shows the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -31,7 +29,7 @@ def latency_table(runs: Runs) -> Table | None:
     rows = tuple(
         (label, name, q.p50, q.p90, q.p99, q.mean, q.count)
         for label, run in _serving(runs)
-        for name, values in (("TTFT", run.ttft_s), ("ITL", run.inter_token_s), ("TPOT", run.tpot_s))
+        for name, values in run.latencies.items()
         if (q := quantiles(values)) is not None
     )
     times = (Column(name, duration) for name in ("p50", "p90", "p99", "mean"))
@@ -135,7 +133,7 @@ def roofline_table(records: Iterable[tuple[str, RooflineRecord]]) -> Table | Non
             Column("bound by"),
         ),
         rows=tuple(_roofline_row(label, record) for label, record in kept),
-        note=_ceilings(kept[-1][1]) + _legend([record for _, record in kept]),
+        note=_ceilings([record for _, record in kept]),
     )
 
 
@@ -148,17 +146,11 @@ def _roofline_row(label: str, r: RooflineRecord) -> tuple[object, ...]:
     )
 
 
-def _ceilings(r: RooflineRecord) -> str:
-    rates = f"{r.copy_bytes_per_s / 1e9:.1f} GB/s, {r.gemm_flops_per_s / 1e9:.0f} GFLOP/s"
-    return f"MBU and MFU are shares of the ceilings measured in this run: {rates}."
-
-
-def _legend(records: list[RooflineRecord]) -> str:
-    """What the words mean that stand for shares above 100 %."""
-    words = {
-        "caches": "reads faster than memory",
-        "busy": "the machine was busier while its ceilings were measured",
-    }
+def _ceilings(records: list[RooflineRecord]) -> str:
+    """What was measured, and what the words mean that stand for shares above 100 %."""
+    rates = f"{records[-1].copy_bytes_per_s / 1e9:.1f} GB/s, {records[-1].gemm_flops_per_s / 1e9:.0f} GFLOP/s"
+    text = f"MBU and MFU are shares of the ceilings measured in this run: {rates}."
+    words = {"caches": "reads faster than memory", "busy": "the machine was busier while its ceilings were measured"}
     shown = {r.shown_share(share) for r in records for share in (r.mbu, r.mfu)}
     legend = "; ".join(f"{word}: {meaning}" for word, meaning in words.items() if word in shown)
-    return f" {legend}." if legend else ""
+    return f"{text} {legend}." if legend else text

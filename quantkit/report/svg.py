@@ -25,9 +25,7 @@ COLOURS = {
     "#010205": ("--line", "#d5dae0"),
     "#010206": ("--model", "#0b62a8"),
     "#010207": ("--original", "#9a5b00"),
-    "#010208": ("--good", "#1a7037"),
     "#010209": ("--bad", "#b3261e"),
-    "#01020a": ("--paper", "#ffffff"),
     "#010210": ("--heat0", "#eef3f8"),
     "#010211": ("--heat1", "#f5dfb2"),
     "#010212": ("--heat2", "#f2b66d"),
@@ -35,7 +33,7 @@ COLOURS = {
     "#010214": ("--heat4", "#bd3a2a"),
     "#010215": ("--heat5", "#7a1226"),
 }
-INK, MUTED, LINE, MODEL, ORIGINAL, GOOD, BAD, PAPER, *HEAT = COLOURS
+INK, MUTED, LINE, MODEL, ORIGINAL, BAD, *HEAT = COLOURS
 
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "quantkit",

@@ -1,7 +1,5 @@
 """A table that knows nothing of where it is shown: drawn by `terminal`, `markdown` and the page's template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables of a report about answers and making, built once and drawn in HTML, in Markdown and on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

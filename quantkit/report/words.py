@@ -1,7 +1,5 @@
 """Verdicts in words, the same in HTML, Markdown and on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from quantkit.quantities import MISSING, interval, number, percent

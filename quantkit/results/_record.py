@@ -7,8 +7,6 @@ the path of what is wrong. Documents of earlier versions are read as if this one
 # Not pydantic, which was tried: it refuses the null that stands for a float JSON cannot say, has no suggestion for a
 # misspelt field, describes both differently in its schema, and costs `quantkit inspect` 0.2 s of import.
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

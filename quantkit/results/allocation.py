@@ -1,7 +1,5 @@
 """Record of a search for the bits of each fused group: what was tried, chosen, expected and measured. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from quantkit.results._record import Record

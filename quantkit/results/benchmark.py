@@ -4,8 +4,7 @@ TTFT: request arrived -> first token. ITL: each gap between successive tokens, p
 first token) / (tokens - 1), one number per request. A stall shows in the tail of ITL and is averaged away in TPOT.
 """
 
-from __future__ import annotations
-
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -90,11 +89,6 @@ class RequestTiming(Record):
         """Arrival to last token; None if no token came."""
         return self.token_s[-1] - self.arrived_s if self.token_s else None
 
-    @property
-    def context_gaps(self) -> tuple[tuple[int, float], ...]:
-        """(tokens in the cache when the step ran, gap): what ITL = a + b * context is fitted to."""
-        return tuple((self.prompt_tokens + i + 1, gap) for i, gap in enumerate(self.inter_token_s))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkRun(Record):
@@ -126,9 +120,14 @@ class BenchmarkRun(Record):
         return tuple(timing.tpot_s for timing in self.requests if timing.tpot_s is not None)
 
     @property
+    def latencies(self) -> dict[str, tuple[float, ...]]:
+        """All three, by name."""
+        return {"TTFT": self.ttft_s, "ITL": self.inter_token_s, "TPOT": self.tpot_s}
+
+    @property
     def context_gaps(self) -> tuple[tuple[int, float], ...]:
-        """Those of all requests, see `RequestTiming`."""
-        return tuple(point for timing in self.requests for point in timing.context_gaps)
+        """(tokens in the cache when the step ran, gap) of all requests: what ITL = a + b * context is fitted to."""
+        return tuple((t.prompt_tokens + i, gap) for t in self.requests for i, gap in enumerate(t.inter_token_s, 1))
 
     @property
     def duration_s(self) -> float:
@@ -153,13 +152,10 @@ class BenchmarkRun(Record):
         limits = self.workload.ttft_limit_s, self.workload.tpot_limit_s
         if limits == (None, None) or self.duration_s <= 0:
             return None
-        met = [t for t in self.requests if _within(t.ttft_s, limits[0]) and _within(t.tpot_s, limits[1], absent=True)]
+        first, rest = (math.inf if limit is None else limit for limit in limits)
+        # One without tokens meets no limit; one with a single token has no TPOT to miss.
+        met = [t for t in self.requests if t.ttft_s is not None and t.ttft_s <= first and (t.tpot_s or 0.0) <= rest]
         return len(met) / self.duration_s
-
-
-def _within(value: float | None, limit: float | None, *, absent: bool = False) -> bool:
-    """Whether a latency meets a limit; `absent` says what counts when there is none."""
-    return absent if value is None else limit is None or value <= limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,8 +242,7 @@ class RooflineRecord(Record):
     @property
     def bound_by(self) -> Literal["memory", "compute"]:
         """Which ceiling lies lower at this intensity."""
-        memory_s, compute_s = self.bytes_moved / self.copy_bytes_per_s, self.flops / self.gemm_flops_per_s
-        return "memory" if memory_s >= compute_s else "compute"
+        return "memory" if self.floor_s <= self.bytes_moved / self.copy_bytes_per_s else "compute"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,5 @@
 """Records of a compression and of what is in a checkpoint, as plain data that JSON can carry. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,8 +221,3 @@ class CheckpointDifference(Record):
     facts: tuple[tuple[str, str, str], ...]
     modules: tuple[tuple[str, str, str], ...]
     entries: tuple[tuple[str, str, str], ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.facts or self.modules or self.entries)

@@ -4,8 +4,6 @@ Raw counts and per-sample scores are stored; perplexity, agreement and the like 
 models can be compared sample by sample. Nothing here computes a statistic: see `quantkit.results.statistics`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

@@ -190,7 +190,6 @@ class Report(Record):
         ours, theirs = self.benchmark.runs if self.benchmark else (), self.baseline_benchmark
         return [(run, theirs.find_run(run.workload.name) if theirs else None) for run in ours]
 
-    def find_comparison(self, subject: str, metric: str | None = None) -> Comparison | None:
-        """The comparison of a subject (and metric), or None."""
-        fits = (c for c in self.comparisons if c.subject == subject and metric in (None, c.metric))
-        return next(fits, None)
+    def find_comparison(self, subject: str) -> Comparison | None:
+        """The comparison of a subject, or None."""
+        return next((c for c in self.comparisons if c.subject == subject), None)

@@ -6,8 +6,6 @@ once gives (with the tokenizer's own tidying of spaces switched off, which would
 unless a model writes bytes that are no text, which byte-fallback tokenizers replace by the run, not by the byte).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -83,12 +81,12 @@ class StopFinder:
     """Finds the first of several texts in a stream.
 
     Args:
-        stops: the texts.
+        stops: the texts, may be none.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
-        self._longest = max(map(len, stops))
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, bool]:
@@ -98,7 +96,8 @@ class StopFinder:
         if starts:
             self._held = ""
             return text[: min(starts)], True
-        size = self._num_held(text)
+        sizes = range(min(self._longest - 1, len(text)), 0, -1)  # of ends of the text that may begin a stop
+        size = next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
         self._held = text[len(text) - size :]
         return text[: len(text) - size], False
 
@@ -106,13 +105,6 @@ class StopFinder:
         """What was held back."""
         held, self._held = self._held, ""
         return held
-
-    def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0
 
 
 class TextStream:
@@ -126,17 +118,13 @@ class TextStream:
 
     def __init__(self, text_of: TextOf, prompt: list[int], stops: tuple[str, ...]) -> None:
         self._detokenizer = Detokenizer(text_of, prompt)
-        self._finder = StopFinder(stops) if stops else None
+        self._finder = StopFinder(stops)
 
     def push(self, token: int) -> tuple[str, bool]:
         """New certain text, and whether it is followed by a stop text."""
-        delta = self._detokenizer.push(token)
-        return self._finder.push(delta) if self._finder else (delta, False)
+        return self._finder.push(self._detokenizer.push(token))
 
     def flush(self) -> tuple[str, bool]:
         """The rest when the request ends, and whether it held a stop text after all."""
-        delta = self._detokenizer.flush()
-        if self._finder is None:
-            return delta, False
-        text, stopped = self._finder.push(delta)
+        text, stopped = self._finder.push(self._detokenizer.flush())
         return (text, True) if stopped else (text + self._finder.flush(), False)

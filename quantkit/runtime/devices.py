@@ -1,7 +1,5 @@
 """How much memory a device has left."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`LLM`: a model directory to texts. Loads model and tokenizer, and drives the engine; see `runtime.engine`."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +20,7 @@ from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine import status
 from quantkit.runtime.engine.assembly import build_engine, predict_capacity
 from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.first_run import check_kernels
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads, guard_forks
@@ -79,6 +78,9 @@ class LLM:
             torch.set_num_threads(choice.threads)
             guard_forks()
             self._threads = f"{choice.threads} ({choice.reason})"
+        check_kernels(self.path, config, self.device)
+        if self._draft is not None:
+            check_kernels(self._draft, config, self.device, draft=True)
         load = partial(load_model, dtype=config.dtype, device=self.device)
         return build_engine(
             load(self.path, head_dtype=config.head_dtype, backend=config.backend),
@@ -109,15 +111,11 @@ class LLM:
             RequestError: the directory has no usable tokenizer, the text is not Unicode, or it is empty and there is
                 no BOS.
         """
-        tokenizer = self._need_tokenizer()
-        # Not verbose: that a prompt is too long is for the engine to say.
-        with self._lock:
-            ids: list[int] = list(tokenizer(_checked_text(text), verbose=False)["input_ids"])
-        if ids:
+        if ids := self._tokenized(text):
             return ids
-        if tokenizer.bos_token_id is None:
+        if self.tokenizer.bos_token_id is None:
             raise RequestError("the prompt is empty and the tokenizer has no BOS token to begin with; give some text")
-        return [tokenizer.bos_token_id]
+        return [self.tokenizer.bos_token_id]
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for the answer.
@@ -135,8 +133,7 @@ class LLM:
                 text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        with self._lock:
-            return list(tokenizer(_checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
+        return self._tokenized(text, add_special_tokens=False)
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -188,11 +185,7 @@ class LLM:
         return [score.logits for score in scores if score is not None and score.logits is not None]
 
     def score_tokens(
-        self,
-        texts: Many[ScoredText],
-        *,
-        chunk_size: int | None = None,
-        progress: Callable[[int], None] | None = None,
+        self, texts: Many[ScoredText], *, chunk_size: int | None = None, progress: Callable[[int], None] | None = None
     ) -> list[PromptScores]:
         """Log-probabilities of known continuations: what choosing among answers and perplexity need.
 
@@ -288,6 +281,15 @@ class LLM:
                 self.engine.cancel(number)
                 self._inboxes.pop(number, None)
 
+    def _tokenized(self, text: str, **options: bool) -> list[int]:
+        tokenizer = self._need_tokenizer()
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # from a terminal or a pipe may come bytes that are no text, kept as half characters
+            raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
+        with self._lock:  # not verbose: that a prompt is too long is for the engine to say
+            return list(tokenizer(text, verbose=False, **options)["input_ids"])
+
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise RequestError(f"{self.path} has no usable tokenizer ({self._no_tokenizer}); give token ids")
@@ -301,12 +303,3 @@ def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
     if all(isinstance(item, int) for item in prompts) and len(prompts):
         return [prompts]  # type: ignore[list-item]  # token ids of one prompt
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _checked_text(text: str) -> str:
-    """A text that has bytes; from a terminal or a pipe may come some that are no text, which Python keeps as halves."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
-    return text

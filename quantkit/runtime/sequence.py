@@ -8,8 +8,6 @@ Its life, drawn over its token ids (pages of 4, `num_computed` = 6, one token to
     drafts                              d0 d1    proposed, not part of ids until verified
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from quantkit.benchmark.cost import Cost, LayerCost
-from quantkit.benchmark.diagnosis import diagnose, diagnose_against
+from quantkit.benchmark.diagnosis import diagnose
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, RooflineRecord, Workload
 from tests.benchmark.test_steps import timing
 
@@ -237,9 +237,9 @@ def test_nothing_measured_nothing_said():
 def test_two_models():
     ours = BenchmarkResult(model="small", runs=(run(gap=0.005),), roofline=(decode(0.005, cost=INT4),))
     theirs = BenchmarkResult(model="large", runs=(run(gap=0.01),), roofline=(decode(0.01),))
-    listed = diagnose_against(ours, theirs).findings
+    listed = diagnose(ours, COST, theirs).findings
     stream = about(listed, "closed-1 small streams 2.0x faster than large")
     assert "ratio 0.50, by round 0.50 to 0.50" in stream.evidence
     assert "the roofline would allow 0.27" in stream.evidence
     about(listed, "both start alike, within the noise")
-    about(diagnose_against(theirs, ours).findings, "large streams 2.0x slower than small")
+    about(diagnose(theirs, COST, ours).findings, "large streams 2.0x slower than small")

@@ -63,7 +63,7 @@ def test_poisson_requests_count_from_when_they_were_due():
     result, fake = run(workload)
     start = result.requests[0].arrived_s
     assert [t.arrived_s - start for t in result.requests] == pytest.approx(load.due_s)
-    sent = [when - start for when, _, _ in fake.added[load.num_warmup :]]
+    sent = [when - start for when, _, _ in fake.added[load.workload.num_warmup :]]
     late = [real - due for real, due in zip(sent, load.due_s, strict=True)]
     assert min(late) >= -1e-9
     assert max(late) < 0.7  # a step was running
@@ -100,7 +100,8 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
 
     monkeypatch.setattr(demo.model, "forward", slow)
     load = make_load(closed_loop(1, prompt_tokens=16, new_tokens=9, num_requests=1), 1000, avoid=(0, 1))
-    load = dataclasses.replace(load, prompts=load.prompts[-1:], new_tokens=(9,), num_warmup=0)
+    alone = dataclasses.replace(load.workload, num_warmup=0)
+    load = dataclasses.replace(load, workload=alone, prompts=load.prompts[-1:], new_tokens=(9,))
     bench_firsts, bench_gaps, firsts, gaps = [], [], [], []
     for _ in range(4):
         bench = run_load(demo.engine, load)

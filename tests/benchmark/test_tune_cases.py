@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,17 +13,19 @@ from quantkit.benchmark.tune import search_choices
 from quantkit.benchmark.tune_cases import (
     Shapes,
     cases_of,
-    random_weight,
     shapes_of_model,
     shapes_of_preset,
 )
 from quantkit.errors import InputError
+from quantkit.kernels import gpu as gpu_kernels
 from quantkit.kernels.gpu import choices, configs, packing, tuned
 from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Tile
 from quantkit.kernels.layouts import kv_scheme, layer_layout
 from quantkit.numerics.dtype import DTYPES, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
+from quantkit.runtime.engine.kernel_checks import random_weight
 from tests.helpers import make_model
+from tests.kernels.gpu.interpreter import needs_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 OPTIONS = {"rows": (1, 4, 16, 64), "batches": (1, 8), "context": 200, "kv_types": ("auto", "int4")}
@@ -203,6 +207,22 @@ def test_cases_run_and_wrong_results_are_seen(kernel, kv_cache, monkeypatch):
         monkeypatch.setattr(problem, "_calls", [lambda: 1 / 0])
         assert problem.check(case.default) == "fails with ZeroDivisionError"
     assert problem._calls == ()
+
+
+@needs_triton
+def test_what_triton_refuses_is_no_choice_and_torch_is_not_timed_in_its_place(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    def refused():
+        raise OutOfResources(2, 1, "shared memory")
+
+    case = find_cases([TINY])[0]
+    with problems.opener(CPU, torch.float32)(case) as problem:
+        expected = problem._expected
+        call = partial(gpu_kernels.attempt, "quantized_linear", CPU, refused)
+        monkeypatch.setattr(problem, "_calls", [lambda: expected if call() is None else None])
+        assert problem.check(case.default) == "fails with OutOfResources"
+    assert gpu_kernels.why_replaced("quantized_linear", CPU) is None
 
 
 def test_a_search_from_end_to_end():

@@ -53,12 +53,12 @@ def test_requests_by_default():
     assert closed_loop(8, **SIZES).num_requests == 16
     assert closed_loop(8, **SIZES, num_requests=3).num_requests == 3
     load = make_load(closed_loop(8, **SIZES, num_requests=3), 100)
-    assert len(load.prompts) == len(load.new_tokens) == 3 + load.num_warmup
+    assert len(load.prompts) == len(load.new_tokens) == 3 + load.workload.num_warmup
 
 
 def test_the_sweep_goes_up_and_down():
     load = make_load(sweep(prompt_tokens=60, new_tokens=100), 100)
-    lengths = [len(prompt) for prompt in load.prompts][load.num_warmup :]
+    lengths = [len(prompt) for prompt in load.prompts][load.workload.num_warmup :]
     assert lengths == [10, 20, 30, 40, 50, 60, 60, 50, 40, 30, 20, 10]
     assert set(load.new_tokens) == {9}
 

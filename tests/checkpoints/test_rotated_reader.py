@@ -12,12 +12,12 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.rotated_reader import RotatedReader
 from quantkit.checkpoints.writer import copy_tensors
 from quantkit.errors import ModelError
-from quantkit.models.families import find_compressible
+from quantkit.models.families import find
 from tests.helpers import make_model, transformers_logits
 
 
 def rotated(folder, heads=True):
-    return RotatedReader(folder, find_compressible(CheckpointReader(folder).config), seed=0, heads=heads)
+    return RotatedReader(folder, find(CheckpointReader(folder).config), seed=0, heads=heads)
 
 
 def write(reader, folder):
@@ -72,7 +72,7 @@ def test_a_view_is_the_same_whichever_way_it_is_read(tmp_path):
 def test_outliers_are_spread(tmp_path):
     """The channels that a norm makes loud are no longer to be seen in the weights behind it."""
     source = make_model(tmp_path / "source")
-    plain = ModelReader(source, find_compressible(CheckpointReader(source).config))
+    plain = ModelReader(source, find(CheckpointReader(source).config))
     name = "model.layers.1.mlp.gate_proj.weight"
     loud = plain.tensor(name) * plain.tensor("model.layers.1.post_attention_layernorm.weight")
 

@@ -364,7 +364,7 @@ def test_options_reach_the_recipe_and_the_pipeline(run, calls):
     assert answer.exit_code == 0, answer.stderr
     recipe = calls.pop("recipe")
     assert recipe.scheme.default.weight.group_size == 32
-    assert recipe.steps[0].damping == 0.05
+    assert recipe.steps["gptq"].damping == 0.05
     plan = recipe.calibration
     assert (plan.data, plan.samples, plan.sequence_length) == ("my.txt", 3, 17)
     assert (recipe.format, recipe.seed) == ("dense", 5)

@@ -12,10 +12,13 @@ import torch
 from quantkit.checkpoints import writer
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
-from quantkit.evaluate.verify.pair import check_pair
+from quantkit.evaluate.verify.pair import check_output, check_pair
 from quantkit.inspection import inspect
+from quantkit.report.files import SIGNS, write_report
+from quantkit.report.json import read_report
 from tests import forked
 from tests.helpers import TEXT, make_model, tree
+from tests.report.synthetic import make_report
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +188,73 @@ def test_an_output_that_a_killed_replacement_moved_aside_is_put_back(call, tmp_p
     assert [path.name for path in tmp_path.iterdir() if path.name != "r.yaml"] == ["out"]
 
 
-def test_of_two_conversions_at_once_one_is_refused_and_the_other_whole(source, tmp_path):
-    both = [forked.Command("convert", source / "q", "--to", "awq", "-o", tmp_path / "out") for _ in range(2)]
-    codes, _, errors = zip(*(command.finish() for command in both), strict=True)
-    assert sorted(codes) == [0, 4], errors
-    assert any("another run is writing" in error or "exists already" in error for error in errors)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert inspect(tmp_path / "out").format == "awq"
+@pytest.fixture
+def verified(tmp_path):
+    write_report(make_report(), tmp_path / "v")
+    return tmp_path / "v"
+
+
+def test_a_page_replaces_nothing_unless_it_is_one_and_asked_for(run, verified, tmp_path):
+    page, note, link = tmp_path / "page.html", tmp_path / "note.html", tmp_path / "link.html"
+    note.write_text("<p>my own</p>")
+    link.symlink_to(verified / "report.html")
+    assert run("report", verified, "-o", page)[0] == 0
+    before = tree(tmp_path)
+    for path, flags, reason in [
+        (page, (), "exists already; choose another --output or pass --overwrite"),
+        (note, (), "exists already"),
+        (note, ("--overwrite",), "was not written by quantkit, so it is not replaced"),
+        (link, ("--overwrite",), "is no file of its own"),
+        (verified, ("--overwrite",), "is no file of its own"),
+    ]:
+        for reports in ([verified], [verified, verified]):
+            code, _, error = run("report", *reports, "-o", path, *flags)
+            assert (code, error.count("\n")) == (4, 1)
+            assert reason in error
+    assert tree(tmp_path) == before
+    assert run("report", verified, verified, "-o", page, "--overwrite")[0] == 0
+    assert "Checkpoints compared" in page.read_text()
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_verify_replaces_only_its_own_files(run, source, verified, name):
+    check_output(verified)  # all four are ours
+    (verified / name).write_text("my own")
+    before = tree(verified)
+    arguments = ("--baseline", source / "m", "--text", source / "text.txt", "--suite", "none", "--no-bench")
+    code, _, error = run("verify", source / "q", *arguments, "-o", verified)
+    assert (code, error.count("\n")) == (4, 1)
+    assert f"{verified / name} was not written by quantkit" in error
+    assert tree(verified) == before
+
+
+VERIFY = ("verify", "{source}/q", "--baseline", "{source}/m", "--text", "{source}/text.txt", "--suite", "none")
+AT_ONCE = {
+    **{command: (arguments, [output]) for command, (arguments, output, _) in COMMANDS.items()},
+    "search": (COMMANDS["search"][0], ["out", "r.yaml"]),
+    "report": (("report", "{here}/v", "-o", "{here}/page.html"), ["page.html", "v"]),
+    "verify": ((*VERIFY, "--no-bench", "--no-sensitivity", "--gate", "kl<=1000", "-o", "{here}/out"), ["out"]),
+}
+
+
+@pytest.mark.parametrize("command", AT_ONCE)
+def test_of_two_at_once_one_is_refused_and_the_other_whole(source, tmp_path, command):
+    arguments, outputs = AT_ONCE[command]
+    if command == "report":
+        write_report(make_report(), tmp_path / "v")
+    given = [part.format(source=source, here=tmp_path) for part in arguments]
+    both = [forked.Command(*given) for _ in range(2)]
+    codes, _, errors = zip(*(started.finish() for started in both), strict=True)
+    if command == "verify":  # which replaces its own files, one after the other
+        assert codes == (0, 0), errors
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(SIGNS)
+        read_report(tmp_path / "out")
+    else:
+        assert sorted(codes) == [0, 4], errors
+        assert any("another run is writing" in error or "exists already" in error for error in errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == outputs
+    if (tmp_path / "out" / "config.json").exists():
+        assert inspect(tmp_path / "out").num_bytes > 0
 
 
 def test_a_conversion_of_a_strangers_checkpoint_is_known_as_ours(call, source, tmp_path, run):

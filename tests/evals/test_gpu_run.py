@@ -12,10 +12,15 @@ import sys
 import tarfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 
 import pytest
+import torch
+
+from tests.kernels.gpu.interpreter import needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "evals/gpu"
@@ -56,6 +61,7 @@ class Tree:
     def new_machine(self) -> None:
         """One with nothing on it but what was brought."""
         self.work = self.folder / f"machine-{time.monotonic_ns()}"
+        self.results = self.work / "results/rehearsal"
 
     def add(self, name: str, cases: dict[str, str], options: str = "{}") -> None:
         """A part with these cases; what they do beside being measured."""
@@ -84,7 +90,7 @@ class Tree:
             return json.load(file)["rows"]
 
     def said(self, name: str) -> str:
-        return (self.work / f"rehearsal/{name}.log").read_text()
+        return (self.results / f"{name}.log").read_text()
 
 
 @pytest.fixture
@@ -114,9 +120,7 @@ def test_a_call_that_is_killed_is_taken_up_on_another_machine(tree):
     """Whatever was measured is in the archive; what was under way is an error, because it may be what killed."""
     tree.add("first", {"a": "", "b": "time.sleep(60)", "c": ""})
     call = tree.start()
-    while (
-        not (log := tree.work / "rehearsal/first.log").exists() or "begun b" not in log.read_text().rpartition(" ")[0]
-    ):
+    while not (log := tree.results / "first.log").exists() or "begun b" not in log.read_text().rpartition(" ")[0]:
         time.sleep(0.02)
     os.kill(call.pid, signal.SIGKILL)
     os.kill(int(log.read_text().split()[-1]), signal.SIGKILL)
@@ -128,6 +132,26 @@ def test_a_call_that_is_killed_is_taken_up_on_another_machine(tree):
     assert code == 1
     assert [(row["case"], "error" in row) for row in tree.rows("first")] == [("a", False), ("b", True), ("c", False)]
     assert tree.said("first").count("begun a") == 1
+
+
+def test_what_was_brought_from_another_gpu_comes_back_too_and_what_is_broken_stops_nothing(tree):
+    brought, other = tree.folder / ".gpu", tree.folder / "brought/other-gpu"
+    for folder in (brought, other):
+        folder.mkdir(parents=True)
+    (other / "smoke.json").write_text("{}")
+    with tarfile.open(brought / "results.tar.gz", "w:gz") as tar:
+        tar.add(other, "other-gpu")
+    (brought / "kernels-0.tar.gz").write_bytes((brought / "results.tar.gz").read_bytes()[:50])
+    tree.add("first", {"a": ""})
+    code, said = tree.run()
+    assert (code, "not taken up: .gpu/kernels-0.tar.gz" in said) == (0, True)
+    (tree.results.parent / "other-gpu/smoke.json").write_text("newer")
+    code, said = tree.run(QUANTKIT_PDL="1")
+    assert (code, said.count("begun a")) == (0, 1)
+    with tarfile.open(tree.out / "results.tar.gz") as tar:
+        names = {"other-gpu/smoke.json", "rehearsal/first.json", "rehearsal-pdl/first.json"}
+        assert names <= set(tar.getnames())
+        assert tar.extractfile("other-gpu/smoke.json").read() == b"newer"
 
 
 def test_what_is_named_is_tried_again_where_it_failed(tree):
@@ -179,7 +203,8 @@ def test_a_part_that_cannot_begin_is_said_in_a_line_and_not_tried_for_ever(tree)
     code, said = tree.run()
     assert code == 1
     assert said.count("== first: at most") == 1
-    assert "No module named 'nothing_of_this_name'\n== first: dead after" in said
+    (dead,) = [line for line in said.splitlines() if line.startswith("== first: dead after")]
+    assert dead.endswith("its process ended with 1: ModuleNotFoundError: No module named 'nothing_of_this_name'")
 
 
 def test_a_call_ends_with_its_budget(tree):
@@ -206,6 +231,49 @@ def test_a_part_whose_time_is_over_has_done_nothing_wrong(tmp_path):
     assert json.loads((tmp_path / "first.json").read_text())["rows"] == [{"case": "a", "us": 1.0}]
 
 
+CASE = """
+import json, os, sys
+print("a library's word")
+for name in sys.argv[sys.argv.index("--cases") + 1:]:
+    print(json.dumps({"off_by": 0.0}), flush=True) if name != "b" else os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_kernel_that_ends_its_process_costs_itself(evals, tmp_path, monkeypatch):
+    smoke, results = evals("smoke"), evals("results")
+    (tmp_path / "smoke.py").write_text(CASE)
+    monkeypatch.setattr(smoke, "__file__", str(tmp_path / "smoke.py"))
+    monkeypatch.setattr(smoke, "families", lambda tiny: {"w4": dict.fromkeys("abc")})
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    rows = results.Results("smoke", {}, 60)
+    smoke.watch("w4", rows, SimpleNamespace(device="cpu", tiny=True))
+    assert [row.get("error") for row in rows.rows] == [None, "its process ended with -9", None]
+
+
+def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
+    """Elsewhere torch does its work; here its time would stand for the kernel's."""
+    timing = evals("timing")
+    monkeypatch.setattr(sys, "argv", ["part.py", "--device", "cpu"])
+    monkeypatch.setattr(timing, "rehearse", lambda: None)
+    monkeypatch.setattr(timing.kernels, "refusals", lambda: (KeyError,))
+    timing.parse()
+    with timing._measuring, pytest.raises(KeyError):
+        timing.kernels.attempt("head", torch.device("cpu"), {}.__getitem__, "x")
+    assert timing.kernels.why_replaced("head", torch.device("cpu")) is None
+
+
+def test_memory_is_checked_in_a_call_with_time_for_it(evals, tmp_path, monkeypatch):
+    sanitizer = evals("sanitizer")
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    monkeypatch.setattr(sanitizer, "parse", lambda seconds: SimpleNamespace(device="cpu", seconds=150))
+    monkeypatch.setattr(sanitizer, "check", lambda *values: pytest.fail("begun"))
+    with pytest.raises(SystemExit) as ended:
+        sanitizer.main()
+    assert ended.value.code == evals("results").GO_ON
+
+
 @pytest.fixture
 def evals(monkeypatch):
     """Imports a program of evals/gpu."""
@@ -213,8 +281,24 @@ def evals(monkeypatch):
     return importlib.import_module
 
 
+def test_rows_of_several_threads_are_written_one_after_another(evals, tmp_path, monkeypatch):
+    results, turn = evals("results"), Lock()
+
+    def write(path, data):
+        assert turn.acquire(blocking=False), "two write the same file"
+        time.sleep(0.001)
+        turn.release()
+
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    monkeypatch.setattr(results, "_write", write)
+    rows = results.Results("smoke", {}, 60)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: rows.add(case=number), range(32)))
+
+
 def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
-    """What is loaded of them, newest first, in as many files of a size as may come back."""
+    """Newest first, in as many files of a size as may come back; each as a whole, or Triton compiles it again."""
     results = evals("results")
     cache, other = tmp_path / "cache", tmp_path / "other"
     for name in ("OUT", "RESULTS"):
@@ -224,7 +308,7 @@ def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_CACHE_FILE_BYTES", 500_000)
     for number in range(8):
         (cache / f"key{number}").mkdir(parents=True)
-        for suffix in ("cubin", "json", "ttgir"):
+        for suffix in ("cubin", "json"):
             path = cache / f"key{number}/kernel.{suffix}"
             path.write_bytes(os.urandom(300_000) if suffix == "cubin" else b"{}")
         os.utime(path.parent, (number, number))
@@ -235,6 +319,44 @@ def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
     results.unpack(tmp_path / "OUT")
     kept = {str(path.relative_to(other)) for path in other.rglob("*.*")}
     assert kept == {f"key{number}/kernel.{suffix}" for number in range(2, 8) for suffix in ("cubin", "json")}
+
+
+COMPILE = """
+import sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+
+@triton.jit
+def double_kernel(x, BLOCK: tl.constexpr):
+    at = x + tl.arange(0, BLOCK)
+    tl.store(at, tl.load(at) * 2)
+
+if "known" in sys.argv:
+    CUDABackend.make_ttir = CUDABackend.make_cubin = None
+source = ASTSource(fn=double_kernel, signature={"x": "*fp32", "BLOCK": "constexpr"}, constexprs={(1,): 128})
+triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_kernel_that_travelled_is_not_compiled_again(tmp_path):
+    (tmp_path / "compile.py").write_text(COMPILE)
+    places = {"TRITON_CACHE_DIR": tmp_path / "cache", "RESULTS": tmp_path / "results", "OUT": tmp_path / "out"}
+    environment = {**os.environ, **{name: str(path) for name, path in places.items()}, "TRITON_INTERPRET": "0"}
+    for path in (tmp_path / "results", tmp_path / "out"):
+        path.mkdir()
+
+    def python(*words):
+        return subprocess.run([sys.executable, *map(str, words)], env=environment, check=False, cwd=tmp_path).returncode
+
+    assert python("compile.py") == 0
+    assert python(GPU / "results.py", "pack") == 0
+    shutil.rmtree(tmp_path / "cache")
+    assert python("compile.py", "known") != 0
+    assert python(GPU / "results.py", "unpack", "out") == 0
+    assert python("compile.py", "known") == 0
 
 
 def test_wheels_are_on_the_path_of_parts(tree):

@@ -155,6 +155,44 @@ def test_a_users_own_task(data, tmp_path):
     assert task.config.task == "my_task"
 
 
+PROGRAM = "def run(doc):\n    from pathlib import Path\n    Path({trace!r}).touch()\n    return doc['goal']\n"
+
+
+@pytest.fixture
+def programmed(data, tmp_path):
+    """A folder with a task that names Python, and the file that this Python makes."""
+    folder, trace = tmp_path / "tasks", tmp_path / "was here"
+    folder.mkdir()
+    text = OWN.format(items=data / "piqa/validation.jsonl").replace('"{{goal}}"', "!function own.run")
+    (folder / "my_task.yaml").write_text(text)
+    (folder / "own.py").write_text(PROGRAM.format(trace=str(trace)))
+    return folder, trace
+
+
+def test_python_of_a_task_runs_for_a_folder_that_the_user_has_named_and_for_no_other(programmed, monkeypatch):
+    folder, trace = programmed
+    monkeypatch.chdir(folder)
+    for options in (EvaluationOptions(), EvaluationOptions(data=(folder,))):
+        with pytest.raises(DataError, match="unknown task 'my_task'"):
+            load_tasks(["my_task"], options)
+    with pytest.raises(DataError, match="unknown task"):
+        load_tasks([str(folder / "my_task.yaml")], EvaluationOptions())
+    assert not trace.exists()
+    (task,) = load_tasks(["my_task"], EvaluationOptions(include_path=(folder,)))
+    task.doc_to_text(task.test_docs()[0])
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("tag", ["!function own.run", "!!python/object/apply:os.system [touch here]"])
+def test_a_suite_names_no_python(programmed, monkeypatch, tag):
+    folder, _ = programmed
+    monkeypatch.chdir(folder)
+    (folder / "suite.yaml").write_text(f"description: {tag}\ndemo: {{tasks: [my_task]}}\nothers: {{tasks: []}}\n")
+    with pytest.raises(DataError, match=r"suite\.yaml"):
+        load_suite("suite.yaml")
+    assert sorted(path.name for path in folder.iterdir()) == ["my_task.yaml", "own.py", "suite.yaml"]
+
+
 def test_a_missing_item_file_names_itself(data, tmp_path):
     with pytest.raises(
         DataError, match=r"'local_piqa' reads piqa/validation\.jsonl, which needs a folder; pass --data"

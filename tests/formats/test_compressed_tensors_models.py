@@ -91,11 +91,25 @@ def test_transformers_rounds_microscaled_inputs_as_we_do(tmp_path, model, name):
     assert (wanted - plain).std() > (found - wanted).std()
 
 
-def load_half(folder: Path, model: LlamaForCausalLM, name: str) -> tuple[nn.Module, nn.Module]:
-    """As transformers loads it and as it should be, in bfloat16."""
+def load_half(
+    folder: Path, model: LlamaForCausalLM, name: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, nn.Module]:
+    """Written in bfloat16: as transformers loads it in `dtype`, and as it should be."""
     schemes = {linear_name: SCHEMES[name] for linear_name in linears_of(model) if linear_name != "lm_head"}
     expected = write_checkpoint(folder, copy.deepcopy(model).to(torch.bfloat16), schemes)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), expected
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), expected
+
+
+@pytest.mark.parametrize(("name", "same"), [("int4-g32", False), ("int4-g32-asym", True), ("int8-g32-asym", True)])
+def test_zero_points_in_float32_are_rounded_by_transformers_to_the_type_of_the_scales(tmp_path, model, name, same):
+    """Decoded while loading, as zero points need it; without them decoded later, in the type that was asked for."""
+    loaded, rounded = load_half(tmp_path, model, name, torch.float32)
+    loaded(torch.arange(4).view(1, 4))
+    for linear_name in linears_of(model):
+        if linear_name != "lm_head":
+            weight = loaded.get_submodule(linear_name).weight
+            assert weight.dtype == torch.float32
+            assert torch.equal(weight, rounded.get_submodule(linear_name).weight.float()) == same
 
 
 def test_transformers_loads_a_mixed_model(tmp_path, model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,27 @@ def test_our_bytes_are_those_of_the_library(tmp_path):
 def test_names_that_gguf_has_no_room_for(tmp_path):
     with pytest.raises(CheckpointError, match="does not fit into GGUF"):
         write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"x" * 64: (Block.F32, (1,))}, [])
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1])
+def test_no_count_or_length_is_believed_beyond_the_file(tmp_path, value):
+    """Written over every four bytes of the header, as a number of tensors, entries, items, bytes or dimensions."""
+    path = make_file(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    end = min(tensor.offset for tensor in read_gguf(path).tensors.values())
+    refused = 0
+    tracemalloc.start()
+    for position in range(4, end - 8, 4):
+        path.write_bytes(data[:position] + value.to_bytes(8, "little") + data[position + 8 :])
+        try:
+            read_gguf(path)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert refused > (10 if value > 1 else 3)
 
 
 def test_damaged_files_are_refused_with_the_place(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,6 +13,7 @@ import torch
 import yaml
 
 from quantkit.api import quantize
+from quantkit.cli import main
 from quantkit.compress.convert import convert
 from quantkit.errors import InputError, ModelError, OutputError
 from quantkit.hub import find_origin, hub_card, push
@@ -36,6 +38,7 @@ class FakeHub(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.created: list[dict] = []
         self.refuse = False
+        self.authorized: set[str | None] = set()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -65,6 +68,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         data, hub = self.body(), self.server
+        hub.authorized.add(self.headers.get("Authorization"))
         if hub.refuse:
             self.answer({"error": "no"}, 403)
         elif self.path == "/api/repos/create":
@@ -128,6 +132,24 @@ def test_every_file_arrives_with_a_card(hub, made):
     assert front["base_model_relation"] == "quantized"
     assert front["tags"] == ["quantkit", "compressed-tensors"]
     assert b"int4 g32" in hub.files["README.md"]
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_the_users_token_reaches_the_hub_and_nothing_else(hub, made, tmp_path, monkeypatch, capfd, caplog, refuse):
+    monkeypatch.setenv("HF_TOKEN", "hf_secretOfTheUser")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    hub.refuse = refuse
+    caplog.set_level(logging.DEBUG)
+    small = ["--recipe", "rtn-int4", "--set", "weights.group_size=32", "--push-to-hub", "me/it", "--verbose"]
+    with pytest.raises(SystemExit) as left:
+        main(["quantize", str(made / "model"), *small, "-o", str(tmp_path / "out")])
+    assert left.value.code == (4 if refuse else 0)
+    assert "Bearer hf_secretOfTheUser" in hub.authorized
+    said = [*capfd.readouterr(), caplog.text]
+    written = [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
+    uploaded = [data.decode("latin-1") for data in hub.files.values()]
+    assert not any("hf_secret" in text for text in (*said, *written, *uploaded))
 
 
 def test_a_gguf_file_is_pushed_beside_its_card(hub, made):

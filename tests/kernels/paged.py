@@ -113,12 +113,12 @@ class Sequences:
     def step(self, cache: KVCache, spans: list[tuple[int, int, int]], **options) -> list[Tensor]:
         """Attention outputs (L, Hq, D) of new tokens start..stop of some sequences."""
         options = {"scale": self.layout.head_dim**-0.5, **options}
-        states = (
+        query, key, value = (
             torch.cat([source[number][start:stop] for number, start, stop in spans]).to(self.device)
             for source in (self.query, self.key, self.value)
         )
         angles = options.pop("angles", None)
-        out = cache.attend(0, *states, self.batch(spans), AttentionOptions(**options), angles).cpu()
+        out = cache.attention[0]((query, key, value), self.batch(spans), AttentionOptions(**options), angles).cpu()
         return list(out.split([stop - start for _, start, stop in spans]))
 
     def expected(self, number: int, start: int, stop: int, **options) -> Tensor:

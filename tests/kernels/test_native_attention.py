@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
 def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
     """Two caches, one for each implementation."""
     first, second = sequences.cache(), sequences.cache()
-    assert isinstance(first._attention[0].inner, NativeAttention)
+    assert isinstance(first.attention[0].inner, NativeAttention)
     second._attention = [Stepwise(TorchAttention(views)) for views in second._views]
     return first, second
 
@@ -110,7 +110,7 @@ def test_slices_of_a_fused_projection_are_read_in_place():
     fused = torch.cat([s[0].flatten(1) for s in (sequences.query, sequences.key, sequences.value)], dim=1)
     query, key, value = (part.unflatten(1, (-1, 16)) for part in fused.split([64, 32, 32], dim=1))
     assert not query.is_contiguous()
-    actual = sequences.cache()._attention[0]((query, key, value), sequences.batch([(0, 0, 9)]), options)
+    actual = sequences.cache().attention[0]((query, key, value), sequences.batch([(0, 0, 9)]), options)
     assert torch.equal(actual, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
     assert actual.is_contiguous()
 
@@ -121,7 +121,7 @@ def test_heads_that_are_not_dense_are_copied():
     states = [
         s[0].transpose(0, 1).contiguous().transpose(0, 1) for s in (sequences.query, sequences.key, sequences.value)
     ]
-    actual = cache._attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
+    actual = cache.attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
     assert torch.equal(actual, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
 
 

@@ -83,7 +83,7 @@ def test_latencies_are_computed_from_timestamps():
     one = timing(1.5, 1.75, 2.5)
     assert (one.ttft_s, one.tpot_s, one.latency_s, one.num_new_tokens) == (0.5, 0.5, 1.5, 3)
     assert one.inter_token_s == (0.25, 0.75)
-    assert one.context_gaps == ((11, 0.25), (12, 0.75))
+    assert run_of(one).context_gaps == ((11, 0.25), (12, 0.75))
 
 
 def test_a_request_without_tokens_has_no_latency():

@@ -192,7 +192,7 @@ def test_windows_are_ignored_and_need_no_scale(tmp_path):
     config = {**PLAIN, "kv_cache_scheme": SCHEME}
     llm = run(third_party(tmp_path, kept_layers, config, family="gemma3_text"))
     quantized = [layout.scheme.is_quantized for layout in llm.engine.runner.cache.layouts]
-    assert quantized == [layer.window is None for layer in llm.model.config.layers]
+    assert quantized == [window is None for window in llm.model.config.windows]
     assert any(quantized)
     assert not quantized[0]
 

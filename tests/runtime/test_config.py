@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from quantkit.errors import ModelError
 from quantkit.models.config import NotNative
@@ -32,9 +31,8 @@ def test_a_bare_config_of_the_first_llama_gets_its_defaults():
     assert (config.num_kv_heads, config.head_dim, config.norm_eps, config.activation) == (4, 16, 1e-6, "silu")
     assert config.attention_scale == 0.25
     assert not config.tied
-    assert config.dtype is None
-    assert config.layers[0].rope.theta == 10000.0
-    assert config.layers[0].window is None
+    assert config.ropes[0].theta == 10000.0
+    assert config.windows[0] is None
     assert config.experts is None
 
 
@@ -122,13 +120,12 @@ def test_null_is_absent_but_not_the_default():
     assert read(gemma2).attention_softcap == 50.0
     assert read(gemma2, attn_logit_softcapping=None).attention_softcap is None
     mistral = {"architectures": ["MistralForCausalLM"]}
-    assert read(mistral).layers[0].window == 4096
-    assert read(mistral, sliding_window=None).layers[0].window is None
+    assert read(mistral).windows[0] == 4096
+    assert read(mistral, sliding_window=None).windows[0] is None
     assert read(head_dim=None, num_key_value_heads=None).head_dim == 16
 
 
-def test_dtypes_and_scalings():
-    assert read(torch_dtype="float16").dtype == torch.float16
+def test_scalings():
     stretched = read(rope_scaling={"type": "dynamic", "factor": 4.0})
     assert stretched.max_length == 2048
     assert read(rope_scaling={"type": "linear", "factor": 4.0}).max_length == 512

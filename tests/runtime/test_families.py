@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.models.families import find
-from quantkit.models.rope import RopeConfig
 from quantkit.runtime.model import loader
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import load_model, load_native
@@ -143,23 +141,21 @@ def test_wavelengths_that_depend_on_the_length(tmp_path, family, changes, chunk)
     model = load_model(folder, dtype="float32", backend="native")
     assert model.max_length >= 150
     assert difference(run(model, sequences, chunk), expected) < CLOSE
-    default = dataclasses.replace(model.config, layers=with_rope(model.config, kind="default", attention_factor=1.0))
+    default = with_rope(model.config, kind="default", attention_factor=1.0)
     plain = load_native(CheckpointReader(folder), default, dtype="float32", device=torch.device("cpu"))
     assert difference(run(plain, sequences, chunk), expected) > FAR
 
 
-def with_layers(config: ModelConfig, **changes: Any) -> ModelConfig:
-    return replace(config, layers=tuple(replace(layer, **changes) for layer in config.layers))
+def with_window(config: ModelConfig, window: int | None) -> ModelConfig:
+    return replace(config, windows=(window,) * config.num_layers)
 
 
-def with_rope(config: ModelConfig, **changes: Any):
-    return tuple(
-        layer if layer.rope is None else replace(layer, rope=replace(layer.rope, **changes)) for layer in config.layers
-    )
+def with_rope(config: ModelConfig, **changes: Any) -> ModelConfig:
+    return replace(config, ropes=tuple(rope and replace(rope, **changes) for rope in config.ropes))
 
 
 def change_rope(**changes: Any):
-    return lambda config: replace(config, layers=with_rope(config, **changes))
+    return lambda config: with_rope(config, **changes)
 
 
 def change_parts(**changes: Any):
@@ -171,13 +167,12 @@ def change_parts(**changes: Any):
 
 
 def one_rope(config: ModelConfig) -> ModelConfig:
-    ropes = [layer.rope for layer in config.layers if layer.window is None]
-    return with_layers(config, rope=ropes[0])
+    full = config.ropes[config.windows.index(None)]
+    return replace(config, ropes=(full,) * config.num_layers)
 
 
 def positions_everywhere(config: ModelConfig) -> ModelConfig:
-    rope: RopeConfig = next(layer.rope for layer in config.layers if layer.rope is not None)
-    return with_layers(config, rope=rope)
+    return replace(config, ropes=(next(filter(None, config.ropes)),) * config.num_layers)
 
 
 def change_experts(**changes: Any):
@@ -194,9 +189,9 @@ def no_shared_expert(config: ModelConfig) -> ModelConfig:
 
 
 SWITCHES = {
-    "window in all layers": ("mistral", lambda config: with_layers(config, window=None)),
-    "window in upper layers": ("qwen2, upper window", lambda config: with_layers(config, window=None)),
-    "full attention between windows": ("gemma2", lambda config: with_layers(config, window=32)),
+    "window in all layers": ("mistral", lambda config: with_window(config, None)),
+    "window in upper layers": ("qwen2, upper window", lambda config: with_window(config, None)),
+    "full attention between windows": ("gemma2", lambda config: with_window(config, 32)),
     "norm of queries and keys by head": ("qwen3", lambda config: replace(config, qk_norm=False)),
     "norm of queries and keys, all heads": ("olmo2", lambda config: replace(config, qk_norm=False)),
     "norm of queries and keys, each head": ("cohere, qk norm", lambda config: replace(config, qk_norm=False)),
@@ -244,5 +239,5 @@ def test_a_feature_switched_off_is_noticed(case, monkeypatch, switch):
 @pytest.mark.parametrize("variant", ["qwen2", "starcoder2", "llama, biases", "phi"])
 def test_biases_left_out_are_noticed(case, monkeypatch, variant):
     this = case(variant)
-    monkeypatch.setattr(Weights, "_biases", lambda self, names, weights: None)
+    monkeypatch.setattr(Weights, "biases", lambda self, names, weights: None)
     assert difference(run(this.load(), this.sequences), this.expected) > FAR

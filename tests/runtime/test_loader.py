@@ -118,6 +118,16 @@ def test_experts_in_one_tensor_are_the_same_experts(tmp_path, family):
     assert difference(run(one, SEQUENCES), run(other, SEQUENCES)) == 0
 
 
+def test_names_without_the_prefix_of_the_causal_model_are_the_same_tensors(tmp_path):
+    folder = make_loud_model(tmp_path / "whole", "llama")
+    inner = copied(folder, tmp_path / "inner")
+    tensors = load_file(inner / "model.safetensors")
+    names = {name: name.removeprefix("model.") for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, inner / "model.safetensors", {"format": "pt"})
+    one, other = load_model(folder, backend="native"), load_model(inner, backend="native")
+    assert difference(run(one, SEQUENCES), run(other, SEQUENCES)) == 0
+
+
 @pytest.mark.parametrize(("head_dtype", "error"), [("int8", 0.02), ("int4", 0.3)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_rounded_head_is_close_and_smaller(tmp_path, head_dtype, error, tied):
@@ -173,15 +183,17 @@ def test_dtypes_on_this_processor(tmp_path):
     for stored in (torch.float32, torch.bfloat16, torch.float16):
         folder = make_loud_model(tmp_path / str(stored), "llama", dtype=stored)
         reader = CheckpointReader(folder)
-        chosen, notes = pick_dtype("auto", reader, None, cpu)
+        chosen, notes = pick_dtype("auto", reader, cpu)
         assert chosen == (torch.float32 if stored == torch.float32 or not fast else torch.bfloat16)
         assert len(notes) == (chosen != stored)
         edit_config(folder, dtype=None)
-        assert pick_dtype("auto", CheckpointReader(folder), None, cpu)[0] == chosen
-        assert pick_dtype("float16", reader, None, cpu) == (torch.float16, ())
+        assert pick_dtype("auto", CheckpointReader(folder), cpu)[0] == chosen
+        assert pick_dtype("float16", reader, cpu) == (torch.float16, ())
         for short, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            assert pick_dtype(short, reader, None, cpu) == (dtype, ())
+            assert pick_dtype(short, reader, cpu) == (dtype, ())
         assert load_model(folder).notes == notes
+        edit_config(folder, torch_dtype="float32")
+        assert pick_dtype("auto", CheckpointReader(folder), cpu) == (torch.float32, ())
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_angles_equal_transformers(kind, length):
     config = tiny_config("llama", head_dim=32, rope_parameters=rope_parameters)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
     entries = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-    rope = read_config(entries, find(entries)).layers[0].rope
+    rope = read_config(entries, find(entries)).ropes[0]
     table = RopeTable(rope, torch.device("cpu"))
     angles = table.gather(make_batch([[0] * length], [0], [list(range(100))]))
     # transformers repeats each pair's angle for its second channel.

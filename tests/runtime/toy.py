@@ -14,7 +14,6 @@ from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
 from quantkit.runtime.engine.speculation_controller import SpeculationController
-from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.types import Completion, SamplingParams
 
 VOCAB = 32
@@ -44,7 +43,6 @@ class ToyModel:
     eos_ids: tuple[int, ...] = ()
     stored_bytes = num_bytes = 0
     notes = ()
-    stored_cache = StoredCache(num_layers=0)
     device = torch.device("cpu")
     dtype = torch.float32
 

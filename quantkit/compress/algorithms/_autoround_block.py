@@ -5,11 +5,8 @@ ordinary copies of its parameters. What is differentiated is only the layer itse
 decoded weight goes to `_autoround_weight`. Shapes: B sequences, T tokens, D hidden width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from quantkit.compress.calibration.layer import LayerContext, hidden_states, hook_inputs
+from quantkit.compress.calibration.layer import LayerContext, hidden_states
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 
@@ -104,13 +101,9 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
         linears: relative names of those to tune.
     """
     kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
-    with torch.inference_mode(False), torch.no_grad(), ExitStack() as hooks:
+    with torch.inference_mode(False), torch.no_grad(), layer.quantized_inputs(layer.schemes, _quantized):
         values = {name: value.detach().clone() for name, value in kept.items()}  # outside inference mode: ordinary
         tuned = {name: values[f"{name}.weight"].requires_grad_() for name in linears}
-        for name, scheme in layer.schemes.items():
-            # A calibrated scale is found when all linears have codes: until then such inputs stay as they are.
-            if scheme.activation is not None and not scheme.activation.is_calibrated:
-                hooks.enter_context(hook_inputs(layer.linear(name), partial(_quantized, scheme=scheme.activation)))
         yield TunedBlock(layer, values, tuned)
 
 
@@ -118,14 +111,14 @@ class _QuantizedInputs(torch.autograd.Function):
     """Inputs as the runtime will quantize them; the identity for gradients."""
 
     @staticmethod
-    def forward(_: Any, values: Tensor, scheme: ActivationScheme) -> Tensor:
-        return fake_quantize_inputs(values, scheme)
+    def forward(_: Any, values: Tensor, scheme: ActivationScheme, scale: Tensor | None) -> Tensor:
+        return fake_quantize_inputs(values, scheme, scale)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gradient, None, None
 
 
-def _quantized(values: Tensor, scheme: ActivationScheme) -> Tensor:
-    inputs: Tensor = _QuantizedInputs.apply(values, scheme)  # type: ignore[no-untyped-call]
+def _quantized(values: Tensor, scheme: ActivationScheme, scale: Tensor | None) -> Tensor:
+    inputs: Tensor = _QuantizedInputs.apply(values, scheme, scale)  # type: ignore[no-untyped-call]
     return inputs

@@ -9,8 +9,6 @@ Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent 
 al. 2019, Learned Step Size Quantization (gradient of the scale).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

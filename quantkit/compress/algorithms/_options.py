@@ -1,7 +1,5 @@
 """Kinds of options that steps have. A recipe is refused whose value lies outside; see `recipe.steps`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

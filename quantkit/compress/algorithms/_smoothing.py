@@ -4,8 +4,6 @@ Used by AWQ and SmoothQuant: y = (x / s) (W * s)'; the division is folded into t
 Shapes: N outputs, K inputs; a value head of width d feeds K / (kv_heads * d) query heads.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

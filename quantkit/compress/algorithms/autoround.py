@@ -8,8 +8,6 @@ Not here: gradients of rounding (`_autoround_weight`), the layer as autograd see
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

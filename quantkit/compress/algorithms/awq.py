@@ -6,8 +6,6 @@ Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,18 +64,18 @@ class Step(Protocol):
         """
 
 
-def needs_original(steps: Sequence[Step]) -> bool:
+def needs_original(steps: Collection[Step]) -> bool:
     """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
     return any(getattr(step, "needs_original", False) for step in steps)
 
 
-def reorders_groups(steps: Sequence[Step]) -> bool:
+def reorders_groups(steps: Collection[Step]) -> bool:
     """Whether some step forms groups in another order than that of the inputs."""
     return any(getattr(step, "reorders_groups", False) for step in steps)
 
 
 def steps_bytes(
-    steps: Sequence[Step], layers: Iterable[Collection[tuple[int, int]]], element_bytes: int, num_states: int
+    steps: Collection[Step], layers: Iterable[Collection[tuple[int, int]]], element_bytes: int, num_states: int
 ) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 

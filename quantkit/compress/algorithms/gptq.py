@@ -8,8 +8,6 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -110,18 +108,15 @@ class GptqStep:
         for entries in rounds:
             grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
             layer.observe(grams)
-            errors = self._observe_errors(layer, [names[0] for _, names in entries])
+            errors = self._observe_errors(layer, entries)
             for _, names in entries:
                 error = errors.pop(names[0]).finish() if names[0] in errors else None
                 self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
 
-    def _observe_errors(self, layer: LayerContext, names: list[str]) -> dict[str, CrossGram]:
+    def _observe_errors(self, layer: LayerContext, entries: list[Pending]) -> dict[str, CrossGram]:
         """Cross Grams of the linears whose inputs can be compared: an expert may see other tokens than it used to."""
-        if not self.asymmetric_calibration:
-            return {}
-        errors = {
-            name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
-        }
+        names = [names[0] for _, names in entries if self.asymmetric_calibration and find_expert(names[0]) is None]
+        errors = {name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names}
         if errors:
             layer.observe_asymmetric(errors)
         return errors
@@ -158,15 +153,14 @@ class GptqStep:
     def _solve(self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor) -> list[QuantizedTensor]:
         """Codes of (N, K) weights of one scheme and input, which are not modified."""
         scheme, width = grids[0].scheme, weights[0].shape[1]
-        columns = factor.backwards.flip(0) if self.act_order == "group" and scheme.group_size else None
         index = torch.arange(width, device=factor.lower.device) // scheme.group_width(width)
-        if columns is not None:
+        columns: slice | Tensor = slice(None)
+        reordered = self.act_order == "group" and scheme.group_size is not None
+        if reordered:
+            columns = factor.backwards.flip(0)
             index = torch.empty_like(index).scatter_(0, columns, index)
         choose = affine.search_parameters if self.scale_search else affine.minmax_parameters
-        ranges = [
-            choose(weight if columns is None else weight[:, columns], grid)
-            for weight, grid in zip(weights, grids, strict=True)
-        ]
+        ranges = [choose(weight[:, columns], grid) for weight, grid in zip(weights, grids, strict=True)]
         codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)
         for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
             ranges = [
@@ -175,7 +169,7 @@ class GptqStep:
             ]
             codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)
         return [
-            affine.assemble(code, of_groups, grid, None if columns is None else index)
+            affine.assemble(code, of_groups, grid, index if reordered else None)
             for code, of_groups, grid in zip(codes, ranges, grids, strict=True)
         ]
 

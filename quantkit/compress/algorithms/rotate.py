@@ -4,8 +4,6 @@ The work is done where tensors are read (`quantkit.checkpoints.rotated_reader`);
 Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ squared weight error, and needs no data. It leaves ranges behind, not codes. AWQ
 Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

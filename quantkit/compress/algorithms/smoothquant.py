@@ -4,8 +4,6 @@ Only inputs that come out of a norm are smoothed, as in the paper; the others ha
 Source: Xiao et al. 2022, SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,6 +6,7 @@ folder once per layer, so that an interrupted run can go on; in disk mode they l
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import file_digest
 from quantkit.checkpoints.writer import write_shard
 from quantkit.errors import CheckpointError, ResumeError
@@ -35,10 +37,7 @@ class ActivationStore:
         self._folder, self._mode, self._layer = folder, mode, 0
         self._memory: list[Tensor] = []
         self.digests: list[str] = []
-        for number, batch in enumerate(batches):
-            if mode == "ram":
-                self._memory.append(batch)
-            self.digests += self._save(number, require_finite(batch, "the embedding"), 0)
+        self._keep(batches, "the embedding", 0)
 
     @classmethod
     def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> ActivationStore:
@@ -50,7 +49,7 @@ class ActivationStore:
         store = cls(folder, mode, iter(()))
         store._layer, store.digests = layer, digests
         for number, digest in enumerate(digests):
-            check_saved(store._path(number), digest)
+            check_saved(store._path(layer, number), digest)
             if mode == "ram":
                 store._memory.append(store._load(number))
         return store
@@ -71,40 +70,44 @@ class ActivationStore:
 
     def advance(self, forward: Callable[[Tensor], Tensor]) -> None:
         """Replace every batch by `forward(batch)`; the previous layer's files stay until `forget_previous`."""
-        digests: list[str] = []
-        for number in range(len(self)):
-            states = require_finite(forward(self[number]).cpu(), f"layer {self._layer}")
-            if self._mode == "ram":
-                self._memory[number] = states
-            digests += self._save(number, states, self._layer + 1)
-        self._layer, self.digests = self._layer + 1, digests
+        batches = (forward(self[number]).cpu() for number in range(len(self)))
+        self._keep(batches, f"layer {self._layer}", self._layer + 1)
 
     def forget_previous(self) -> None:
         """Delete the files of the layer before; to be called once progress has been recorded."""
         if self._folder is not None:
             shutil.rmtree(self._folder / str(self._layer - 1), ignore_errors=True)
 
+    def _keep(self, batches: Iterator[Tensor], source: str, layer: int) -> None:
+        """Take each batch as it comes as the states before a layer, in memory in place of the batch before."""
+        digests: list[str] = []
+        for number, states in enumerate(batches):
+            require_finite(states, source)
+            if self._mode == "ram":
+                self._memory[number : number + 1] = [states]
+            if self._folder is not None:
+                path = self._path(layer, number)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                digests.append(write_shard(path, {"hidden": states}))
+        self._layer, self.digests = layer, digests
+
     def _load(self, number: int) -> Tensor:
-        hidden: Tensor = load(self._path(number).read_bytes())["hidden"]
+        hidden: Tensor = load(self._path(self._layer, number).read_bytes())["hidden"]
         return hidden
 
-    def _save(self, number: int, states: Tensor, layer: int) -> list[str]:
-        if self._folder is None:
-            return []
-        path = self._path(number, layer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return [write_shard(path, {"hidden": states})]
-
-    def _path(self, number: int, layer: int | None = None) -> Path:
+    def _path(self, layer: int, number: int) -> Path:
         assert self._folder is not None, "disk mode needs a folder"
-        return self._folder / str(self._layer if layer is None else layer) / f"{number:05d}.safetensors"
+        return self._folder / str(layer) / f"{number:05d}.safetensors"
 
 
 def check_saved(path: Path, digest: str) -> None:
     """Raise ResumeError if a file of an interrupted run is not byte for byte what was written."""
-    if not path.exists() or file_digest(path) != digest:
-        state = "not what was written" if path.exists() else "missing"
-        raise ResumeError(f"{path} is {state}; start over with --no-resume")
+    with contextlib.suppress(CheckpointError):
+        read_header(path)  # as long as its tensors: what has grown may have no end
+        if file_digest(path) == digest:
+            return
+    state = "not what was written" if path.exists() else "missing"
+    raise ResumeError(f"{path} is {state}; start over with --no-resume")
 
 
 def require_finite(states: Tensor, source: str) -> Tensor:

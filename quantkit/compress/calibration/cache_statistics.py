@@ -3,7 +3,7 @@
 Shapes: B samples, H key/value heads, T tokens, D channels, S tokens per page. Sums are kept in float64.
 """
 
-from __future__ import annotations
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class HeadStatistics:
         self.peak = self.channel_peak.amax(1)  # (H,)
         highest, lowest = single.amax(-1), single.amin(-1)  # (B, H, T)
         self._add("square", single.double().square().sum((0, 2)))
-        self._add("token_range", (highest - lowest).double().square().sum((0, 2)))
-        self._add("token_peak", size.amax(-1).double().square().sum((0, 2)))
+        self._add("range", (highest - lowest).double().square().sum((0, 2)))
+        self._add("peak", size.amax(-1).double().square().sum((0, 2)))
         for page in torch.split(single, PAGE_TOKENS, dim=2):
             if page.shape[2] == PAGE_TOKENS or not self._num_pages:
                 self._add("page_range", (page.amax(2) - page.amin(2)).double().square().sum(0))
@@ -56,13 +56,9 @@ class HeadStatistics:
         """(H,) mean square of an ordinary channel: the median of each head, never zero."""
         return self.mean_square().median(1).values.clamp_min(1e-30)
 
-    def mean_square_range(self) -> Tensor:
-        """(H,) of a token's largest less its smallest number."""
-        return self._sums["token_range"] / self.num_tokens
-
-    def mean_square_peak(self) -> Tensor:
-        """(H,) of a token's largest magnitude."""
-        return self._sums["token_peak"] / self.num_tokens
+    def mean_square_of_token(self, what: Literal["range", "peak"]) -> Tensor:
+        """(H,) of a token's largest less its smallest number, or of its largest magnitude."""
+        return self._sums[what] / self.num_tokens
 
     def page_ranges(self) -> Tensor:
         """(H,) mean square of a channel's range over a page, over its mean square: that of the median channel."""

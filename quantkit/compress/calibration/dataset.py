@@ -3,8 +3,6 @@
 Text is cut into windows of one length, each beginning with BOS; chats and ready-made token ids stay one sample each.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import DataError, first_line
-from quantkit.untrusted import MAX_TEXT_BYTES, bounded, read_text
+from quantkit.untrusted import MAX_TEXT_BYTES, bounded, parse_object, read_text
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -34,11 +32,6 @@ class Samples:
     token_ids: tuple[tuple[int, ...], ...]
     warnings: tuple[str, ...]
     digest: str
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all samples."""
-        return sum(map(len, self.token_ids))
 
 
 def load_samples(
@@ -164,18 +157,13 @@ def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> 
 
 
 def _read_objectl(path: Path, field: str) -> list[Any]:
-    records = []
-    for number, line in enumerate(_read_file(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{path}:{number}: not valid JSON ({first_line(error)}); one JSON object per line is needed"
-            ) from None
-        records.append(_content(record, field, f"{path}:{number}"))
-    return records
+    lines = {f"{path}:{number}": line for number, line in enumerate(_read_file(path).split("\n"), start=1)}
+    objects = {
+        where: parse_object(line, where, DataError, "one JSON object per line is needed")
+        for where, line in lines.items()
+        if line.strip()
+    }
+    return [_content(record, field, where) for where, record in objects.items()]
 
 
 def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:
@@ -192,15 +180,13 @@ def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:
         raise DataError(f"{what}: {first_line(error)}") from error
 
 
-def _content(record: Any, field: str, where: str) -> Any:
+def _content(record: dict[str, Any], field: str, where: str) -> Any:
     """The text, the chat or the token ids of one record."""
-    if isinstance(record, dict):
-        for key in (field, "messages", "conversations", "input_ids", "text"):
-            value = record.get(key)
-            if isinstance(value, str) or (isinstance(value, list) and value):
-                return value
-    keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; it has: {keys}")
+    for key in (field, "messages", "conversations", "input_ids", "text"):
+        value = record.get(key)
+        if isinstance(value, str) or (isinstance(value, list) and value):
+            return value
+    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; it has: {', '.join(record)}")
 
 
 def _read_file(path: Path) -> str:

@@ -1,12 +1,10 @@
 """Looking at the inputs of a layer's modules, and at those of experts whichever tokens are routed to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.models.linear_sets import find_expert
@@ -63,11 +61,14 @@ def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 def hook_modules(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> list[RemovableHandle]:
     """Have `on_call(name, args, kwargs)` called before each of these modules; the caller removes the hooks."""
+    hooks = {name: lambda module, args, kwargs, name=name: on_call(name, args, kwargs) for name in modules}
+    return [block.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True) for name, hook in hooks.items()]
 
-    def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: on_call(name, args, kwargs)
 
-    return [block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules]
+def token_rows(args: tuple[Any, ...]) -> Tensor:
+    """(T, K) inputs of a call, the first of its arguments."""
+    inputs: Tensor = args[0]
+    return inputs.reshape(-1, inputs.shape[-1])
 
 
 def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> RemovableHandle:
@@ -83,7 +84,7 @@ def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -
     experts = dict.fromkeys(f"{first.container}.{other.number}" for name in modules if (other := find_expert(name)))
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        tokens = args[0].reshape(-1, args[0].shape[-1])
+        tokens = token_rows(args)
         for expert in experts:
             inside = [name for name in modules if name.startswith(f"{expert}.")]
             with removed_after(hook_modules(block, inside, on_call)):

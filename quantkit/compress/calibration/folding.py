@@ -4,8 +4,6 @@ Values only; who may fold, and how folded values are stored, is decided by `algo
 Shapes: N outputs, K inputs; a value head of width d feeds K / (kv_heads * d) query heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Linears of one module that read the same input (q, k and v; gate and up) share t
 Dynamic scales are computed at run time and are not here; the arithmetic is in `numerics.inputs`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.observers import spread_rows
 from quantkit.errors import DataError
 from quantkit.numerics.inputs import fake_quantize_inputs, input_scale
 from quantkit.numerics.scheme import ActivationScheme
@@ -35,25 +34,20 @@ class InputRange:
     def __init__(self, keep: bool) -> None:
         self._keep = keep
         self._kept: list[Tensor] = []
-        self._count = 0
-        self._largest: Tensor | None = None
+        self._largest: list[Tensor] = []  # of each batch
 
     def update(self, inputs: Tensor) -> None:
         """Take in (T, K) inputs of any float dtype; they are not modified."""
         if inputs.numel() == 0:
             return
-        largest = inputs.abs().amax().float()
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-        if self._keep and self._count < _VALUES:
-            rows = min(inputs.shape[0], max(1, _BATCH_VALUES // inputs.shape[1]))
-            positions = torch.linspace(0, inputs.shape[0] - 1, rows, device=inputs.device).long()
-            self._kept.append(inputs[positions].flatten().float())
-            self._count += self._kept[-1].numel()
+        self._largest.append(inputs.abs().amax().float())
+        if self._keep and sum(map(torch.numel, self._kept)) < _VALUES:
+            self._kept.append(spread_rows(inputs, max(1, _BATCH_VALUES // inputs.shape[1])).flatten())
 
     @property
     def largest(self) -> float:
         """Of all inputs; 0 when there were none."""
-        return 0.0 if self._largest is None else self._largest.item()
+        return torch.stack(self._largest).amax().item() if self._largest else 0.0
 
     @property
     def values(self) -> Tensor:

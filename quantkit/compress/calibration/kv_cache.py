@@ -6,8 +6,6 @@ model that caches a latent in place of keys and values is refused by the pipelin
 Shapes: B samples, H key/value heads, T tokens, D channels.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -119,16 +117,16 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
     keys, turned = statistics.keys, statistics.rotate if rotated is None else rotated
     typical = keys.typical()  # (H,)
     if scheme.dtype is FP8:
-        peak = keys.peak.square() if scheme.is_fixed else keys.mean_square_peak()
+        peak = keys.peak.square() if scheme.is_fixed else keys.mean_square_of_token("peak")
         subnormal = peak / FP8.maximum**2 * 2.0**-18 / 12
         return (2.0**-6 / 24 + subnormal / typical).max().item()
     if scheme.granularity == "channel":
         return (keys.page_ranges() / scheme.dtype.full_range**2 / 12).max().item()
     rounded = statistics.rotated if turned else keys
     if scheme.symmetric:
-        steps = rounded.mean_square_peak() / float(scheme.dtype.maximum) ** 2
+        steps = rounded.mean_square_of_token("peak") / float(scheme.dtype.maximum) ** 2
     else:
-        steps = rounded.mean_square_range() / scheme.dtype.full_range**2
+        steps = rounded.mean_square_of_token("range") / scheme.dtype.full_range**2
     return (steps / 12 / typical).max().item()
 
 

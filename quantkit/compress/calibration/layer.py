@@ -3,9 +3,7 @@
 This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +21,7 @@ from quantkit.compress.calibration.expert_inputs import (
     hook_modules,
     probe,
     removed_after,
+    token_rows,
 )
 from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
@@ -108,7 +107,7 @@ class LayerContext:
         names = {f"{experts[0].container}.{number}": number for number in counts}
 
         def count(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
+            counts[names[name]] += len(token_rows(args))
 
         for hidden in self.batches():
             # Hooks of the experts themselves: only the layer's own router says how many tokens each is called with.
@@ -126,7 +125,7 @@ class LayerContext:
         samples = {name: Sample() for name in observers}
 
         def update(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            inputs = args[0].reshape(-1, args[0].shape[-1])
+            inputs = token_rows(args)
             observers[name].update(inputs)
             samples[name].update(inputs)
 
@@ -169,15 +168,12 @@ class LayerContext:
         """
         calls: list[Call] = []
         left = max_tokens
-
-        def keep(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append((args, kwargs))
-
         for hidden in self.batches():
             if left <= 0:
                 break
             kept = hidden[: max(1, left // hidden.shape[1])]
-            probe(self.block, (module,), keep, partial(self.forward, kept), all_tokens=self.data.all_tokens)
+            run = partial(self.forward, kept)
+            probe(self.block, (module,), lambda _, *call: calls.append(call), run, all_tokens=self.data.all_tokens)
             left -= kept.shape[0] * kept.shape[1]
         return calls
 
@@ -190,7 +186,7 @@ class LayerContext:
         Returns:
             (B, T, D) on the layer's device.
         """
-        with self._quantized_inputs():
+        with self.quantized_inputs(self.chosen.quantized):
             return self._run(self.block, hidden, extra)
 
     def original_forward(self, hidden: Tensor) -> Tensor:
@@ -215,8 +211,8 @@ class LayerContext:
 
     def finish(self) -> None:
         """Round what no step has quantized."""
-        for group in self.sets:
-            for name in (n for n in group.linears if n in self.schemes and n not in self.chosen.quantized):
+        for name in [name for group in self.sets for name in group.linears if name in self.schemes]:
+            if name not in self.chosen.quantized:
                 self.round(name)
 
     def commit(self, name: str, weight: QuantizedTensor) -> None:
@@ -303,21 +299,28 @@ class LayerContext:
         return iter(self.data.store)
 
     @contextmanager
-    def _quantized_inputs(self) -> Iterator[None]:
-        """While open, committed linears see their inputs as the runtime will quantize them.
+    def quantized_inputs(
+        self, names: Iterable[str], quantize: Callable[..., Tensor] = fake_quantize_inputs
+    ) -> Iterator[None]:
+        """While open, linears with a scheme see their inputs as the runtime will quantize them.
 
         Inputs with a calibrated scale are left as they are until it is known, which is when all linears have codes.
+
+        Args:
+            names: of these linears.
+            quantize: called as `fake_quantize_inputs`.
         """
         with ExitStack() as hooks:
-            for name, weight in self.chosen.quantized.items():
-                scheme, scale = self.schemes[name].activation, weight.input_scale
+            for name in names:
+                scheme, weight = self.schemes[name].activation, self.chosen.quantized.get(name)
+                scale = None if weight is None else weight.input_scale
                 if scheme is not None and (scale is not None or not scheme.is_calibrated):
-                    quantize = partial(fake_quantize_inputs, scheme=scheme, scale=scale)
-                    hooks.enter_context(hook_inputs(self.linear(name), quantize))
+                    change = partial(quantize, scheme=scheme, scale=scale)
+                    hooks.enter_context(_hook_inputs(self.linear(name), change))
             yield
 
 
-def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+def _hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Have a module see its first argument changed, until the handle is removed or left."""
     return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
 
@@ -325,14 +328,10 @@ def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Remova
 def _inputs(block: nn.Module, names: tuple[str, ...], run: Callable[[], Tensor]) -> dict[str, Tensor]:
     """(T, K) inputs that linears of a block get while `run` runs it, up to the last of them."""
     inputs: dict[str, Tensor] = {}
-
-    def keep(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
-        inputs[name] = args[0].reshape(-1, args[0].shape[-1])
-
-    probe(block, names, keep, run)
+    probe(block, names, lambda name, args, _: inputs.update({name: token_rows(args)}), run)
     return inputs
 
 
-def hidden_states(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
     """Of what a module returns: transformers wraps some outputs into tuples."""
-    return output[0] if isinstance(output, tuple) else output
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,7 +1,5 @@
 """What changes while a layer is compressed: what is known of its inputs, and what has been chosen for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch
@@ -144,13 +142,17 @@ class Sample:
 
     def update(self, inputs: Tensor) -> None:
         """Keep some of (T, K) inputs."""
-        free = self._limit - sum(len(rows) for rows in self._kept)
-        count = min(free, self._rows_per_batch, inputs.shape[0])
-        if count > 0:
-            positions = torch.linspace(0, inputs.shape[0] - 1, count, device=inputs.device).long()
-            self._kept.append(inputs[positions].float())
+        free = self._limit - sum(map(len, self._kept))
+        if free > 0 and len(inputs):
+            self._kept.append(spread_rows(inputs, min(free, self._rows_per_batch)))
 
     @property
     def rows(self) -> Tensor:
         """(at most `limit`, K) float32."""
         return torch.cat(self._kept)
+
+
+def spread_rows(inputs: Tensor, count: int) -> Tensor:
+    """At most `count` > 0 of the rows of (T > 0, K) inputs in float32, spread evenly over them."""
+    count = min(count, len(inputs))
+    return inputs[torch.linspace(0, len(inputs) - 1, count, device=inputs.device).long()].float()

@@ -4,9 +4,6 @@ Tensors are written one at a time and every one is read back: bytes against thei
 Source: llama.cpp `convert_hf_to_gguf.py`; types of a whole file as in `llama-quantize`.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -70,9 +67,8 @@ def write_gguf(
     source: Source,
     path: Path,
     *,
-    type_name: str | None = None,
-    importance: Mapping[str, Tensor] | None = None,
-    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+    type_name: str | None,
+    progress: Callable[[int, int, str], None],
 ) -> Written:
     """Write one GGUF file and read it back.
 
@@ -80,19 +76,18 @@ def write_gguf(
         source: the checkpoint; codes are carried over, everything else keeps its dtype.
         path: of the file, replaced if it is there; the caller gives it its final name.
         type_name: for an ordinary model, one of TYPES: what matrices of layers are rounded to.
-        importance: mean square of each input (K,) by full module name, for Q4_K and Q6_K.
         progress: called before each layer.
     Raises:
         SchemeError: codes that no block holds exactly.
         ModelError: the family or the tokenizer has no place in a GGUF file.
     """
     _check_source(source, type_name)
-    gguf = find_gguf_model(source)
-    exported = list_tensors(source, gguf)
+    model = find_gguf_model(source)
+    exported = list_tensors(source, model)
     has_head = any(tensor.name == "output.weight" for tensor in exported)
     plan = [(tensor, _block(source, tensor, type_name, has_head=has_head)) for tensor in exported]
-    metadata = metadata_of(source, gguf, int(TYPES[type_name][0] if type_name else _file_type(plan)))
-    factors = long_range_factors(gguf.model)
+    metadata = metadata_of(source, model, int(TYPES[type_name][0] if type_name else _file_type(plan)))
+    factors = long_range_factors(model)
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {tensor.name: (block, tensor.shape) for tensor, block in plan}
     if factors is not None:
         tensors["rope_freqs.weight"] = (Block.F32, tuple(factors.shape))
@@ -100,7 +95,7 @@ def write_gguf(
     def contents() -> Iterator[Iterator[memoryview]]:
         for number, (tensor, block) in enumerate(plan):
             progress(number, len(plan), tensor.module)
-            yield _bytes(source, tensor, block, gguf.model.family.norm_offset, importance or {})
+            yield _bytes(source, tensor, block, model.family.norm_offset)
         if factors is not None:
             yield iter([factors.numpy().data])
         progress(len(plan), len(plan), "done")
@@ -121,9 +116,9 @@ def check_model(source: Source) -> None:
     Raises:
         ModelError: as `write_gguf`.
     """
-    gguf = find_gguf_model(source)
-    metadata_of(source, gguf, 0)
-    list_tensors(source, gguf)
+    model = find_gguf_model(source)
+    metadata_of(source, model, 0)
+    list_tensors(source, model)
 
 
 def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
@@ -177,7 +172,11 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
     if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
         return Block.F32  # llama.cpp adds and multiplies by these in float32
     if type_name is None:
-        return _plain_block(source, tensor)
+        dtype = source.reader.info(tensor.stored_name).dtype
+        block = {PLAIN[block]: block for block in (Block.F32, Block.F16, Block.BF16)}.get(dtype)
+        if block is None:
+            raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
+        return block
     _, chosen, fallback = TYPES[type_name]
     is_head = tensor.name == "output.weight" or (tensor.name == "token_embd.weight" and not has_head)
     if is_head and chosen == Block.Q4_K:
@@ -186,17 +185,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
     return fits[0]
 
 
-def _plain_block(source: Source, tensor: ExportedTensor) -> Block:
-    dtype = source.reader.info(tensor.stored_name).dtype
-    for block in (Block.F32, Block.F16, Block.BF16):
-        if PLAIN[block] == dtype:
-            return block
-    raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
-
-
-def _bytes(
-    source: Source, tensor: ExportedTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
-) -> Iterator[memoryview]:
+def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: float) -> Iterator[memoryview]:
     """The bytes of one tensor, a few MiB at a time where it is large."""
     if tensor.is_quantized:
         yield _encode(source, tensor)[1].view(-1).numpy().data
@@ -212,19 +201,13 @@ def _bytes(
             values = source.reader.rows(tensor.stored_name, row, min(row + step, tensor.shape[0]))
         if tensor.is_norm:
             values = values.float() + norm_offset
-        yield round_to_blocks(values, block, importance.get(tensor.module)).view(-1).numpy().data
+        yield round_to_blocks(values, block).view(-1).numpy().data
 
 
 def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
     """Blocks of a quantized linear, checked to hold the very same codes, or values where zero points are merged."""
-    weight = source.weight(tensor.module)
     rows = interleave(torch.arange(tensor.shape[0]), tensor.interleave)
-    weight = dataclasses.replace(
-        weight,
-        codes=weight.codes[rows],
-        scale=weight.scale[rows],
-        zero_point=None if weight.zero_point is None else weight.zero_point[rows],
-    )
+    weight = source.weight(tensor.module).take_rows(rows)
     with located(tensor.module):
         block, data = FORMAT.blocks(weight)
     # Read by the gguf package, which had no part in making them.
@@ -247,5 +230,7 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
 
 def _file_type(plan: Typed) -> FileType:
     """ggml's number of the type that most matrices of layers have."""
-    common = Counter(block for tensor, block in plan if tensor.is_layer and len(tensor.shape) == 2).most_common(1)
+    common = Counter(
+        block for tensor, block in plan if tensor.name.startswith("blk.") and len(tensor.shape) == 2
+    ).most_common(1)
     return _FILE_TYPES.get(common[0][0], FileType.ALL_F32) if common else FileType.ALL_F32

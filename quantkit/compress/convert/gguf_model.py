@@ -1,9 +1,6 @@
 """A checkpoint as a list of GGUF tensors and entries: what becomes what, decided from headers and config.json."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +15,7 @@ from quantkit.models.families import supported
 from quantkit.models.family import Family, GGUFNames
 from quantkit.models.layer_tensors import norm_names
 from quantkit.models.rope import RopeConfig, read_rope
+from quantkit.untrusted import shorten
 
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -29,51 +27,26 @@ class ExportedTensor:
     Args:
         name: in the file.
         module: full module name in the checkpoint.
-        local: "weight" or "bias".
+        stored_name: in the checkpoint.
         shape: as it is written, outermost first.
         is_quantized: the weight of a linear whose codes are carried over.
         is_norm: a norm's weight, to which the family's offset is added.
-        is_layer: part of a decoder layer.
         interleave: heads whose rows are reordered, 0 = as they are.
         transposed: stored the other way round in the checkpoint.
     """
 
     name: str
     module: str
-    local: str
+    stored_name: str
     shape: tuple[int, ...]
     is_quantized: bool
     is_norm: bool
-    is_layer: bool
     interleave: int
     transposed: bool
 
-    @property
-    def stored_name(self) -> str:
-        """In the checkpoint."""
-        return f"{self.module}.{self.local}"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GGUFModel:
-    """A model whose family has GGUF names.
-
-    Args:
-        model: what its config.json says.
-        names: how llama.cpp calls the family.
-        layer, outer: name of each module of a layer by its relative name, and of those outside.
-        heads: of modules whose rows are reordered, by relative name.
-    """
-
-    model: ModelDescription
-    names: GGUFNames
-    layer: Mapping[str, str]
-    outer: Mapping[str, str]
-    heads: Mapping[str, int]
-
-
-def find_gguf_model(source: Source) -> GGUFModel:
-    """The model of a checkpoint, as llama.cpp calls its parts.
+def find_gguf_model(source: Source) -> ModelDescription:
+    """The model of a checkpoint, whose family has names in GGUF.
 
     Raises:
         ModelError: GGUF names of it are not known here, or it needs what a GGUF file made here cannot say.
@@ -82,7 +55,7 @@ def find_gguf_model(source: Source) -> GGUFModel:
     classes = config.get("architectures") or []
     known = {name: family for name, family in supported().items() if family.gguf is not None}
     family = next((known[name] for name in classes if name in known), None)
-    if family is None or family.gguf is None:
+    if family is None:
         raise ModelError(f"{where}: no GGUF names are known for {classes}; known: {', '.join(known)}")
     model = describe(config, family, f"{where}/config.json")
     root = family.multipliers.attention_root
@@ -91,22 +64,25 @@ def find_gguf_model(source: Source) -> GGUFModel:
             f"{where}: {root} is {model.entries.get(root)} and heads are {model.head_dim} wide; "
             "llama.cpp scales attention by the width"
         )
-    # All that families with GGUF names have outside of layers beside these are learned positions.
-    outer = {name.removesuffix(".weight"): "position_embd" for name in family.outside}
-    outer |= {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
-    heads = zip(family.parts.qkv[:2], (model.num_heads, model.num_kv_heads), strict=False)
-    return GGUFModel(
-        model=model,
-        names=family.gguf,
-        layer=_layer_names(model),
-        outer=outer,
-        heads=dict(heads) if family.gguf.interleaved else {},
-    )
+    return model
+
+
+def _names(family: Family) -> GGUFNames:
+    assert family.gguf is not None, "refused by find_gguf_model"
+    return family.gguf
+
+
+def _outer_names(family: Family) -> dict[str, str]:
+    """Name in the file of each module outside of layers."""
+    # All that families with GGUF names have there beside these are learned positions.
+    names = {name.removesuffix(".weight"): "position_embd" for name in family.outside}
+    return names | {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
 
 
 def _layer_names(model: ModelDescription) -> dict[str, str]:
-    parts, norms, qk_norm = model.family.parts, norm_names(model), model.family.qk_norm
-    before, after, before_mlp, after_mlp = norms
+    """Name in the file, without the layer's number, of each module of a layer by its relative name."""
+    parts, qk_norm = model.family.parts, model.family.qk_norm
+    before, after, before_mlp, after_mlp = norm_names(model)
     qkv = ("attn_qkv",) if len(parts.qkv) == 1 else ("attn_q", "attn_k", "attn_v")
     up = ("ffn_up",) if len(parts.up) == 1 else ("ffn_gate", "ffn_up")
     pairs: list[tuple[str | None, str]] = [
@@ -124,17 +100,18 @@ def _layer_names(model: ModelDescription) -> dict[str, str]:
     return {module: name for module, name in pairs if module is not None}
 
 
-def metadata_of(source: Source, gguf: GGUFModel, file_type: int) -> dict[str, Any]:
+def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict[str, Any]:
     """All entries of the file.
 
     Args:
         source: the checkpoint.
-        gguf: its model.
+        model: as `find_gguf_model` gives it.
         file_type: ggml's number for what most tensors are.
     Raises:
         ModelError: config.json lacks a number, or the tokenizer or the positions cannot be said in GGUF.
     """
-    where, model, name = source.reader.path, gguf.model, gguf.names.name
+    where, names = source.reader.path, _names(model.family)
+    name = names.name
     entries: dict[str, Any] = {
         "general.architecture": name,
         "general.type": "model",
@@ -143,13 +120,15 @@ def metadata_of(source: Source, gguf: GGUFModel, file_type: int) -> dict[str, An
         "general.quantization_version": 2,
     }
     known = {"num_key_value_heads": model.num_kv_heads, "intermediate_size": model.width}
-    for key, config_key in gguf.names.numbers.items():
+    for key, config_key in names.numbers.items():
         value = known.get(config_key, model.entries.get(config_key))
         if value is None and key == "context_length":
             raise ModelError(f"{where}/config.json has no {config_key!r}, which a GGUF file needs")
         if value is not None:
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ModelError(f"{where}/config.json: {config_key!r} is {shorten(value)}, expected a finite number")
             entries[f"{name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
-    if gguf.names.rotary:
+    if names.rotary:
         entries |= {f"{name}.{key}": value for key, value in _rotary(model).items()}
     embedding = next(
         (name for name in source.modules if _full_name(model.family, name) == model.family.embedding), None
@@ -160,40 +139,43 @@ def metadata_of(source: Source, gguf: GGUFModel, file_type: int) -> dict[str, An
     return {**entries, **read_vocab(where, source.reader.config, rows)}
 
 
-def list_tensors(source: Source, gguf: GGUFModel) -> list[ExportedTensor]:
+def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor]:
     """Every tensor of the file in its order.
 
     Raises:
         ModelError: the checkpoint has a module that the family does not name.
     """
-    family, tensors = gguf.model.family, []
-    norms = {family.final_norm, *norm_names(gguf.model)}
+    family, tensors = model.family, []
+    outer, of_layer = _outer_names(family), _layer_names(model)
+    rotated = zip(family.parts.qkv[:2], (model.num_heads, model.num_kv_heads), strict=False)
+    heads = dict(rotated) if _names(family).interleaved else {}
+    norms = {family.final_norm, *norm_names(model)}
     norms |= {family.qk_norm.query, family.qk_norm.key} if family.qk_norm is not None else set()
     tied = bool(source.reader.config.get("tie_word_embeddings"))
     for module, locals_ in source.modules.items():
         full = _full_name(family, module)
         if any(f"{full}.{local}".endswith(_LEFT_OUT) for local in locals_) or (tied and full == family.head):
             continue
-        name, relative = _gguf_name(gguf, full)
+        number, relative = _in_layer(family, full)
+        name = outer.get(full) if number is None else of_layer.get(relative)
         if name is None:
-            raise ModelError(f"{source.reader.path}: {module} has no place in a GGUF file of {gguf.names.name}")
-        own = source.shape(module) if module in source.linears else None  # codes are not stored under `weight`
+            raise ModelError(f"{source.reader.path}: {module} has no place in a GGUF file of {_names(family).name}")
+        is_quantized = module in source.linears
+        own = {"weight": source.shape(module)} if is_quantized else {}  # codes are not stored under `weight`
         for local in ("weight", "bias"):
-            is_weight = local == "weight"
-            if not (local in locals_ or (is_weight and own)):
+            if not (local in locals_ or own.get(local)):
                 continue
-            shape = own if is_weight and own else source.reader.info(f"{module}.{local}").shape
+            shape = own.get(local) or source.reader.info(f"{module}.{local}").shape
             transposed = relative in family.transposed and len(shape) == 2
             tensors.append(
                 ExportedTensor(
-                    name=f"{name}.{local}",
+                    name=f"{name}.{local}" if number is None else f"blk.{number}.{name}.{local}",
                     module=module,
-                    local=local,
+                    stored_name=f"{module}.{local}",
                     shape=tuple(reversed(shape)) if transposed else tuple(shape),
-                    is_quantized=is_weight and module in source.linears,
-                    is_norm=is_weight and relative in norms,
-                    is_layer=relative != full,
-                    interleave=gguf.heads.get(relative, 0),
+                    is_quantized=is_quantized and local == "weight",
+                    is_norm=local == "weight" and relative in norms,
+                    interleave=heads.get(relative, 0),
                     transposed=transposed,
                 )
             )
@@ -243,16 +225,11 @@ def _rope(model: ModelDescription) -> RopeConfig:
     return read_rope(model.entries, model.family.rope, model.head_dim, length, local=False)
 
 
-def _gguf_name(gguf: GGUFModel, module: str) -> tuple[str | None, str]:
-    """Name in the file without `.weight`, and the name relative to the layer (or the full one outside of layers)."""
-    if module in gguf.outer:
-        return gguf.outer[module], module
-    prefix = f"{gguf.model.family.layers}."
-    if not module.startswith(prefix):
-        return None, module
+def _in_layer(family: Family, module: str) -> tuple[str | None, str]:
+    """Number of the layer that a module is in, and its relative name; None and the full name outside of layers."""
+    prefix = f"{family.layers}."
     number, _, relative = module.removeprefix(prefix).partition(".")
-    name = gguf.layer.get(relative)
-    return (f"blk.{number}.{name}" if name and number.isdecimal() else None), relative
+    return (number, relative) if module.startswith(prefix) and number.isdecimal() else (None, module)
 
 
 def _full_name(family: Family, module: str) -> str:

@@ -5,9 +5,8 @@ fallback made from SentencePiece ("llama"), whose merges become scores: the earl
 Source: llama.cpp `convert_hf_to_gguf.py` (get_vocab_base_pre), `src/llama-vocab.cpp`.
 """
 
-from __future__ import annotations
-
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,20 +60,20 @@ def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[
     added = {entry["id"]: entry for entry in data.get("added_tokens") or []}
     tokens, types = _tokens(folder, model["vocab"], added, num_rows, byte_tokens=bool(model.get("byte_fallback")))
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model.get("merges") or []]
-    entries: dict[str, Any] = {}
+    splits = list(_flat(data.get("pre_tokenizer")))
     if model.get("byte_fallback"):
         prefix = any(step.get("type") == "Prepend" for step in _flat(data.get("normalizer")))
-        entries |= {
+        entries: dict[str, Any] = {
             "ggml.model": "llama",
             "ggml.pre": "default",
             "ggml.tokens": tokens,
             "ggml.scores": _scores(tokens, merges),
             "ggml.token_type": types,
-            "ggml.add_space_prefix": prefix or any(s.get("prepend_scheme") == "first" for s in _pre_steps(data)),
+            "ggml.add_space_prefix": prefix or any(step.get("prepend_scheme") == "first" for step in splits),
         }
     else:
-        entries |= {"ggml.model": "gpt2", "ggml.pre": _split_name(folder, data), "ggml.tokens": tokens}
-        entries |= {"ggml.token_type": types, **({"ggml.merges": merges} if merges else {"ggml.merges": ["  "]})}
+        entries = {"ggml.model": "gpt2", "ggml.pre": _split_name(folder, splits), "ggml.tokens": tokens}
+        entries |= {"ggml.token_type": types, "ggml.merges": merges or ["  "]}
     entries |= _special(data, settings, config, {token: number for number, token in enumerate(tokens)})
     template = settings.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
@@ -89,7 +88,8 @@ def _tokens(
 ) -> tuple[list[str], list[int]]:
     """Text and type of every row of the embedding."""
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
-    rows = [(number, token, _vocab_type(token, byte_tokens)) for token, number in vocab.items()]
+    byte = re.compile("<0x..>" if byte_tokens else "(?!)", re.DOTALL)
+    rows = [(number, token, _BYTE if byte.fullmatch(token) else _NORMAL) for token, number in vocab.items()]
     rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
     for number, token, kind in rows:
         if not 0 <= number < num_rows:
@@ -98,11 +98,6 @@ def _tokens(
             )
         tokens[number], types[number] = token, kind
     return tokens, types
-
-
-def _vocab_type(token: str, byte_tokens: bool) -> int:
-    is_byte = byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return _BYTE if is_byte else _NORMAL
 
 
 def _added_type(entry: Mapping[str, Any], byte_tokens: bool) -> int:
@@ -119,8 +114,8 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [-float(ranks.get(token, len(merges) + number)) for number, token in enumerate(tokens)]
 
 
-def _split_name(folder: Path, data: Mapping[str, Any]) -> str:
-    steps = tuple(_described(step) for step in _pre_steps(data))
+def _split_name(folder: Path, splits: list[Mapping[str, Any]]) -> str:
+    steps = tuple(map(_described, splits))
     if steps in _PRE:
         return _PRE[steps]
     raise ModelError(
@@ -136,20 +131,12 @@ def _described(step: Mapping[str, Any]) -> tuple[str, Any]:
     return kind, step.get({"ByteLevel": "use_regex", "Digits": "individual_digits"}.get(kind, ""), True)
 
 
-def _pre_steps(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list(_flat(data.get("pre_tokenizer")))
-
-
 def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
     if not isinstance(step, Mapping):
         return
     inner = step.get("normalizers") or step.get("pretokenizers")
-    if inner is None:
-        yield step
-        return
-    for item in inner:
-        yield from _flat(item)
+    yield from [step] if inner is None else (item for part in inner for item in _flat(part))
 
 
 def _special(

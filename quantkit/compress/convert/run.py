@@ -3,17 +3,14 @@
 A directory is written under another name and renamed when all has been checked, so there is never half an output.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoints.folder import read_config_file
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
@@ -64,7 +61,6 @@ def convert(
     output: str | Path,
     *,
     type_name: str | None = None,
-    importance: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Conversion:
@@ -75,7 +71,6 @@ def convert(
         to: name of the format to write.
         output: directory to create, a file for "gguf".
         type_name: for "gguf" and an ordinary model, what its matrices are rounded to: see `gguf.TYPES`.
-        importance: for the types q4_k and q6_k, mean square of each input (K,) by full module name.
         overwrite: replace an existing checkpoint there.
         progress: called before each layer with layers done, layers in all, and the layer's name.
     Raises:
@@ -88,9 +83,9 @@ def convert(
     format_: Format = FORMATS.load(to)
     write: Callable[[Path], Written]
     if format_.suffix:  # one file
-        write = partial(write_gguf, source, type_name=type_name, importance=importance, progress=progress)
-    elif type_name is not None or importance is not None:
-        raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
+        write = partial(write_gguf, source, type_name=type_name, progress=progress)
+    elif type_name is not None:
+        raise SchemeError(f"types are for gguf; {to} keeps the codes as they are, leave --type {type_name} out")
     else:
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)
     check = check_gguf if format_.suffix else check_checkpoint
@@ -101,6 +96,7 @@ def convert(
     ):
         draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
         written = write(draft)
+        source.reader.check_unchanged()
         stage.promote(draft)
     return Conversion(
         source=str(checkpoint),
@@ -151,20 +147,18 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
         with located(module):
             weight = as_written(decoded, scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
-            if target.format.keeps_codes:
-                encoded = target.format.encode(weight, scheme)
-            else:  # a value is a code times a scale: exact in float32, rounded once to the model's own dtype
-                encoded = {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
+            if not target.format.keeps_codes:  # values are exact in float32, rounded once to the model's own dtype
+                weight = replace(weight, value_dtype=_model_dtype(source))
+            shard.add_linear(module, weight, scheme)
         if "bias" in source.modules[module]:
-            encoded["bias"] = source.reader.tensor(f"{module}.bias")
-        shard.add_linear(module, weight, scheme, encoded)
+            shard.tensors[f"{module}.bias"] = source.reader.tensor(f"{module}.bias")
     return shard
 
 
-def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
+def _model_dtype(source: Source) -> torch.dtype | None:
     name = source.reader.config.get("dtype") or source.reader.config.get("torch_dtype")
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else default
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
 def _config(source: Source, target: Target) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 Headers are read at once, tensors one linear at a time. Shapes: N outputs, K inputs, G scales per row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whether a format can hold what a checkpoint has, known before the first tensor is written, and what can if not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ looked at once, with random float32 weights, so that memory is bounded by one la
 config.json and the versions of the libraries alone. Code that comes with a checkpoint is never run.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +19,7 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.passing import build_model
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
+from quantkit.compress.calibration.layer import hidden_states
 from quantkit.compress.discovery.fused_sets import Gates
 from quantkit.compress.discovery.layout import find_model_layout
 from quantkit.compress.discovery.stacked_experts import fill_randomly, find_experts
@@ -120,11 +119,8 @@ def _signature(layer: nn.Module) -> str:
     parts: list[str] = []
     for name, module in layer.named_modules():
         shapes = [f"{key}{tuple(p.shape)}" for key, p in module.named_parameters(recurse=False)]
-        settings = [
-            f"{key}={value}"
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, (bool, int, str)) and "layer" not in key
-        ]
+        own = {key: value for key, value in sorted(vars(module).items()) if "layer" not in key}
+        settings = [f"{key}={value}" for key, value in own.items() if isinstance(value, (bool, int, str))]
         parts.append(f"{name}:{type(module).__name__}:{shapes}:{settings}")
     return "\n".join(parts)
 
@@ -161,8 +157,7 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
     expected = copy.deepcopy(skeleton.arguments(1, hidden))  # what is shared between layers may be changed by one
     first, second = skeleton.record(hidden, block)
     assert first.hidden is not None and second.hidden is not None
-    output = block(first.hidden.clone(), **skeleton.arguments(0, hidden))
-    output = output[0] if isinstance(output, (tuple, list)) else output
+    output = hidden_states(block(first.hidden.clone(), **skeleton.arguments(0, hidden)))
     if not (_equal(second.hidden, output) and _equal(second.arguments, expected)):
         raise ModelError(f"{skeleton.reader.path}: its layers hand on more than hidden states, or other ones")
 
@@ -182,9 +177,7 @@ def _alike(left: Any, right: Any) -> bool:
 def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Module) -> Family:
     """With what the files call the parts, and how their tensors lie."""
     layers = model.get_submodule(layout.layers)
-    transposed = {
-        key for layer in layers.children() for key, m in layer.named_modules() if type(m).__name__ == "Conv1D"
-    }
+    modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}
     own = f"{layout.backbone}." if layout.backbone else ""
     local = layout.layers.removeprefix(own)
     prefix = _stored_prefix(reader, own, local, layers)
@@ -193,7 +186,7 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
         stored_prefix=None if prefix == own else prefix,
         stored_head=_stored_head(reader, layout.head),
         linear_sets=(),
-        transposed=tuple(sorted(transposed)),
+        transposed=tuple(sorted(name for name, kind in modules if kind == "Conv1D")),
         experts=find_experts(reader, f"{prefix}{local}.", layers),
     )
 

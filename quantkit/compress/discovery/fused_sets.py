@@ -6,8 +6,6 @@ outputs go straight into a softmax or a choice of the largest, or into a sigmoid
 equal on random inputs is the same tensor. Experts read rows of what their router reads, which counts as the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -138,11 +136,9 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
             like.linears.append(name)
             continue
         key = (expert(name), like.key)
-        if key not in added:
-            empty = like.rows.new_zeros(0, linears[name].weight.shape[1])
-            added[key] = Draft(linears=[], rows=empty, order=like.order)
-            drafts.append(added[key])
-        added[key].linears.append(name)
+        empty = like.rows.new_zeros(0, linears[name].weight.shape[1])
+        added.setdefault(key, Draft(linears=[], rows=empty, order=like.order)).linears.append(name)
+    drafts += added.values()
 
 
 def expert(name: str) -> str:

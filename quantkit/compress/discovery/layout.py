@@ -4,8 +4,6 @@ Found in a transformers model without weights, by asking it for its embedding an
 through the lists of modules near the embedding. A language model inside a multimodal wrapper is found in the same way.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -137,9 +135,7 @@ def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> set[
 def _final_norm(model: nn.Module, layers: str, embedding: str, called: set[nn.Module]) -> str:
     """The last module beside the layers with a weight per channel that was not called before them."""
     owner = layers.rpartition(".")[0]
-    last = ""
-    for name, module in model.get_submodule(owner).named_children():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is not None and weight.dim() == 1 and module not in called:
-            last = f"{owner}.{name}" if owner else name
-    return last
+    children = [(name, module) for name, module in model.get_submodule(owner).named_children() if module not in called]
+    weights = {name: module._parameters.get("weight") for name, module in children}
+    norms = [name for name, weight in weights.items() if weight is not None and weight.dim() == 1]
+    return f"{owner}.{norms[-1]}".removeprefix(".") if norms else ""

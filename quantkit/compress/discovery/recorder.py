@@ -3,8 +3,6 @@
 For `discover` only: inputs are copied, so the hidden states must be few.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -5,8 +5,6 @@ one that is wrong has nowhere to hide. Every fold is tried on weights as they ar
 the way would act.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,15 +50,14 @@ class Trial:
         self._expect()
         values = dict(_fold(self.block, groups, self.head_dim))
         worst = 0.0
-        with _replaced(self.block, values):
-            for gain, expected in self.expected.items():
-                with _gained(self.block, gain):
-                    worst = max(worst, *(_distance(a, b) for a, b in zip(self.run(), expected, strict=True)))
+        for gain, expected in self.expected.items():
+            with _changed(self.block, values, gain):
+                worst = max(worst, *(_distance(a, b) for a, b in zip(self.run(), expected, strict=True)))
         return worst
 
     def _expect(self) -> None:
         for gain in _GAINS if not self.expected else ():
-            with _gained(self.block, gain):
+            with _changed(self.block, {}, gain):
                 outputs = [tensor.clone() for tensor in self.run()]
             if all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
                 self.expected[gain] = outputs
@@ -127,26 +124,21 @@ def _distance(output: Tensor, expected: Tensor) -> float:
 
 
 @contextmanager
-def _replaced(block: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """While open, these parameters have these values."""
+def _changed(block: nn.Module, values: dict[str, Tensor], gain: float) -> Iterator[None]:
+    """While open, these parameters have these values, and the weights of all linears are `gain` times as large.
+
+    Nothing is copied, and a gain that is a power of two leaves no trace.
+    """
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
     kept = {name: block.get_parameter(name).data for name in values}
     try:
         for name, value in values.items():
             block.get_parameter(name).data = value
+        for linear in linears:
+            linear.weight.data.mul_(gain)
         yield
     finally:
+        for linear in linears:
+            linear.weight.data.div_(gain)
         for name, value in kept.items():
             block.get_parameter(name).data = value
-
-
-@contextmanager
-def _gained(block: nn.Module, gain: float) -> Iterator[None]:
-    """While open, the weights of all linears are `gain` times as large, a power of two."""
-    weights = [module.weight.data for module in block.modules() if isinstance(module, nn.Linear) and gain != 1]
-    try:
-        for weight in weights:
-            weight.mul_(gain)
-        yield
-    finally:
-        for weight in weights:
-            weight.div_(gain)

@@ -5,8 +5,6 @@ one that computes what the module itself computes is taken.
 Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for each token.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

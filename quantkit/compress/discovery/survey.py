@@ -3,9 +3,6 @@
 The layer is an ordinary module with weights, its own or random ones; no family is known here.
 """
 
-from __future__ import annotations
-
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +12,7 @@ from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, exp
 from quantkit.compress.discovery.layout import owners
 from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
-from quantkit.models.linear_sets import LinearSet
+from quantkit.models.linear_sets import LinearSet, common_owner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +100,7 @@ def _choose(trial: Trial, options: Sequence[list[LinearSet]]) -> tuple[list[Line
 
 def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
     """Smallest module that contains the linears and returns hidden states; the linear itself or the layer if none."""
-    owner = _common_owner(linears)
+    owner = common_owner(linears)
     own = seen.modules[linears[0]].output
     alone = len(linears) == 1
     if alone and expert(linears[0]) != linears[0] and own is not None and own.shape[-1] == hidden.shape[-1]:
@@ -116,13 +113,6 @@ def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
         if name in seen.modules and _is_hidden(seen.modules[name].output, hidden):
             return name
     return linears[0] if alone else ""
-
-
-def _common_owner(names: Sequence[str]) -> str:
-    """The innermost module that contains all of them; empty for the layer itself."""
-    paths = [name.split(".")[:-1] for name in names]
-    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    return ".".join(parts[0] for parts in common)
 
 
 def _is_hidden(output: Tensor | None, hidden: Tensor) -> bool:

@@ -1,8 +1,7 @@
 """What must hold of a checkpoint before it gets its final name. A breach is a defect of quantkit, not of the input."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,7 +41,7 @@ def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_b
         raise AuditError(f"{prefix} takes {num_bytes} bytes, planned {planned} and {padding} of padding")
 
 
-def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> None:
+def audit_checkpoint(folder: Path, plan: Plan, records: Sequence[LayerRecord]) -> None:
     """Every target is quantized, everything else is as it was, and the size is what was planned.
 
     Args:
@@ -61,7 +60,7 @@ def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
     plan.format.check_config(reader.config, plan.linears, plan.ignored)
 
 
-def _check_targets(plan: Plan, reader: CheckpointReader, records: list[LayerRecord]) -> None:
+def _check_targets(plan: Plan, reader: CheckpointReader, records: Sequence[LayerRecord]) -> None:
     planned = set(plan.linears)
     done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
     if planned != set(done):

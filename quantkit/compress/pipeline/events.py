@@ -1,7 +1,5 @@
 """What a compression tells while it runs. Torch-free; who listens decides what to show, and cannot change the run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantkit.results import LayerRecord

@@ -1,10 +1,9 @@
 """From finished layers to a checkpoint: what is no decoder layer, the checks of the whole, what was done and how."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.memory import peak_bytes
@@ -23,21 +22,24 @@ from quantkit.results import CompressionResult
 
 
 def finish_run(
-    plan: Plan, state: RunState, *, resumed: int, warnings: tuple[str, ...], started: float
+    plan: Plan, state: RunState, folder: Path, *, resumed: int, warnings: tuple[str, ...], started: float
 ) -> CompressionResult:
     """Write what is not a decoder layer, check everything, and say what was done.
 
     Args:
         plan: of the run.
         state: with all layers done; the last shard is added to it.
+        folder: of the checkpoint.
         resumed: layers that an earlier run had done.
         warnings: of the plan and the data.
         started: when the run was, by `time.perf_counter`.
     Raises:
         AuditError: the checkpoint is not what was planned.
+        CheckpointError: the source changed meanwhile.
     """
     finishing = time.perf_counter()
-    size = _write_rest(plan, state)
+    size = _write_rest(plan, state, folder)
+    plan.reader.check_unchanged()
     phases: dict[str, float] = {}
     # What resumed layers took belongs to the run before.
     for name, taken in (item for record in state.records[resumed:] for item in record.seconds.items()):
@@ -45,19 +47,18 @@ def finish_run(
     phases["prepare"] = finishing - started - sum(phases.values())
     phases["finish"] = time.perf_counter() - finishing
     result = _describe(plan, state, resumed, warnings, size, phases)
-    _write_manifest(plan, state, result)
+    _write_manifest(plan, state, folder, result)
     return result
 
 
-def _write_rest(plan: Plan, state: RunState) -> int:
+def _write_rest(plan: Plan, state: RunState, folder: Path) -> int:
     """All that is not a decoder layer, checked with the layers; bytes of all tensors."""
-    folder, stored = state.checkpoint, plan.reader.stored_name
-    shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
+    stored, shard = plan.reader.stored_name, shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
     state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
     described = plan.format.config(
         *_with_stored_names(plan),
-        group_order=reorders_groups(plan.recipe.steps),
+        group_order=reorders_groups(plan.recipe.steps.values()),
         decode_at_load=plan.family.decode_at_load,
     )
     config = with_cache(plan.recipe, plan.reader.config, described, state.records)
@@ -103,7 +104,7 @@ def _describe(
         bits_per_weight=bits / weights if weights else 8.0 * plan.source_dtype.itemsize,
         source_bytes=plan.reader.num_bytes,
         output_bytes=size,
-        layers=tuple(state.records),
+        layers=state.records,
         warnings=warnings,
         seconds={phase: round(value, 3) for phase, value in seconds.items()},
         peak_bytes=peak_bytes(),
@@ -111,9 +112,8 @@ def _describe(
     )
 
 
-def _write_manifest(plan: Plan, state: RunState, result: CompressionResult) -> None:
+def _write_manifest(plan: Plan, state: RunState, folder: Path, result: CompressionResult) -> None:
     """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
-    folder = state.checkpoint
     write_json(folder / "quantkit-run.json", result.to_dict())
     steady = result.to_dict()  # the same for every run of one identity: neither names of folders nor times
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):

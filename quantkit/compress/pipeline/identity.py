@@ -1,7 +1,5 @@
 """What decides the bits of a run, as plain data: two runs of equal identity write the same files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ import torch
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.devices import MAX_THREADS
+from quantkit.errors import ResumeError
 from quantkit.registry import installed_version
 from quantkit.untrusted import shorten
 
@@ -20,7 +19,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
     """Everything that decides the bits of the result."""
     identity = {
         "recipe": plan.recipe.source,
-        "source": plan.reader.digests(),
+        "source": plan.reader.digests,
         "calibration": None if samples is None else samples.digest,
         "versions": describe_versions(),
         "compute": {
@@ -62,12 +61,25 @@ def identity_digest(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+def refuse_changes(old: Any, new: Any, what: str, instead: str) -> None:
+    """Raise ResumeError if something to go on with has another identity than what was asked for now.
+
+    Args:
+        old, new: identities as JSON has them.
+        what: is to go on, for the message.
+        instead: of going on, likewise.
+    """
+    changes = list(_differences(old, new))
+    if changes:
+        raise ResumeError(f"{what} was started from something else ({'; '.join(changes[:3])}); {instead}")
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
     """`path: old -> new` for every leaf in which two nests of dicts and lists differ."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
     elif old != new:
         yield f"{path}: {shorten(old, 40)} -> {shorten(new, 40)}"

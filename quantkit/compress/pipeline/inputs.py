@@ -1,11 +1,10 @@
 """From calibration data to the hidden states before each layer."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -65,46 +64,36 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Tensor]:
             yield plan.skeleton.embed(batch, table, row_of)
 
 
-class HiddenStates:
-    """Hidden states before the next layer: of the model being quantized, and of the original if a step needs them.
+def open_stores(
+    plan: Plan, samples: Samples | None, state: RunState, mode: Mode, folder: Path
+) -> list[ActivationStore]:
+    """Hidden states before the next layer: of the model being quantized, then of the original if a step needs them.
 
     Args:
         plan: of the run.
         samples: calibration data; None = there are no hidden states.
-        state: of the run; after the first layer, states are those that it has saved in its folder. Its digests are of
-            both models in one list, the original's last.
+        state: of the run; after the first layer, states are those that it has saved.
         mode: see `ActivationStore`.
-    Attributes:
-        quantized, original: states of the two models; None where there are none.
+        folder: of the unfinished run.
     Raises:
         ResumeError: saved states are missing, or not what was written.
     """
-
-    def __init__(self, plan: Plan, samples: Samples | None, state: RunState, mode: Mode) -> None:
-        self._stores = [] if samples is None else list(_open_stores(plan, samples, state, mode))
-        self.quantized, self.original = [*self._stores, None, None][:2]
-
-    def advance(self, layer: LayerContext) -> list[str]:
-        """Turn the states into those before the next layer; their digests."""
-        for store, forward in zip(self._stores, (layer.forward, layer.original_forward), strict=False):
-            store.advance(forward)
-        return [digest for store in self._stores for digest in store.digests]
-
-    def forget_previous(self) -> None:
-        """Delete the files of the layer before; to be called once progress has been recorded."""
-        for store in self._stores:
-            store.forget_previous()
-
-
-def _open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode) -> Iterator[ActivationStore]:
-    # The digests of both models' states are saved as one list: equally many of each.
-    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps) else [])]
+    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps.values()) else [])]
     layer, size = len(state.records), len(state.activations) // len(names)
-    for number, name in enumerate(names if layer < plan.skeleton.num_layers else ()):
-        folder = state.folder / name
-        if layer:
-            own = state.activations[number * size : (number + 1) * size]
-            yield ActivationStore.restore(folder, mode, layer, own)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            yield ActivationStore(folder, mode, embed(plan, samples))
+    if samples is None or layer == plan.skeleton.num_layers:
+        return []
+    if layer:
+        digests = [list(state.activations[n * size : (n + 1) * size]) for n in range(len(names))]
+        return [
+            ActivationStore.restore(folder / name, mode, layer, own) for name, own in zip(names, digests, strict=True)
+        ]
+    for name in names:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return [ActivationStore(folder / name, mode, embed(plan, samples)) for name in names]
+
+
+def advance(stores: Sequence[ActivationStore], layer: LayerContext) -> list[str]:
+    """Turn the states of both models into those before the next layer; their digests."""
+    for store, forward in zip(stores, (layer.forward, layer.original_forward), strict=False):
+        store.advance(forward)
+    return [digest for store in stores for digest in store.digests]

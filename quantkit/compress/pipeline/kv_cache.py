@@ -1,7 +1,5 @@
 """The KV cache of a recipe in the life of a checkpoint: refused early, calibrated per layer, written, read back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,16 +42,11 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     described = {**(inner if isinstance(inner, Mapping) else {}), **config}
     kinds = {str(kind) for key in _KINDS for kind in described.get(key) or ()}
     others = sorted(kind for kind in kinds if not any(word in kind for word in _ATTENDS) or "linear" in kind)
-    if others:
-        raise ModelError(
-            f"some layers of this model keep a state instead of keys and values ({', '.join(others)}), which kv_cache "
-            "does not describe; leave kv_cache out of the recipe"
-        )
+    kept = f"some layers of this model keep a state instead of keys and values ({', '.join(others)})" if others else ""
     if latent := described.get("kv_lora_rank"):
-        raise ModelError(
-            f"this model caches a latent (kv_lora_rank={latent}) instead of keys and values, which kv_cache does "
-            "not describe; leave kv_cache out of the recipe"
-        )
+        kept = f"this model caches a latent (kv_lora_rank={latent}) instead of keys and values"
+    if kept:
+        raise ModelError(f"{kept}, which kv_cache does not describe; leave kv_cache out of the recipe")
     format_: Format = FORMATS.load(recipe.format)
     scaled = writable(lambda other: other.holds_cache_scales)
     if goal.has_fixed_scales and not format_.holds_cache_scales:

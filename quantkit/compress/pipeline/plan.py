@@ -1,7 +1,5 @@
 """Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoints.folder import metadata_files
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
@@ -24,7 +23,7 @@ from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.models.config import NotNative
-from quantkit.models.families import find_compressible
+from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
 from quantkit.numerics.scheme import LinearScheme
@@ -40,7 +39,6 @@ class Plan:
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         linears: the same of all layers by full name.
         ignored: full names of linears that are not quantized, the head included.
-        scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
         source_dtype: widest of the decoder layers' weights as stored.
         output: directory of the finished checkpoint.
         warnings: what loaders will not do with the result; one sentence each.
@@ -56,7 +54,6 @@ class Plan:
     layers: tuple[dict[str, LinearScheme], ...]
     linears: dict[str, LinearScheme]
     ignored: tuple[str, ...]
-    scale_dtype: dict[str, torch.dtype]
     source_dtype: torch.dtype
     output: Path
     warnings: tuple[str, ...] = ()
@@ -66,6 +63,11 @@ class Plan:
     def all_tokens(self) -> bool:
         """Whether statistics of experts are of all tokens."""
         return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
+
+    def scale_dtype(self, name: str) -> torch.dtype:
+        """What a linear's scales are stored in: the source's dtype where the format takes it, else the format's own."""
+        source, dtypes = self.reader.info(f"{name}.weight").dtype, self.format.scale_dtypes
+        return source if source in dtypes else dtypes[0]
 
     def sets(self, index: int) -> tuple[LinearSet, ...]:
         """Linears of a layer whose statistics are of the same tensor."""
@@ -119,11 +121,11 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     warnings = (*format_.check_model(family, layers), *reader.notes)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
+    metadata_files(reader.path)  # what cannot be carried is said before hours of work
     return Plan(
         model=name,
         reader=reader,
         skeleton=skeleton,
-        scale_dtype={name: _scale_dtype(reader.info(f"{name}.weight").dtype, format_) for name in linears},
         family=family,
         recipe=recipe,
         format=format_,
@@ -145,10 +147,10 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     Returns:
         the description of its family, or what was found where there is none.
     Raises:
-        ModelError: config.json names no class, or the model cannot be compressed; one line says why.
+        ModelError: config.json names no class.
     """
     try:
-        return find_compressible(reader.config), None
+        return find(reader.config), None
     except NotNative:
         discovery = discover(reader)
         return discovery.family, discovery
@@ -156,7 +158,7 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
-    for step, name in zip(recipe.steps, recipe.step_names, strict=True):
+    for name, step in recipe.steps.items():
         make_reader: Callable[[Path, Family], ModelReader] | None = getattr(step, "open", None)
         if make_reader is not None:
             if not described:
@@ -170,11 +172,6 @@ def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:
     names = [name for name, scheme in schemes.items() if scheme is None]
     names += [name for group in layer.sets for name in group.beside]
     return [f"{layer.name}.{name}" for name in names]
-
-
-def _scale_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
-    """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
-    return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
 
 
 def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:
@@ -212,4 +209,4 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
     """
     layers = [plan.skeleton.linear_shapes(index).values() for index in range(plan.skeleton.num_layers)]
     num_states = num_tokens * plan.skeleton.hidden_size
-    return steps_bytes(plan.recipe.steps, layers, plan.skeleton.dtype.itemsize, num_states)
+    return steps_bytes(plan.recipe.steps.values(), layers, plan.skeleton.dtype.itemsize, num_states)

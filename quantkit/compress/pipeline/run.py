@@ -1,12 +1,10 @@
 """The life of a weight: layer after layer from source shards to finished ones, within the memory of one layer."""
 
-from __future__ import annotations
-
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,10 @@ from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.replaceable import check_apart, check_gguf
 from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.staging import open_stage
+from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import writing
 from quantkit.compress.algorithms.base import needs_original
-from quantkit.compress.calibration.activations import Mode, require_finite
+from quantkit.compress.calibration.activations import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
@@ -31,7 +30,7 @@ from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import run_identity
-from quantkit.compress.pipeline.inputs import HiddenStates, read_samples
+from quantkit.compress.pipeline.inputs import advance, open_stores, read_samples
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
 from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
@@ -105,40 +104,30 @@ def _compress(
         if resume and was_completed(stage, identity):
             return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
         stage.check_output()
-        with writing(stage.work.path), _same_threads():
+        with writing(stage.work.path), ExitStack() as afterwards:
             state = load_state(stage.work, identity, resume=resume)
+            afterwards.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(state.identity["compute"]["threads"])
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, activations, resumed))
             with torch.inference_mode():
-                states = HiddenStates(plan, samples, state, activations)
-                run = _Run(plan=plan, state=state, states=states, listener=listener)
+                stores = open_stores(plan, samples, state, activations, stage.work.path)
                 for index in range(resumed, plan.skeleton.num_layers):
-                    run.layer(index)
-            result = finish_run(plan, state, resumed=resumed, warnings=warnings, started=started)
-            stage.promote(state.checkpoint)
+                    _run_layer(plan, index, state, stores, stage.work, listener)
+            result = finish_run(plan, state, stage.work.checkpoint, resumed=resumed, warnings=warnings, started=started)
+            stage.promote(stage.work.checkpoint)
             return result
 
 
 def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> dict[str, Any]:
     """What a listener is told; see `Listener.plan`."""
-    tokens = samples.num_tokens if samples and mode == "ram" else 0
+    tokens = sum(map(len, samples.token_ids)) if samples and mode == "ram" else 0
     return {
         "num_layers": plan.skeleton.num_layers,
         "resumed_layers": resumed,
         "samples": len(samples.token_ids) if samples else 0,
         "predicted_bytes": peak_bytes() + sum(predicted_bytes(plan, tokens).values()),
     }
-
-
-@contextmanager
-def _same_threads() -> Iterator[None]:
-    """As many afterwards as before."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -153,85 +142,83 @@ def _phase(listener: Listener, seconds: dict[str, float], name: str) -> Iterator
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Run:
-    """One run in progress."""
+def _run_layer(
+    plan: Plan, index: int, state: RunState, stores: Sequence[ActivationStore], work: WorkFolder, listener: Listener
+) -> None:
+    """Quantize, check, write and record one layer, and advance the hidden states past it."""
+    name = plan.skeleton.layer_name(index)
+    listener.layer_started(index, name)
+    seconds: dict[str, float] = {}
+    phase = partial(_phase, listener, seconds)
+    with phase("load"):
+        layer = _layer_context(plan, index, stores)
+        layer.count_tokens()
+        first = stores[0][0][:1] if stores else None  # one sequence is enough to measure the layer's noise on
+        # Before any step spends time on a layer that is broken.
+        reference = None if first is None else require_finite(layer.forward(first), name)
+    cache = _choose(plan, layer, phase)
+    with phase("write"):
+        shard, digest, names = write_layer(plan, index, layer, work.checkpoint)
+    snr, states = None, list[str]()
+    with phase("advance"):
+        if first is not None and reference is not None:
+            snr = signal_to_noise_db(reference, require_finite(layer.forward(first), f"{name}, quantized"))
+            if index + 1 < plan.skeleton.num_layers:
+                states = advance(stores, layer)
+    record = LayerRecord(
+        index=index,
+        name=name,
+        linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
+        output_snr_db=snr,
+        notes=tuple(layer.chosen.notes),
+        seconds={label: round(value, 3) for label, value in seconds.items()},
+        peak_bytes=peak_bytes(),
+        kv_cache=cache,
+        tokens_per_expert=layer.data.tokens_per_expert,
+    )
+    state.add_layer(record, shard, digest, names, states)
+    state.save(work.path)
+    for store in stores:
+        store.forget_previous()
+    release_freed_memory()
+    listener.layer_finished(record)
 
-    plan: Plan
-    state: RunState
-    states: HiddenStates
-    listener: Listener
 
-    def layer(self, index: int) -> None:
-        """Quantize, check, write and record one layer, and advance the hidden states past it."""
-        plan, name = self.plan, self.plan.skeleton.layer_name(index)
-        self.listener.layer_started(index, name)
-        seconds: dict[str, float] = {}
-        phase, store = partial(_phase, self.listener, seconds), self.states.quantized
-        with phase("load"):
-            layer = self._context(index)
-            layer.count_tokens()
-            first = None if store is None else store[0][:1]  # one sequence is enough to measure the layer's noise on
-            # Before any step spends time on a layer that is broken.
-            reference = None if first is None else require_finite(layer.forward(first), name)
-        cache = self._choose(layer, phase)
-        with phase("write"):
-            shard, digest, names = write_layer(plan, index, layer, self.state.checkpoint)
-        snr, states = None, list[str]()
-        with phase("advance"):
-            if first is not None and reference is not None:
-                snr = signal_to_noise_db(reference, layer.forward(first))
-                if index + 1 < plan.skeleton.num_layers:
-                    states = self.states.advance(layer)
-        record = LayerRecord(
-            index=index,
-            name=name,
-            linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
-            output_snr_db=snr,
-            notes=tuple(layer.chosen.notes),
-            seconds={label: round(value, 3) for label, value in seconds.items()},
-            peak_bytes=peak_bytes(),
-            kv_cache=cache,
-            tokens_per_expert=layer.data.tokens_per_expert,
-        )
-        self.state.finish_layer(record, shard, digest, names, states)
-        self.states.forget_previous()
-        release_freed_memory()
-        self.listener.layer_finished(record)
+def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None:
+    """Codes of every linear, then scales of its input and of the KV cache, which depend on the codes."""
+    recipe = plan.recipe
+    for label, step in recipe.steps.items():
+        with phase(label):
+            step.apply(layer)
+    with phase("round"):
+        layer.finish()
+    if any(scheme.activation and scheme.activation.is_calibrated for scheme in layer.schemes.values()):
+        with phase("inputs"):
+            calibrate_inputs(layer, recipe.input_clip)
+    if recipe.kv_cache is None:
+        return None
+    with phase("kv cache"):
+        return choose_cache(recipe.kv_cache, plan.family, layer)
 
-    def _choose(self, layer: LayerContext, phase: Phase) -> CacheRecord | None:
-        """Codes of every linear, then scales of its input and of the KV cache, which depend on the codes."""
-        recipe = self.plan.recipe
-        for step, label in zip(recipe.steps, recipe.step_names, strict=True):
-            with phase(label):
-                step.apply(layer)
-        with phase("round"):
-            layer.finish()
-        if any(scheme.activation and scheme.activation.is_calibrated for scheme in layer.schemes.values()):
-            with phase("inputs"):
-                calibrate_inputs(layer, recipe.input_clip)
-        if recipe.kv_cache is None:
-            return None
-        with phase("kv cache"):
-            return choose_cache(recipe.kv_cache, self.plan.family, layer)
 
-    def _context(self, index: int) -> LayerContext:
-        plan, name, block = self.plan, self.plan.skeleton.layer_name(index), self.plan.skeleton.layer(index)
-        stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
-        return LayerContext(
-            name=name,
-            block=block,
-            sets=plan.sets(index),
-            schemes=plan.layers[index],
-            scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
-            head_dim=plan.skeleton.head_dim,
-            arguments=partial(plan.skeleton.arguments, index),
-            stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
-            seed=plan.recipe.seed,
-            data=LayerData(
-                store=self.states.quantized,
-                original_store=self.states.original,
-                original=copy.deepcopy(block) if needs_original(plan.recipe.steps) else None,
-                all_tokens=plan.all_tokens,
-            ),
-        )
+def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) -> LayerContext:
+    name, block = plan.skeleton.layer_name(index), plan.skeleton.layer(index)
+    store, original = [*stores, None, None][:2]
+    stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
+    return LayerContext(
+        name=name,
+        block=block,
+        sets=plan.sets(index),
+        schemes=plan.layers[index],
+        scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in plan.layers[index]},
+        head_dim=plan.skeleton.head_dim,
+        arguments=partial(plan.skeleton.arguments, index),
+        stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
+        seed=plan.recipe.seed,
+        data=LayerData(
+            store=store,
+            original_store=original,
+            original=copy.deepcopy(block) if needs_original(plan.recipe.steps.values()) else None,
+            all_tokens=plan.all_tokens,
+        ),
+    )

@@ -1,16 +1,14 @@
 """A finished layer as a file: codes in the recipe's format, the rest as the source has it or a step has left it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.output import Shard
 from quantkit.compress.pipeline.audit import check_size, check_weight
@@ -43,19 +41,19 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
     for name, weight in layer.chosen.quantized.items():
         module, scheme = f"{layer.name}.{name}", plan.layers[index][name]
         check_weight(module, weight)
-        encoded = plan.format.encode(weight, scheme)
-        shard.add_linear(module, weight, scheme, encoded)
-        size = sum(tensor.nbytes for local, tensor in encoded.items() if not local.endswith("_shape"))
+        size = shard.add_linear(module, weight, scheme)
         if plan.format.keeps_codes:
             check_size(module, weight, scheme, size)
         record = layer.chosen.records[name]
         layer.chosen.records[name] = replace(record, bits_per_weight=8 * size / weight.codes.numel())
-    shard.tensors |= dict(
-        _others(plan, layer, {*scales, *(f"{layer.name}.{n}.weight" for n in layer.chosen.quantized)})
-    )
+    written = {*scales, *(f"{layer.name}.{name}.weight" for name in layer.chosen.quantized)}
+    shard.tensors |= dict(_others(plan, layer, written))
     file = shard_name(index, plan.skeleton.num_layers)
-    read = partial(ModelReader.view_file, family=plan.family)
-    return file, *shard.write(folder / file, layout=plan.reader.restore, read=read)
+    return file, *shard.write(
+        folder / file,
+        layout=plan.reader.restore,
+        read=lambda path: ModelReader.of(CheckpointReader.of_file(path), plan.family),
+    )
 
 
 def _others(plan: Plan, layer: LayerContext, but: set[str]) -> Iterator[tuple[str, Tensor]]:

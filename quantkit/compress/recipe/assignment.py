@@ -1,7 +1,5 @@
 """A recipe on the linears of a model: the scheme of each, and why it cannot be had. For a run and for a plan of one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -58,7 +56,7 @@ def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence
             format_.check(scheme, shape)
         except SchemeError as error:
             yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
-    if not format_.holds_group_index and reorders_groups(recipe.steps):
+    if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
             f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"

@@ -3,8 +3,6 @@
 Everything that can be wrong with a recipe alone fails here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +35,7 @@ class Recipe:
         gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
         scheme: which numbers each linear is stored in.
         kv_cache: what keys and values are stored in; None = nothing is said about them.
-        steps: how well the numbers are chosen, in running order; none = plain rounding.
-        step_names: of `steps`, as written in the file.
+        steps: how well the numbers are chosen, by name in running order; none = plain rounding.
         calibration: None when nothing looks at data.
         input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
@@ -52,8 +49,7 @@ class Recipe:
     gates: tuple[str, ...] = ()
     scheme: Scheme
     kv_cache: CacheGoal | None = None
-    steps: tuple[Step, ...]
-    step_names: tuple[str, ...]
+    steps: Mapping[str, Step]
     calibration: CalibrationSection | None
     input_clip: Literal["absmax", "mse"] = "absmax"
     format: str
@@ -67,9 +63,8 @@ class _NoUseOfDataError(RecipeError):
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with quantkit: file by name."""
-    return {
-        path.stem: path for path in sorted(demo.bundled_folder("recipes").glob("*.yaml"), key=lambda path: path.stem)
-    }
+    files = demo.bundled_folder("recipes").glob("*.yaml")
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
 
 
 def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
@@ -115,10 +110,8 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         _check_parts(document)
         steps = build_steps(document.steps)
         source = _source(document, steps)
-        scheme, kv_cache = (
-            _scheme(source),
-            None if document.kv_cache is None else numbers.build_cache(document.kv_cache),
-        )
+        scheme = _scheme(source)
+        kv_cache = None if document.kv_cache is None else numbers.build_cache(document.kv_cache)
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         calibration = _calibration(document, reads_data or (activation is not None and activation.is_calibrated))
@@ -129,8 +122,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
             name=document.name,
             description=" ".join(document.description.split()),
             scheme=scheme,
-            steps=tuple(steps.values()),
-            step_names=tuple(steps),
+            steps=steps,
             calibration=calibration,
             format=source["format"],
             seed=document.seed,
@@ -152,21 +144,20 @@ def check(path: str | Path) -> list[str]:
         RecipeError: as `load`.
     """
     recipe = load(path)
-    names, scheme, remarks = recipe.step_names, recipe.scheme.default, []
+    names, scheme, remarks = tuple(recipe.steps), recipe.scheme.default, []
     if "smoothquant" in names and scheme is not None and scheme.activation is None:
         remarks.append("smoothquant makes activations easier to quantize, but 'activations' is not set")
-    first = next((name for name in names if name in _FIX_CODES), names[-1] if names else "")
-    if names and names[-1] != first:
+    first = next((name for name in names if name in _FIX_CODES), None)
+    if first is not None and names[-1] != first:
         late = ", ".join(names[names.index(first) + 1 :])
         remarks.append(
             f"{first} fixes the codes, so the steps after it ({late}) come too late; move {first} to the end"
         )
-    if scheme is None:
-        return remarks
-    mixed = scheme.activation is not None and scheme.activation.dtype.kind != scheme.weight.dtype.kind
-    if scheme.activation is not None and mixed and (scheme.weight.dtype.name, scheme.activation.dtype.name) != _W4AFP8:
-        pair = f"{scheme.weight.dtype.name} weights with {scheme.activation.dtype.name} activations"
-        remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
+    if scheme is not None and scheme.activation is not None:
+        weights, inputs = scheme.weight.dtype, scheme.activation.dtype
+        if weights.kind != inputs.kind and (weights.name, inputs.name) != _W4AFP8:
+            pair = f"{weights.name} weights with {inputs.name} activations"
+            remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
     return remarks
 
 
@@ -221,11 +212,9 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
     activation = None if fields is None else numbers.activation_scheme(fields)
 
     def linear(weights: dict[str, Any] | None, path: str) -> LinearScheme | None:
-        return (
-            None
-            if weights is None
-            else LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
-        )
+        if weights is None:
+            return None
+        return LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
 
     default = linear(source["weights"], "weights")
     rules: list[Rule] = []

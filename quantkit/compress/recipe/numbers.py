@@ -1,7 +1,5 @@
 """`weights:`, `activations:` and `kv_cache:` of a recipe as schemes, and as plain data with every default filled in."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from quantkit.compress.recipe import schema

@@ -3,8 +3,6 @@
 Not inheritance between files: a recipe that differs in more than a few fields is copied and edited.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args

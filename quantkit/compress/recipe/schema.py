@@ -34,11 +34,9 @@ def _dtype(name: str) -> str:
 
 
 def _group_size(value: Any) -> int | str:
-    if value in ("auto", "channel", "tensor") and isinstance(value, str):
+    if type(value) is int and value > 0:
         return value
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, str) and re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
+    if isinstance(value, str) and re.fullmatch(r"auto|channel|tensor|[1-9]\d*x[1-9]\d*", value):
         return value
     raise ValueError(
         f"expected a positive whole number, 'channel', 'tensor' or a block such as 128x128, found {shorten(value)}"
@@ -237,7 +235,7 @@ def validate(model: type[S], data: Any, prefix: str = "") -> S:
         return model.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        path = _dotted(_trim(details[0]["loc"], data, details[0]["type"]), prefix)
+        path = _dotted(details[0]["loc"], prefix)
         others = f" (and {len(details) - 1} more like it)" if len(details) > 1 else ""
         raise RecipeError(f"{path}{': ' if path else ''}{_explain(details[0])}{others}") from None
 
@@ -247,18 +245,6 @@ def _dotted(location: tuple[int | str, ...], text: str) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
-
-
-def _trim(location: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | str, ...]:
-    """The location without the names of union branches, which pydantic appends and no file contains."""
-    kept: list[int | str] = []
-    for part in location:
-        try:
-            data = data[part]
-        except (KeyError, IndexError, TypeError):
-            return tuple(kept) if kind != "missing" else (*kept, part)
-        kept.append(part)
-    return tuple(kept)
 
 
 def _explain(details: Any) -> str:

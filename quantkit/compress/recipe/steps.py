@@ -1,7 +1,5 @@
 """The `steps:` of a recipe: names looked up among the algorithms, options checked against their fields."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, get_type_hints
 

@@ -1,12 +1,10 @@
 """What a report says of models and machine: found on disk and in the system, nothing is run."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import platform
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,14 +29,11 @@ def model_facts(path: Path, name: str) -> ModelFacts:
     summary = inspect(path)
     linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
     largest = max(linears, key=lambda row: row.num_parameters, default=None)
+    alike = ("format", "num_parameters", "num_bytes", "bits_per_weight", "architecture")
     return ModelFacts(
         name=name,
         path=str(path),
-        format=summary.format,
-        num_parameters=summary.num_parameters,
-        num_bytes=summary.num_bytes,
-        bits_per_weight=summary.bits_per_weight,
-        architecture=summary.architecture,
+        **{fact: getattr(summary, fact) for fact in alike},
         scheme="" if largest is None else largest.stored_as,
         hub_id=name if "/" in name and not Path(name).exists() else None,
         license=_license(path),
@@ -53,18 +48,13 @@ def compression(pair: Pair) -> CompressionResult | None:
         return None
 
 
-def environment(
-    pair: Pair, *, device: str, seeds: Mapping[str, int], text: str, command: str, created: str
-) -> Environment:
+def environment(pair: Pair, text: str, **said: Any) -> Environment:
     """Where and with what the numbers are made.
 
     Args:
         pair: whose files are hashed.
-        device: "cpu", or the name of the accelerator.
-        seeds: by purpose.
         text: that fidelity was measured on.
-        command: as given.
-        created: date and time.
+        said: the other fields, which are known where the models ran.
     """
     files = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
     hashed = {"checkpoint": files, "text": text}
@@ -76,11 +66,8 @@ def environment(
         platform=f"{platform.system()} {platform.machine()}",
         cpu=processor_name() or platform.processor(),
         num_threads=torch.get_num_threads(),
-        device=device,
-        seeds=dict(seeds),
         hashes=hashes,
-        command=command,
-        created=created,
+        **said,
     )
 
 

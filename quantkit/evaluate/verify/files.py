@@ -1,13 +1,11 @@
 """The report's files, and the name of a checkpoint that failed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.writer import writing
-from quantkit.errors import OutputError, ReportError
+from quantkit.errors import OutputError
 from quantkit.report.files import write_report
 from quantkit.results import Report
 
@@ -15,19 +13,13 @@ from quantkit.results import Report
 def write_files(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
     """All files of a report.
 
-    Args:
-        report: to write.
-        directory: made if it is not there.
-    Returns:
-        file by kind, and what could not be written and why: the page needs packages that not everybody has.
+    Args, Returns:
+        see `write_report`.
     Raises:
         OutputError, ResourceError: the place cannot be written.
     """
     with writing(directory):
-        try:
-            return write_report(report, directory), ""
-        except ReportError as error:
-            return write_report(report, directory, html=False), str(error)
+        return write_report(report, directory)
 
 
 def set_aside(report: Report, path: Path) -> tuple[Report, Path]:

@@ -4,8 +4,6 @@ Losses of accuracy and the logarithm of a perplexity ratio are taken to shrink i
 guess, and a careful one: accuracy is lost the faster the more KL there is.
 """
 
-from __future__ import annotations
-
 import math
 
 from quantkit.evaluate.sensitivity import Goal
@@ -46,7 +44,9 @@ def _share(report: Report, gate: GateResult) -> float | None:
         return _ratio(100 - gate.limit, 100 - gate.value)
     if gate.metric == "perplexity_ratio":
         return _ratio(_log(gate.limit), _log(gate.value))
-    comparison = next((c for c in report.comparisons if c.value == gate.value and _is_about(gate, c.metric)), None)
+    of_text = gate.metric == "perplexity"
+    alike = (c for c in report.comparisons if c.value == gate.value and c.metric.startswith("perplexity") == of_text)
+    comparison = next(alike, None)
     if comparison is None:
         return None
     if gate.metric == "score":
@@ -54,10 +54,6 @@ def _share(report: Report, gate: GateResult) -> float | None:
     if gate.metric == "perplexity":
         return _ratio(_log(gate.limit / comparison.baseline), _log(gate.value / comparison.baseline))
     return None
-
-
-def _is_about(gate: GateResult, metric: str) -> bool:
-    return metric.startswith("perplexity") == (gate.metric == "perplexity")
 
 
 def _ratio(allowed: float, lost: float) -> float | None:

@@ -3,20 +3,21 @@
 Everything here is found out from configs, headers, tokenizers and hashes, before a model is loaded.
 """
 
-from __future__ import annotations
-
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
-from quantkit.checkpoints.replaceable import MANIFEST
+from quantkit.checkpoints.replaceable import MANIFEST, check_text
 from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.writer import writing
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.pairing import check_same_language
 from quantkit.inspection import read_manifest, section
+from quantkit.report.files import SIGNS
 from quantkit.results.gates.language import parse_gates
 from quantkit.untrusted import shorten
 
@@ -168,10 +169,14 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
 
 
 def check_output(path: Path) -> None:
-    """Refuse a place for reports that is a file.
+    """Refuse a place for reports that is a file, or that holds files of such names that quantkit did not write.
 
     Raises:
         OutputError: it is.
     """
     if path.exists() and not path.is_dir():
         raise OutputError(f"output {path} is a file; give a directory for the report")
+    for name, sign in SIGNS.items():
+        if os.path.lexists(path / name):
+            with writing(path):
+                check_text(path / name, sign)

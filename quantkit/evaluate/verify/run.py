@@ -5,8 +5,6 @@ those that belong to the compression (KV cache, rounded head, speculation). The 
 arithmetic: what changes there is noise. Answers and distributions come first and are freed before anything is timed.
 """
 
-from __future__ import annotations
-
 import datetime
 import gc
 from collections.abc import Callable, Mapping
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.benchmark.diagnosis import diagnose, diagnose_against
+from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_targets
 from quantkit.checkpoints.memory import release_freed_memory
@@ -22,7 +20,7 @@ from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, ModelError, first_line
 from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
+from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.pairing import other_arithmetic
 from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
@@ -108,9 +106,9 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
         gates=tuple(evaluate_gates(report, pair.gates)),
         environment=environment(
             pair,
+            text,
             device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
             seeds={"evaluation": options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
-            text=text,
             command=options.command,
             created=made,
         ),
@@ -139,7 +137,6 @@ class _Verification:
         original = load_llm(str(source), **plain)
         self.progress("loading the checkpoint")
         llm = load_llm(str(path), **engine)
-        check_vocabulary(llm, original)
         data, text, note = _find_text(original, self.options)
         windows = fixed_windows(original, text)
         self.progress(f"distributions on {data}, {sum(map(len, windows)):,} tokens")
@@ -203,13 +200,8 @@ class _Verification:
         self.progress("measuring the ceilings of this machine")
         ceilings = find_ceilings([target, baseline])
         ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
-        own, compared = diagnose(ours, target.cost), diagnose_against(ours, theirs)
-        return replace(
-            report,
-            benchmark=ours,
-            baseline_benchmark=theirs,
-            diagnosis=replace(own, findings=(*compared.findings, *own.findings)),
-        )
+        diagnosis = diagnose(ours, target.cost, theirs)
+        return replace(report, benchmark=ours, baseline_benchmark=theirs, diagnosis=diagnosis)
 
 
 def _find_text(original: LLM, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:

@@ -11,8 +11,6 @@ copy, so both share one pool. Without a compiler, AVX-512 or permission everythi
 says why; `QUANTKIT_NATIVE=0` in the environment switches it off, for comparison and for tests.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -3,8 +3,6 @@
 What they do is written in `reference.attention`; structures mirror `kv.h`.
 """
 
-from __future__ import annotations
-
 import functools
 from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
 from typing import Any

@@ -4,8 +4,6 @@ The cache is a folder of the user's own; the file name is a hash of sources, fla
 library is never loaded. It is written under another name and renamed: processes that build at once do no harm.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

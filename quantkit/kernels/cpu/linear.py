@@ -3,8 +3,6 @@
 Shapes: T tokens, N outputs, K inputs, G scales per row; P = N / 64 panels, rounded up.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import ClassVar
 

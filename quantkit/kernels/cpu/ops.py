@@ -3,8 +3,6 @@
 What the operations do is written in `kernels.ops`; what is refused here is done there by the reference.
 """
 
-from __future__ import annotations
-
 import functools
 from ctypes import c_double, c_int, c_int64, c_void_p
 from types import SimpleNamespace

@@ -12,7 +12,8 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ FAMILIES = {
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _replaced: dict[tuple[str, int | None], str] = {}  # family and number of the device: why torch does its work
+_measuring = 0  # while more than 0, no family is replaced
 
 
 @functools.lru_cache(maxsize=1)
@@ -79,10 +81,15 @@ def replace(family: str, device: torch.device, reason: str) -> None:
     _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
 
 
-def restore(device: torch.device) -> None:
-    """No family is known to be wrong on a device."""
-    for family in FAMILIES:
-        _replaced.pop((family, _number(device)), None)
+@contextmanager
+def measuring() -> Iterator[None]:
+    """While open, what Triton refuses is raised: torch's time or result must not pass for a kernel's."""
+    global _measuring
+    _measuring += 1
+    try:
+        yield
+    finally:
+        _measuring -= 1
 
 
 def attempt(family: str, device: torch.device, launch: Callable[..., T], *arguments: Any) -> T | None:
@@ -92,6 +99,8 @@ def attempt(family: str, device: torch.device, launch: Callable[..., T], *argume
     try:
         return launch(*arguments)
     except refusals() as error:
+        if _measuring:
+            raise
         replace(family, device, f"{type(error).__name__}: {first_line(error)}")
         return None
 

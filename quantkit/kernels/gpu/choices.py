@@ -93,7 +93,7 @@ _TILES = {
     64: Tile(block_m=64, block_n=128, warps=8, stages=3, programs=1),
 }
 # Where the tensor cores take their second operand from registers too.
-_TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(block_m=64, block_n=64, warps=8, stages=3, programs=2)}
+_TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(block_m=64, block_n=64, warps=4, stages=3, programs=2)}
 MOST_TILE_ROWS = max(_TILES)
 
 

@@ -15,8 +15,6 @@ quantized inputs: norms and gates quantize in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

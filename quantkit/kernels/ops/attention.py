@@ -4,8 +4,6 @@ On CUDA Triton's kernels norm, rotate, attend and store; elsewhere `Stepwise` no
 does the rest. A checkpoint may ask that queries and keys are multiplied with a Hadamard matrix before keys are stored.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import cast

@@ -3,8 +3,6 @@
 Elsewhere `reference.experts` chooses and runs them one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: R rows, H hidden width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

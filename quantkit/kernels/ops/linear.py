@@ -6,8 +6,6 @@ and in torch.
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import cast

@@ -4,8 +4,6 @@ How a token is drawn is written in `reference.sampling`; the kernel does it in t
 Shapes: R rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

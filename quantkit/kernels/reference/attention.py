@@ -6,8 +6,6 @@ Shapes: B sequences, T new tokens of all of them, H heads (Hq of queries, Hkv of
 C tokens already cached, L new tokens of one sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

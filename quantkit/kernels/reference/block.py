@@ -4,8 +4,6 @@ Each computes in float32 and rounds once, to the dtype of its input. Shapes: T t
 of a head, R channels that rotate, I width of the feed-forward layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

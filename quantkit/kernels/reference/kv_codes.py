@@ -6,8 +6,6 @@ signed and have no zero; INT4 codes are 0..15, packed as drawn in `layouts`.
 Shapes: ... any, D channels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

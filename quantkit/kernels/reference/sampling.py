@@ -12,8 +12,6 @@ Source: Maddison et al. 2014, A* Sampling; SplitMix64 (Steele et al. 2014) as co
 Shapes: R rows, V vocabulary, C candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What a model is, one file of data per family; `find` picks the one that a config.json asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -62,16 +60,3 @@ def family_for_counting(config: Mapping[str, Any]) -> Family:
         if model_type in (name.replace("-", "_"), *family.model_types):
             return family
     return UNKNOWN
-
-
-def find_compressible(config: Mapping[str, Any]) -> Family:
-    """As `find`, for the compress side.
-
-    Raises:
-        NotNative: as `find`.
-        ModelError: config.json names none, or one that can be run but not compressed.
-    """
-    family = find(config)
-    if family.not_compressible is not None:
-        raise ModelError(f"{config['architectures'][0]} can be run but not compressed: {family.not_compressible}")
-    return family

@@ -4,8 +4,6 @@ D hidden, d head width, r rank of the queries, g groups of the output projection
 Source: transformers `models/deepseek_v4/` for names, shapes and defaults.
 """
 
-from __future__ import annotations
-
 from quantkit.errors import ModelError
 from quantkit.models.attention import AttentionShape
 from quantkit.models.config import ConfigReader
@@ -99,23 +97,12 @@ def _compressor(name: str, width: int, attention: AttentionShape, hidden: int, v
 FAMILY = Family(
     experts=SHARED_EXPERTS,
     linear_sets=tuple(group for group in Family(experts=SHARED_EXPERTS).sets if "experts" in group.linears[0]),
-    defaults={
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "o_lora_rank": 1024,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "sliding_window": 128,
-        "index_head_dim": 128,
-        "index_n_heads": 64,
-        "index_topk": 512,
-        "n_routed_experts": 256,
-        "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 1,
-        "num_hash_layers": 3,
-        "hc_mult": 4,
-    },
+    defaults=(
+        {"q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "head_dim": 512, "qk_rope_head_dim": 64}
+        | {"sliding_window": 128, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512}
+        | {"n_routed_experts": 256, "moe_intermediate_size": 2048, "num_experts_per_tok": 6, "n_shared_experts": 1}
+        | {"num_hash_layers": 3, "hc_mult": 4}
+    ),
     outside={
         "model.hc_head.hc_fn": ("hc_mult", "hc_mult", "hidden_size"),
         "model.hc_head.hc_base": ("hc_mult",),

@@ -4,8 +4,6 @@ A gate is judged on the number itself, not on its interval; when the interval in
 that more samples are needed to be sure. What was not measured does not hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from quantkit.errors import GateError, suggestion

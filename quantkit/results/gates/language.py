@@ -1,7 +1,5 @@
 """Gates as text: `metric[subject] comparison limit`, e.g. `recovery[demo_facts]>=97`."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Iterable

@@ -1,12 +1,10 @@
 """The numbers that gates can be about, and where in a report they stand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantkit.results import BenchmarkRun, Comparison, Report
-from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH
+from quantkit.results.statistics.comparison import ANSWER_LENGTH
 from quantkit.results.statistics.summary import median
 
 Values = dict[str, float]  # by subject; the first is meant when a gate names none
@@ -23,14 +21,12 @@ class Metric:
     """A number that gates can be about.
 
     Args:
-        meaning: one line, for help and reports.
         kind: what a failed gate is about: "accuracy", "speed" or "memory".
         read: the numbers of a report by subject, the default first; None or absent when not measured.
         low, high: the plausible limits; outside them the unit was probably mistaken.
         unit: of the limit, for that message.
     """
 
-    meaning: str
     kind: str
     read: Read
     low: float = 0.0
@@ -84,7 +80,7 @@ def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
 
 def _latency_ratios(name: str) -> Read:
     """Median of the model over median of the original."""
-    return _run_ratios(lambda run: median(getattr(run, name)))
+    return _run_ratios(lambda run: median(run.latencies[name]))
 
 
 def _quotient(value: float | None, baseline: float | None) -> float | None:
@@ -105,50 +101,22 @@ def _size_ratio(report: Report) -> dict[str, float | None]:
     return {"": _quotient(report.model.num_bytes, original.num_bytes if original else None)}
 
 
-METRICS = {
-    "recovery": Metric(
-        f"score as per cent of the original's, [{ALL_TASKS}] or one task",
-        *("accuracy", _of_comparisons(lambda c: c.recovery), 10, 200, PER_CENT),
-    ),
-    "score": Metric("the score itself", "accuracy", _of_comparisons(lambda c: c.value), unit="a score"),
-    "perplexity": Metric(
-        "perplexity itself, worst text", "accuracy", _of_comparisons(lambda c: c.value, TEXT), low=1, unit="at least 1"
-    ),
-    "perplexity_ratio": Metric(
-        "perplexity over the original's, worst text", "accuracy", _of_comparisons(_ratio, TEXT), high=10
-    ),
-    "length_ratio": Metric(
-        "length of generated answers over the original's, worst task",
-        *("accuracy", _of_comparisons(_ratio, LENGTH), 0, 10),
-    ),
-    "kl": Metric(
-        "mean KL divergence of next-token distributions, nats", "accuracy", _fidelity("mean_kl"), unit="in nats"
-    ),
-    "kl_p99": Metric("its 99th percentile", "accuracy", _fidelity("p99_kl"), unit="in nats"),
-    "top1": Metric(
-        "share of positions with the same likeliest token", "accuracy", _fidelity("top1_agreement"), high=1, unit=SHARE
-    ),
-    "ttft_ratio": Metric(
-        "median time to first token over the original's, first workload", "speed", _latency_ratios("ttft_s"), high=100
-    ),
-    "itl_ratio": Metric(
-        "median inter-token latency over the original's, first workload",
-        *("speed", _latency_ratios("inter_token_s"), 0, 100),
-    ),
-    "tpot_ratio": Metric(
-        "median time per output token over the original's, first workload",
-        *("speed", _latency_ratios("tpot_s"), 0, 100),
-    ),
-    "throughput_ratio": Metric(
-        "output tokens per second over the original's, first workload",
-        *("speed", _run_ratios(lambda run: run.output_tokens_per_s), 0, 1000),
-    ),
-    "memory_ratio": Metric("bytes of weights in memory over the original's", "memory", _memory_ratio, high=10),
-    "size_ratio": Metric("tensor bytes on disk over the original's", "memory", _size_ratio, high=10),
-    "bits_per_weight": Metric(
-        "of the quantized linears, scales included",
-        *("memory", lambda report: {"": report.model.bits_per_weight}, 0, 32, "in bits"),
-    ),
+METRICS = {  # of texts and tasks the worst counts, of workloads the first, unless a subject is given
+    "recovery": Metric("accuracy", _of_comparisons(lambda c: c.recovery), 10, 200, PER_CENT),
+    "score": Metric("accuracy", _of_comparisons(lambda c: c.value), unit="a score"),
+    "perplexity": Metric("accuracy", _of_comparisons(lambda c: c.value, TEXT), low=1, unit="at least 1"),
+    "perplexity_ratio": Metric("accuracy", _of_comparisons(_ratio, TEXT), high=10),
+    "length_ratio": Metric("accuracy", _of_comparisons(_ratio, LENGTH), high=10),
+    "kl": Metric("accuracy", _fidelity("mean_kl"), unit="in nats"),
+    "kl_p99": Metric("accuracy", _fidelity("p99_kl"), unit="in nats"),
+    "top1": Metric("accuracy", _fidelity("top1_agreement"), high=1, unit=SHARE),
+    "ttft_ratio": Metric("speed", _latency_ratios("TTFT"), high=100),
+    "itl_ratio": Metric("speed", _latency_ratios("ITL"), high=100),
+    "tpot_ratio": Metric("speed", _latency_ratios("TPOT"), high=100),
+    "throughput_ratio": Metric("speed", _run_ratios(lambda run: run.output_tokens_per_s), high=1000),
+    "memory_ratio": Metric("memory", _memory_ratio, high=10),
+    "size_ratio": Metric("memory", _size_ratio, high=10),
+    "bits_per_weight": Metric("memory", lambda report: {"": report.model.bits_per_weight}, high=32, unit="in bits"),
 }
 IN_PER_CENT = ("recovery",)
 WORST_COUNTS = ("perplexity", "perplexity_ratio", "length_ratio")

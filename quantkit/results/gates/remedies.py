@@ -1,7 +1,5 @@
 """What to do about a gate that did not hold, from the sensitivity map, the diagnosis, or experience."""
 
-from __future__ import annotations
-
 from quantkit.results import Report, SensitivityProposal
 from quantkit.results.gates.language import Gate
 from quantkit.results.gates.metrics import METRICS

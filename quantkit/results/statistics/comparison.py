@@ -5,8 +5,6 @@ change seen, or what as many changed items would add up to if each were as likel
 difference within it is called noise, whatever its p-value, in both directions: 101 % recovery is noise too.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence
@@ -214,8 +212,6 @@ def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
         high=None if reach is None else difference + reach,
         p_value=None if not error else 2 * NORMAL.cdf(-abs(difference) / error),
         ratio=value.value / baseline.value if baseline.value else None,
-        ratio_low=None,
-        ratio_high=None,
         num_samples=min(value.num_samples, baseline.num_samples),
         method="standard errors, unpaired: samples were not kept",
     )

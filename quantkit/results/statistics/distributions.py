@@ -3,8 +3,6 @@
 Source: Numerical Recipes, section 6.4, for the continued fraction of the incomplete beta function.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

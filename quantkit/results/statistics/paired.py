@@ -12,8 +12,6 @@ design. Nam and Blackwelder 2002, Analysis of the ratio of marginal probabilitie
 Lydersen and Laake 2013, The McNemar test for binary matched-pairs data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,11 +46,11 @@ class PairedResult:
     baseline: float
     value: float
     difference: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
     ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
     p_value: float | None
 
 

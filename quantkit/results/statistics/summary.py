@@ -5,8 +5,6 @@ for n sorted values, the p-th percentile lies at position (n - 1) p / 100, count
 the 99th lies between the two largest.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -136,15 +134,11 @@ def least_squares(points: Points, degree: int, *, num_dropped: int = 0) -> Polyn
 
 
 def _invert(matrix: list[list[float]]) -> list[list[float]]:
-    """Gauss and Jordan with row exchange; the matrices here are 2 x 2 or 3 x 3."""
+    """Gauss and Jordan; normal equations are positive definite, so no rows need to be exchanged."""
     size = len(matrix)
-    rows = [[*row, *(1.0 if i == j else 0.0 for j in range(size))] for i, row in enumerate(matrix)]
+    rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for column in range(size):
-        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        rows[column] = [v / rows[column][column] for v in rows[column]]
-        for i in range(size):
-            if i != column:
-                factor = rows[i][column]
-                rows[i] = [v - factor * p for v, p in zip(rows[i], rows[column], strict=True)]
+        pivot = [value / rows[column][column] for value in rows[column]]
+        rows = [[v - row[column] * p for v, p in zip(row, pivot, strict=True)] for row in rows]
+        rows[column] = pivot
     return [row[size:] for row in rows]

@@ -3,22 +3,18 @@
 Which page belongs to whom, reference counts and prefix sharing are the business of `pages` and `prefix_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, page_bytes, residual_bytes
 from quantkit.kernels.ops.attention import paged_attention
-from quantkit.kernels.types import Angles, AttentionOptions
 
 
 class KVCache:
-    """Pages of all layers. *Mutable*: `attend` stores what it is given.
+    """Pages of all layers. *Mutable*: attention stores what it is given.
 
     Rules for whoever hands out pages and builds batches:
 
@@ -39,16 +35,14 @@ class KVCache:
         num_pages: pages of each layer.
         max_sequences: rows of the residual windows.
         device: where the pools live.
+    Attributes:
+        attention: of each layer's new tokens to what is cached and to each other; then they are cached too.
     Raises:
         ResourceError: the memory is not there; the message gives the bytes.
     """
 
     def __init__(
-        self,
-        layouts: Sequence[KVLayout],
-        num_pages: int,
-        max_sequences: int,
-        device: torch.device | str = "cpu",
+        self, layouts: Sequence[KVLayout], num_pages: int, max_sequences: int, device: torch.device | str = "cpu"
     ) -> None:
         self.layouts = tuple(layouts)
         self.page_size = self.layouts[0].page_size
@@ -69,7 +63,7 @@ class KVCache:
             ) from error
         parts = zip(self.layouts, self._pools, self._residuals, strict=True)
         self._views = [layout.views(pool, residual) for layout, pool, residual in parts]
-        self._attention = [paged_attention(views) for views in self._views]
+        self.attention = [paged_attention(views) for views in self._views]
 
     def _residual(self, layout: KVLayout) -> Tensor | None:
         if not layout.has_residual:
@@ -80,7 +74,7 @@ class KVCache:
     @property
     def is_capturable(self) -> bool:
         """Whether attention of a decode step reads all that changes from step to step on the device."""
-        return all(getattr(attention, "is_capturable", False) for attention in self._attention)
+        return all(getattr(attention, "is_capturable", False) for attention in self.attention)
 
     @property
     def num_bytes(self) -> int:
@@ -91,23 +85,3 @@ class KVCache:
     def residual_bytes(self) -> int:
         """Bytes of the residual windows, which hold the newest keys of each sequence unquantized."""
         return sum(residual.nbytes for residual in self._residuals if residual is not None)
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch: ForwardBatch,
-        options: AttentionOptions,
-        angles: Angles | None = None,
-    ) -> Tensor:
-        """Attention of one layer's new tokens to what is cached and to each other; then they are cached too.
-
-        Args:
-            layer: number of the layer, as in `layouts`.
-            query, key, value, batch, options, angles: see `kernels.types.PagedAttention`.
-        Returns:
-            (T, Hq, D), dtype of query.
-        """
-        return self._attention[layer]((query, key, value), batch, options, angles)

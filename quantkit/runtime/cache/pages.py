@@ -4,8 +4,6 @@ A page is free or referenced. Free pages whose contents are known keep their key
 list in order of release is the eviction policy: nameless pages go first, then the one released longest ago.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -8,8 +8,6 @@ that filled it, and only as far as its tokens are final (unverified drafts never
 Source: the block hash of vLLM (Kwon et al. 2023, PagedAttention), with the KV format in the key.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 

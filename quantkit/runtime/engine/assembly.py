@@ -1,7 +1,5 @@
 """An engine out of a loaded model; and, before it is loaded, how many tokens will fit: layouts, pool size, caches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.sizing import Capacity, size_pool
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer
+from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer, check_draft
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
@@ -45,11 +43,7 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
     model, layouts = read
     drafting = None if draft is None else _read(draft, None, config, device)
     if drafting is not None:
-        if drafting[0].vocab_size != model.vocab_size:
-            raise RequestError(
-                f"the draft model {draft} knows {drafting[0].vocab_size} tokens, the model {model.vocab_size}; "
-                "a draft needs the same vocabulary"
-            )
+        check_draft(drafting[0].vocab_size, model.vocab_size)
         layouts += drafting[1]
     return Capacity.of(config, model.max_length, size_pool(layouts, config, model.max_length, device))
 
@@ -63,7 +57,7 @@ def _read(
         model, _, _ = read_headers(reader)
     except NotNative:
         return None
-    dtype, _ = pick_dtype(config.dtype, reader, model, device)
+    dtype, _ = pick_dtype(config.dtype, reader, device)
     return model, config_layouts(model, read_stored_cache(reader, model), kv_cache, config.page_size, dtype)
 
 

@@ -5,8 +5,6 @@ numbers are written into arrays that live as long as the engine, and the tensors
 batch is therefore valid until the next one is built. To other devices they go in one copy that nobody waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -106,30 +104,24 @@ class BatchBuilder:
                 logits[num_logits] = row
                 num_logits += 1
         starts[count] = total
-        parts = (
-            (self._tokens, total),
-            (self._positions, total),
-            (self._slots, total),
-            (self._rows, count),
-            (self._logits, num_logits),
-            (self._starts, count + 1),
-        )
+        parts = {
+            "token_ids": (self._tokens, total),
+            "positions": (self._positions, total),
+            "slots": (self._slots, total),
+            "residual_rows": (self._rows, count),
+            "logit_rows": (self._logits, num_logits),
+            "query_starts": (self._starts, count + 1),
+        }
         num_pages = -(-max(context_lengths) // self._page_size)
         if self._device.type == "cpu":  # views, the same ones as long as the sizes are
             table = self._rows_of(chunks, num_pages)
-            tensors = (*[buffer.first(size) for buffer, size in parts], torch.from_numpy(table))
+            tensors = (*[buffer.first(size) for buffer, size in parts.values()], torch.from_numpy(table))
         else:
             table = self._rows_of(chunks, table_width(num_pages))
-            tensors = send(self._device, *[buffer.array[:size] for buffer, size in parts], table)
-        token_ids, positions, slots, residual_rows, logit_rows, query_starts, page_table = tensors
+            tensors = send(self._device, *[buffer.array[:size] for buffer, size in parts.values()], table)
+        by_name: dict[str, Any] = dict(zip((*parts, "page_table"), tensors, strict=True))
         return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            query_starts=query_starts,
-            page_table=page_table,
-            slots=slots,
-            residual_rows=residual_rows,
-            logit_rows=logit_rows,
+            **by_name,
             query_lengths=query_lengths,
             context_lengths=context_lengths,
             sequence_ids=tuple([chunk.holder.id for chunk in chunks]),

@@ -4,8 +4,6 @@ A step: propose drafts -> schedule -> forward -> score prompts, choose tokens ->
 has ended. It belongs to one thread; a server calls it from its own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence as Many
 from itertools import accumulate
@@ -143,9 +141,7 @@ class Engine:
     def cancel(self, request_id: int) -> StepOutput | None:
         """End a request now and free its pages; None when it is not alive (any more)."""
         sequence = self._requests.get(request_id)
-        if sequence is None:
-            return None
-        return self._end(sequence, "cancelled", (), "")
+        return None if sequence is None else self._end(sequence, "cancelled", (), "")
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -249,11 +245,8 @@ class Engine:
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
         """The chosen tokens up to the first that a draft did not foresee: that one is right too, the rest is not."""
-        accepted = 0
-        for draft, token in zip(sequence.drafts, chosen, strict=False):
-            if draft != token:
-                break
-            accepted += 1
+        pairs = enumerate(zip(sequence.drafts, chosen, strict=False))
+        accepted = next((number for number, (draft, token) in pairs if draft != token), len(sequence.drafts))
         if self.controller is not None:
             self.controller.accepted(len(sequence.drafts), accepted)
         sequence.drafts = []

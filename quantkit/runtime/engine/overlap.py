@@ -10,8 +10,6 @@ cancelled), where pages are short, or where choosing needs the tokens themselves
 Then the engine goes on as without it. The tokens are the same either way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 import torch

@@ -1,7 +1,5 @@
 """Runs a model on what is scheduled: as a captured graph where it can be, else launch by launch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

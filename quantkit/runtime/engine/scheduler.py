@@ -13,11 +13,10 @@ their first token: they take what is left of the budget one after another instea
 beginning is just being computed for another is overtaken until it can be shared.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
@@ -163,7 +162,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, hits: list[int]) -> None:
         self._prefix.take(sequence, hits)
         sequence.row, sequence.num_table_entries = self._rows.pop(), 0
-        insort(self.running, sequence, key=_age)  # it may have been overtaken
+        insort(self.running, sequence, key=attrgetter("id"))  # it may have been overtaken
 
     def _scored_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
         """Pages that a sequence computes before what it scores and that others may wait for; see `missing_keys`."""
@@ -288,7 +287,3 @@ class Scheduler:
         for sequence in self.waiting:
             assert sequence.row < 0, f"request {sequence.id} waits and runs"
             assert not sequence.pages, f"request {sequence.id} waits with pages"
-
-
-def _age(sequence: Sequence) -> int:
-    return sequence.id

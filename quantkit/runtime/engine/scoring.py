@@ -5,8 +5,6 @@ beginning are computed once too, see `scheduler`. With a quantized cache what is
 the cache, as generating it would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ With a quantized KV cache the model itself differs a little: tokens of one step 
 is judged with fresher neighbours than it would have had alone, and the texts may part.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -48,6 +46,19 @@ class Proposer(Protocol):
 def _useful(sequence: Sequence, count: int) -> int:
     """Drafts of use to a sequence, out of so many: the verified step always adds one token of its own."""
     return min(count, sequence.limit - len(sequence.ids) - 1)
+
+
+def check_draft(vocab_size: int, target: int) -> None:
+    """Refuse a draft model that knows other tokens; the sizes are compared.
+
+    Raises:
+        RequestError: they differ.
+    """
+    if vocab_size != target:
+        raise RequestError(
+            f"the draft model knows {vocab_size} tokens, the model {target}; "
+            "speculate with a model of the same vocabulary, such as a compressed copy"
+        )
 
 
 class NgramProposer:
@@ -141,11 +152,7 @@ class DraftModelProposer:
     def __init__(
         self, model: Model, cache: KVCache | None, config: EngineConfig, *, num_pages: int, vocab_size: int
     ) -> None:
-        if model.vocab_size != vocab_size:
-            raise RequestError(
-                f"the draft model has {model.vocab_size} tokens, the model {vocab_size}; "
-                "speculate with a model of the same vocabulary, such as a compressed copy"
-            )
+        check_draft(model.vocab_size, vocab_size)
         self.model = model
         self._config = config
         self._pool = PagePool(num_pages)

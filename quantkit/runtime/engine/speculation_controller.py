@@ -5,12 +5,9 @@ large batches, low-bit weights, CPUs. What a step yields and costs is therefore 
 each size of batch, and the number of drafts with the most tokens per second is used, 0 included.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
 
 from quantkit.errors import RequestError
 from quantkit.models.cache import MAX_ROLLBACK
@@ -20,18 +17,13 @@ _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision
 _PERIOD = 64  # steps after which the other choice is tried again, for as many steps as a decision needs
 
 
-class _Drafted(NamedTuple):
-    seconds: float
-    share: float  # of the sequences that had drafts
-    length: float  # drafts per sequence that had any
-
-
 @dataclass(slots=True)
 class _Record:
     """What is known about batches of about one size."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
-    drafted: deque[_Drafted] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    # Seconds, share of the sequences that had drafts, and drafts per sequence that had any.
+    drafted: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     turn: int = 0
 
 
@@ -98,7 +90,7 @@ class SpeculationController:
         record = self._record(num_sequences)
         if drafts:
             share, length = len(drafts) / num_sequences, sum(drafts) / len(drafts)
-            record.drafted.append(_Drafted(seconds, share, length))
+            record.drafted.append((seconds, share, length))
         else:
             record.plain.append(seconds)
 

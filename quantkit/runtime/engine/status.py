@@ -1,11 +1,10 @@
 """What an engine says about itself: counts since the start, and how it runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from quantkit.kernels import cpu
+from quantkit.kernels import cpu, gpu
 from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.first_run import describe_kernels
 from quantkit.runtime.model.cache_schemes import cache_type
 
 
@@ -45,6 +44,8 @@ def describe_engine(engine: Engine, threads: str) -> dict[str, str]:
     topics = {"computed in": f"{str(model.dtype).removeprefix('torch.')} on {model.device}"}
     if model.device.type == "cpu":
         topics["CPU kernels"] = cpu.status()
+    elif gpu.is_used(model.device):
+        topics["GPU kernels"] = describe_kernels(model.device)
     if threads:
         topics["threads"] = threads
     if (graphs := engine.runner.graph_status) is not None:

@@ -4,8 +4,6 @@ Decoding is bound by memory, which one or two threads may exhaust, and on a shar
 more to wait for at each barrier. So counts are tried, for a moment, on what a model does.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import statistics
@@ -28,20 +26,6 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 15
 _GEMV_ROWS, _GEMV_WIDTH = 12288, 1024
 _GEMM_TOKENS, _GEMM_ROWS = 32, 1024
 _has_pool = True  # threads that OpenMP can give work to
-
-
-class ThreadTiming(NamedTuple):
-    """Seconds with one number of threads, medians of a few repeats.
-
-    Args:
-        threads: how many.
-        gemv_s: one token through a large weight: memory.
-        gemm_s: some tokens through a small weight: arithmetic.
-    """
-
-    threads: int
-    gemv_s: float
-    gemm_s: float
 
 
 class ThreadChoice(NamedTuple):
@@ -125,20 +109,22 @@ def thread_counts(limit: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, limit}))
 
 
-def measure_threads(counts: tuple[int, ...]) -> tuple[ThreadTiming, ...]:
-    """Time both products with each number of threads; changes torch's setting."""
+def measure_threads(counts: tuple[int, ...]) -> dict[int, tuple[float, float]]:
+    """Seconds of two products by number of threads, medians of a few repeats; changes torch's setting.
+
+    The first is one token through a large weight: memory. The second some tokens through a small one: arithmetic.
+    """
     # Filled, not zeros: untouched zeros all lie on one page.
     weight = torch.ones(_GEMV_ROWS, _GEMV_WIDTH)
     token, tokens = torch.ones(1, _GEMV_WIDTH), torch.ones(_GEMM_TOKENS, _GEMV_WIDTH)
     small = weight[:_GEMM_ROWS]
-    timings = []
+    share = _BUDGET_S / len(counts) / 2
+    timings = {}
     for count in counts:
         torch.set_num_threads(count)
-        share = _BUDGET_S / len(counts) / 2
         gemv = _median_time(lambda: functional.linear(token, weight), share)
-        gemm = _median_time(lambda: functional.linear(tokens, small), share)
-        timings.append(ThreadTiming(count, gemv, gemm))
-    return tuple(timings)
+        timings[count] = gemv, _median_time(lambda: functional.linear(tokens, small), share)
+    return timings
 
 
 def _median_time(work: Callable[[], object], budget_s: float) -> float:
@@ -156,14 +142,13 @@ def _median_time(work: Callable[[], object], budget_s: float) -> float:
     return statistics.median(times)
 
 
-def smallest_near_best(timings: tuple[ThreadTiming, ...]) -> ThreadChoice:
+def smallest_near_best(timings: dict[int, tuple[float, float]]) -> ThreadChoice:
     """The smallest number of threads whose time, both products counted alike, is within 10 % of the best.
 
     Args:
-        timings: by number of threads, ascending, the first for one thread.
+        timings: of both products by number of threads, ascending from one.
     """
-    one = timings[0]
-    costs = {t.threads: t.gemv_s / one.gemv_s + t.gemm_s / one.gemm_s for t in timings}
+    costs = {count: gemv / timings[1][0] + gemm / timings[1][1] for count, (gemv, gemm) in timings.items()}
     best = min(costs.values())
     threads = next(count for count, cost in costs.items() if cost <= _GOOD_ENOUGH * best)
     tried = ", ".join(f"{count}: {2 / cost:.2f}x" for count, cost in costs.items())

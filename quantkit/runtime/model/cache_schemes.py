@@ -1,7 +1,5 @@
 """Which number types each layer's keys and values are kept in: what the user names, else what the checkpoint says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +19,13 @@ class StoredCache:
     """What a checkpoint has for its KV cache.
 
     Args:
-        num_layers: decoder layers.
-        schemes: what config.json says of each; None = nothing.
-        scales: fixed scales of keys and values of each layer, where it has them.
+        schemes: what config.json says of each layer; None = nothing.
+        scales: of each layer: fixed scales of keys and values, where it has them.
         note: why what config.json says is not followed; empty when it is.
     """
 
-    num_layers: int
     schemes: tuple[KVScheme, ...] | None = None
-    scales: tuple[tuple[Scales, Scales] | None, ...] = ()
+    scales: tuple[tuple[Scales, Scales] | None, ...]
     note: str = ""
 
     def choose(self, name: str | None) -> tuple[LayerCache, ...]:
@@ -44,11 +40,11 @@ class StoredCache:
         preset = None if name is None else kv_scheme(name)
         if name == "auto" and self.schemes is not None:
             return tuple(map(_with_scales, self.schemes, self.scales))
-        if name == "fp8" and preset is not None and self.scales and None not in self.scales:
+        if name == "fp8" and preset is not None and None not in self.scales:
             by_head = KVScheme(key=FP8_HEAD, value=FP8_HEAD)
             several = any(isinstance(scale, tuple) for scales in self.scales for scale in scales or ())
             return tuple(_with_scales(by_head if several else preset, scales) for scales in self.scales)
-        return (LayerCache(scheme=preset or KVScheme()),) * self.num_layers
+        return (LayerCache(scheme=preset or KVScheme()),) * len(self.scales)
 
 
 def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCache:
@@ -60,7 +56,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     Raises:
         CheckpointError: a scale is missing, is no positive number, or there are not as many as heads.
     """
-    count = len(config.layers)
+    count = config.num_layers
     try:
         schemes, note = read_cache_schemes(reader.config, count), ""
     except SchemeError as error:
@@ -75,12 +71,12 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         scales, note = (None,) * count, note or f"scales of the KV cache, which config.json does not announce: {error}"
     for index, pair in enumerate(scales):
         is_announced = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
-        if is_announced and pair is None and config.layers[index].window is None:
+        if is_announced and pair is None and config.windows[index] is None:
             raise CheckpointError(
                 f"{reader.path}: config.json announces fixed scales of the KV cache, but {names[index]}.k_scale and "
                 "v_scale are missing; calibrate again, or choose another KV type with --kv-cache"
             )
-    return StoredCache(num_layers=count, schemes=schemes, scales=scales, note=note)
+    return StoredCache(schemes=schemes, scales=scales, note=note)
 
 
 def follows_checkpoint(path: str | Path) -> bool:

@@ -4,9 +4,7 @@ Plain JSON is read, both as transformers 4 wrote it (`rope_theta`, `rope_scaling
 (`rope_parameters`); transformers itself is not needed. Which tensors that makes says `models.description`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,36 +21,20 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerConfig:
-    """What differs from layer to layer.
-
-    Args:
-        window: a token attends to this many tokens, itself included; None = to all before it.
-        rope: its rotary embedding; None = no positions.
-        has_experts: experts in place of the MLP.
-    """
-
-    window: int | None
-    rope: RopeConfig | None
-    has_experts: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(ModelDescription):
     """One model, ready to be built.
 
     Args:
-        layers: in running order.
+        ropes: of each layer: its rotary embedding; None = no positions.
         norm_eps, norm_offset: of all norms.
         activation: of the MLP.
         attention_scale: of query times key.
         attention_softcap, logits_softcap: c of c * tanh(x / c).
         embedding_scale, residual_scale, logits_scale: of the embeddings, of what joins the stream, of the logits.
         max_length: tokens of a sequence.
-        dtype: of the checkpoint, where config.json says so.
     """
 
-    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig | None, ...]
     norm_eps: float
     norm_offset: float
     activation: str
@@ -63,7 +45,6 @@ class ModelConfig(ModelDescription):
     residual_scale: float
     logits_scale: float
     max_length: int
-    dtype: torch.dtype | None
 
 
 def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
@@ -86,44 +67,33 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     activation = family.activation or read.text("hidden_activation", default="silu")
     if activation not in ACTIVATIONS:
         raise NotNative(f"activation {activation!r}")
-    layers = _read_layers(read, family, fields, length)
+    ropes = _read_ropes(read, family, fields["windows"], fields["head_dim"], length)
+    root = read.number(factors.attention_root, default=fields["head_dim"])
     scale = fields["hidden_size"] ** 0.5 if factors.root_embedding else read.number(factors.embedding, default=1.0)
     return ModelConfig(
         **fields,
-        layers=layers,
+        ropes=ropes,
         norm_eps=read.number("rms_norm_eps", default=1e-6),
         norm_offset=family.norm_offset,
         activation=activation,
-        attention_scale=_attention_scale(read, family, fields["head_dim"]),
+        attention_scale=read.number(factors.attention, default=root**-0.5),
         attention_softcap=read.optional_number(factors.attention_softcap),
         logits_softcap=read.optional_number(factors.logits_softcap),
         embedding_scale=scale,
         residual_scale=read.number(factors.residual, default=1.0),
         logits_scale=read.number(factors.logits, default=1.0) / read.number(factors.logits_divisor, default=1.0),
-        max_length=_max_length(layers, length),
-        dtype=DTYPES.get(str(read.get("dtype")).removeprefix("torch.")),
+        max_length=_max_length(ropes, length),
     )
 
 
-def _attention_scale(read: ConfigReader, family: Family, head_dim: int) -> float:
-    factors = family.multipliers
-    if factors.attention is not None:
-        return read.number(factors.attention)
-    return float(read.number(factors.attention_root, default=head_dim) ** -0.5)
+def _read_ropes(
+    read: ConfigReader, family: Family, windows: tuple[int | None, ...], head_dim: int, length: int
+) -> tuple[RopeConfig | None, ...]:
+    ropes = {local: read_rope(read, family.rope, head_dim, length, local) for local in (False, True)}
+    rotated = positions_by_layer(read, family, windows)
+    return tuple(ropes[w is not None] if rotates else None for w, rotates in zip(windows, rotated, strict=True))
 
 
-def _read_layers(read: ConfigReader, family: Family, fields: Mapping[str, Any], length: int) -> tuple[LayerConfig, ...]:
-    windows = fields["windows"]
-    ropes = {local: read_rope(read, family.rope, fields["head_dim"], length, local) for local in (False, True)}
-    return tuple(
-        LayerConfig(window=window, rope=ropes[window is not None] if rotated else None, has_experts=sparse)
-        for window, rotated, sparse in zip(
-            windows, positions_by_layer(read, family, windows), fields["with_experts"], strict=True
-        )
-    )
-
-
-def _max_length(layers: tuple[LayerConfig, ...], length: int) -> int:
+def _max_length(ropes: Iterable[RopeConfig | None], length: int) -> int:
     """Tokens of a sequence: what config.json says, but dynamic scaling only begins where that ends."""
-    stretch = max((layer.rope.factor for layer in layers if layer.rope and layer.rope.kind == "dynamic"), default=1.0)
-    return int(length * stretch)
+    return int(length * max((rope.factor for rope in ropes if rope and rope.kind == "dynamic"), default=1.0))

@@ -5,8 +5,6 @@ them for each token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral); Yang et al. 2024 (Qwen2).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

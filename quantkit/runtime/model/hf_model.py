@@ -5,37 +5,24 @@ that continues at an earlier position than its cache (rejected drafts) has its c
 kind of cache cannot be cropped. Code that comes with a checkpoint is never run.
 """
 
-from __future__ import annotations
-
 import inspect
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.passing import class_of
+from quantkit.checkpoints.passing import config_and_class
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import KVLayout
 from quantkit.kernels.types import Logits
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.manifest import check_memory
 from quantkit.runtime.model.model import Model
 
 # Layers whose state is keys and values by position, so that its end can be cut off.
 _CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-@dataclass(slots=True)
-class _State:
-    """What is kept of a sequence: its tokens so far, and what transformers computed from them."""
-
-    cache: Any
-    token_ids: list[int] = field(default_factory=list)
 
 
 class TransformersModel(Model):
@@ -70,15 +57,11 @@ class TransformersModel(Model):
             dtype=table.dtype,
             device=table.device,
             notes=notes,
-            stored_cache=StoredCache(num_layers=0),
         )
         self._model = model
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
-        self._states: dict[int, _State] = {}
-
-    def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
-        return []
+        self._states: dict[int, tuple[Any, list[int]]] = {}  # of a sequence: transformers' cache, and its tokens so far
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
@@ -100,33 +83,27 @@ class TransformersModel(Model):
 
     def _advance(self, sequence_id: int, tokens: Tensor, past: int, rows: list[int]) -> Tensor:
         """Logits (len(rows), V) of one sequence's new tokens (T,), of which `past` are before."""
-        state = self._states.get(sequence_id)
-        if state is None or past == 0:
-            state = self._states[sequence_id] = _State(self._fresh_cache())
-        known = state.token_ids
+        nothing: tuple[Any, list[int]] = (None, [])
+        cache, known = self._states.get(sequence_id, nothing) if past else nothing
         if len(known) < past:
             raise ModelError(f"sequence {sequence_id} continues at position {past}, but only {len(known)} are computed")
         computed = len(known) if self._has_cache else 0
-        if computed > past:
-            computed = self._rewind(state, past, computed)
-        state.token_ids = known[:past] + tokens.tolist()
-        inputs = torch.tensor([state.token_ids[computed:]], device=self.device)
+        if computed > past and self._can_crop:
+            cache.crop(past - computed)  # negative: that many tokens less
+            computed = past
+        elif computed > past or cache is None:
+            cache, computed = self._fresh_cache(), 0
+        known = known[:past] + tokens.tolist()
+        self._states[sequence_id] = cache, known
+        inputs = torch.tensor([known[computed:]], device=self.device)
         skipped = past - computed  # recomputed tokens, whose logits nobody wants
         keep = torch.tensor([row + skipped for row in rows], dtype=torch.int64, device=self.device)
         options: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_rows and len(rows) else {}
         if self._has_cache:
-            options |= {"past_key_values": state.cache, "use_cache": True}
+            options |= {"past_key_values": cache, "use_cache": True}
         output = self._model(input_ids=inputs, **options)
         logits: Tensor = output.logits[0]
         return (logits if "logits_to_keep" in options else logits[keep]).float()
-
-    def _rewind(self, state: _State, past: int, computed: int) -> int:
-        """Go back from `computed` to `past` tokens; returns how many are computed now."""
-        if self._can_crop:
-            state.cache.crop(past - computed)  # negative: that many tokens less
-            return past
-        state.cache = self._fresh_cache()
-        return 0
 
     def _fresh_cache(self) -> Any:
         from transformers import DynamicCache
@@ -157,11 +134,9 @@ def load_with_transformers(
     """
     check_memory(reader, dtype, device)
     check_for_others(reader.config)
-    from transformers import AutoConfig
-
     try:
-        settings = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
-        model, report = class_of(reader, settings).from_pretrained(
+        _, kind = config_and_class(reader)
+        model, report = kind.from_pretrained(
             reader.path,
             dtype=dtype,
             local_files_only=True,

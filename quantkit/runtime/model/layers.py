@@ -4,10 +4,8 @@ Plain callables over the operations of `kernels.ops`; not `nn.Module`s, no autog
 business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of queries and keys, D channels of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -121,12 +119,6 @@ class Attention:
     options: AttentionOptions
     norms: tuple[Norm, Norm] | None
     norm_flat: bool
-    _key_start: int = field(init=False)
-    _value_start: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._key_start = self.num_heads * self.head_dim
-        self._value_start = self._key_start + self.num_kv_heads * self.head_dim
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Attend.
@@ -139,15 +131,15 @@ class Attention:
         Returns:
             (T, H).
         """
-        qkv, norms = self.qkv(x), self.norms
-        query, key = qkv[:, : self._key_start], qkv[:, self._key_start : self._value_start]
+        norms, heads = self.norms, self.qkv(x).view(len(x), -1, self.head_dim)  # (T, Hq + 2 Hkv, D)
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        query, key, value = heads.split(counts, 1)  # type: ignore[no-untyped-call]
         if norms is not None and self.norm_flat:
-            query, key = norms[0](query)[0], norms[1](key)[0]
-        shape = (len(x), -1, self.head_dim)
-        query, key, value = query.view(shape), key.view(shape), qkv[:, self._value_start :].view(shape)
+            query = norms[0](query.flatten(1))[0].view(query.shape)
+            key = norms[1](key.flatten(1))[0].view(key.shape)
         if norms is not None and not self.norm_flat:
             query, key = norms[0](query)[0], norms[1](key)[0]
-        attended = cache.attend(self.layer, query, key, value, batch, self.options, angles)
+        attended = cache.attention[self.layer]((query, key, value), batch, self.options, angles)
         return self.output(attended.reshape(len(x), -1))
 
 

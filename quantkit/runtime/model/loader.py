@@ -3,8 +3,6 @@
 Weights are laid out layer by layer, so memory never holds two copies of the model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,16 +10,17 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.devices import entered
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
-from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.kernels.ops.linear import join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
-from quantkit.models.config import NotNative
+from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import find_dtype
@@ -30,7 +29,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.config import HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
-from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name
+from quantkit.runtime.model.manifest import check_memory, check_tensors
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.untrusted import read_object
@@ -82,7 +81,7 @@ def load_model(
 
     if head_dtype is not None:
         raise InputError(f"head_dtype {head_dtype!r} is only for models that run natively; leave it out")
-    chosen, notes = pick_dtype(dtype, reader, None, device)
+    chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
         notes = (*notes, "the checkpoint asks for a quantized KV cache, which only models that run natively have")
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
@@ -106,10 +105,11 @@ def load_native(
         NotNative: its linears are in a format that is not decoded here.
         CheckpointError, ResourceError: see `load_model`.
     """
+    reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
     check_tensors(config, reader, scheme)
     stored_cache = read_stored_cache(reader, config)
-    chosen, notes = pick_dtype(dtype, reader, config, device)
+    chosen, notes = pick_dtype(dtype, reader, device)
     check_memory(reader, chosen, device)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
     parts = build_parts(weights)
@@ -134,12 +134,12 @@ def load_native(
 def build_parts(weights: Weights) -> dict[str, Any]:
     """What a `NativeModel` is made of by the names of its fields, but for the head."""
     config = weights.config
-    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+    ropes = list(dict.fromkeys(filter(None, config.ropes)))
     embedding = f"{config.family.embedding}.weight"
     # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
     table = weights.tensor(embedding, weights.reader.info(embedding).dtype)
     blocks = []
-    for index in range(len(config.layers)):
+    for index in range(config.num_layers):
         blocks.append(build_block(weights, index, ropes))
         release_freed_memory()
     return {"embedding": table, "blocks": blocks, "ropes": ropes, "final_norm": weights.norm(config.family.final_norm)}
@@ -167,7 +167,7 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
 
 
 def pick_dtype(
-    asked: str | torch.dtype, reader: CheckpointReader, config: ModelConfig | None, device: torch.device
+    asked: str | torch.dtype, reader: CheckpointReader, device: torch.device
 ) -> tuple[torch.dtype, tuple[str, ...]]:
     """The dtype to compute in, and notes for the user where it is not the checkpoint's.
 
@@ -181,7 +181,7 @@ def pick_dtype(
         if (name := _SHORT_NAMES.get(name, name)) not in DTYPES:
             raise InputError(f"unknown dtype {str(asked)!r}; use auto, {', '.join(DTYPES)}")
         return DTYPES[name], ()
-    stored = _stored_dtype(reader, config)
+    stored = _stored_dtype(reader)
     if device.type != "cpu" or stored == torch.float32:
         return stored, ()
     fast = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
@@ -207,13 +207,11 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:
+def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
     """What config.json says, else the most common float dtype of the tensors by bytes."""
-    if config is not None and config.dtype is not None:
-        return config.dtype
-    named = DTYPES.get(str(reader.config.get("dtype") or reader.config.get("torch_dtype")).removeprefix("torch."))
-    if named is not None:
-        return named
+    named = str(ConfigReader(reader.config).get("dtype")).removeprefix("torch.")
+    if named in DTYPES:
+        return DTYPES[named]
     totals = dict.fromkeys(DTYPES.values(), 0)
     for name in reader.names:
         info = reader.info(name)
@@ -224,17 +222,13 @@ def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch
 
 def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
     """The output head, rounded if asked for; shares the embedding where it is tied and not rounded."""
-    config, name = weights.config, head_name(weights.config.family, weights.reader)
+    config, name = weights.config, weights.config.family.head
     if head_dtype is None and not config.tied:
         return weights.linear([name])
     weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
-    bias = f"{name}.bias"
-    head = build_linear(
-        weight if head_dtype is None else _round_head(weight, head_dtype),
-        bias=weights.reader.tensor(bias).to(weights.device, weights.dtype) if bias in weights.reader else None,
-        dtype=weights.dtype,
-        device=weights.device,
-    )
+    biases = weights.biases([name], [weight])
+    rounded = weight if head_dtype is None else _round_head(weight, head_dtype)
+    head = weights.build(rounded, None if biases is None else biases[0])
     is_shared = head_dtype is None and isinstance(head, DenseLinear) and table.dtype == weights.dtype
     weights.num_bytes += 0 if is_shared else head.stored_bytes
     weights.stored_bytes += head.stored_bytes

@@ -3,8 +3,6 @@
 Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are wanted, V vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +35,6 @@ class Model(ABC):
         dtype: of the computation.
         device: where it runs.
         notes: what was decided at load and a user should know.
-        stored_cache: what the checkpoint says about its KV cache.
     Attributes:
         paged: whether keys and values live in the engine's `KVCache`. False: the model keeps its own state by
             sequence id, so there is no prefix cache and no KV quantization.
@@ -52,16 +49,15 @@ class Model(ABC):
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...]
-    stored_cache: StoredCache
 
-    @abstractmethod
     def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
-        """How each layer keeps keys and values.
+        """How each layer keeps keys and values; empty where the model keeps them itself.
 
         Args:
             kv_cache: short name of their number type, see `StoredCache.choose`; None = as computed.
             page_size: tokens per page.
         """
+        return []
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
@@ -82,6 +78,7 @@ class NativeModel(Model):
         ropes: rotary embeddings that the blocks refer to.
         final_norm: before the head.
         head: (R, H) -> (R, V).
+        stored_cache: what the checkpoint says about its KV cache.
     """
 
     config: ModelConfig
@@ -90,6 +87,7 @@ class NativeModel(Model):
     ropes: Sequence[RopeConfig]
     final_norm: Norm
     head: Linear
+    stored_cache: StoredCache
 
     def __post_init__(self) -> None:
         self._tables = [RopeTable(rope, self.device) for rope in self.ropes]
@@ -158,7 +156,7 @@ def config_layouts(
             page_size=page_size,
             dtype=kv_dtype(kv_cache or "auto", dtype),
             cache=cache,
-            window=layer.window,
+            window=window,
         )
-        for layer, cache in zip(config.layers, stored.choose(kv_cache), strict=True)
+        for window, cache in zip(config.windows, stored.choose(kv_cache), strict=True)
     ]

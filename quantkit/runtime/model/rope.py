@@ -7,8 +7,6 @@ Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN, which also describes 
 (LongRoPE); transformers `modeling_rope_utils.py` for the meaning of the keys.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -84,8 +82,7 @@ class RopeTable:
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         self.rope, self.device = rope, device
         self._length = 0
-        self._cos = self._sin = torch.empty(0)
-        self._grow(_FIRST_ROWS)
+        self.reserve(_FIRST_ROWS)
 
     def gather(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each new token.
@@ -96,28 +93,22 @@ class RopeTable:
             cos, sin: (T, R/2) float32.
         """
         longest, limit = max(batch.context_lengths), self.rope.turning_length
-        if longest > self._length:
-            self._grow(longest)
+        self.reserve(longest)
         if limit is None or longest <= limit:
             return self._cos[batch.positions], self._sin[batch.positions]
-        pairs = []
         chunks = torch.split(batch.positions, list(batch.query_lengths))  # type: ignore[no-untyped-call]
-        for positions, length in zip(chunks, batch.context_lengths, strict=True):
-            if length <= limit:
-                pairs.append((self._cos[positions], self._sin[positions]))
-            else:
-                pairs.append(self._angles(positions, length))
+        pairs = [
+            (self._cos[positions], self._sin[positions]) if length <= limit else self._angles(positions, length)
+            for positions, length in zip(chunks, batch.context_lengths, strict=True)
+        ]
         cos, sin = zip(*pairs, strict=True)
         return torch.cat(cos), torch.cat(sin)
 
     def reserve(self, length: int) -> None:
-        """Compute the tables as far as this position, so that they are not moved before it is passed."""
+        """Compute the tables as far as this position; they are not moved before it is passed."""
         if length > self._length:
-            self._grow(length)
-
-    def _grow(self, length: int) -> None:
-        self._length = max(length, 2 * self._length)
-        self._cos, self._sin = self._angles(torch.arange(self._length, device=self.device), 0)
+            self._length = max(length, 2 * self._length)
+            self._cos, self._sin = self._angles(torch.arange(self._length, device=self.device), 0)
 
     def _angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         (waves,) = send(self.device, frequencies(self.rope, length).numpy())

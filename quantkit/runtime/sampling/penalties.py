@@ -5,8 +5,6 @@ sequence keeps its distinct tokens in growing arrays (`TokenHistory`), so a step
 values per row and never builds a (R, V) table.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -6,8 +6,6 @@ draws with the same variates, a speculative step accepts a draft exactly when it
 anyway: see `engine.speculation`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

@@ -52,8 +52,10 @@ def test_statistics_are_what_they_are_called():
     assert torch.equal(statistics.channel_peak, keys.abs().amax((0, 2)))
     torch.testing.assert_close(statistics.mean_square(), keys.double().square().mean((0, 2)))
     ranges = (keys.amax(-1) - keys.amin(-1)).double().square().mean((0, 2))
-    torch.testing.assert_close(statistics.mean_square_range(), ranges)
-    torch.testing.assert_close(statistics.mean_square_peak(), keys.abs().amax(-1).double().square().mean((0, 2)))
+    torch.testing.assert_close(statistics.mean_square_of_token("range"), ranges)
+    torch.testing.assert_close(
+        statistics.mean_square_of_token("peak"), keys.abs().amax(-1).double().square().mean((0, 2))
+    )
 
 
 @pytest.mark.parametrize("scheme", [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TOKEN, FP8_TENSOR], ids=str)

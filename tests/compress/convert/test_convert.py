@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
 from quantkit.compress.convert.source import open_source
-from quantkit.errors import OutputError, SchemeError
+from quantkit.errors import CheckpointError, OutputError, SchemeError
 from quantkit.inspection import compare, inspect
 from tests.helpers import edit_config, load_tensors, make_model, transformers_logits
 
@@ -49,6 +50,21 @@ def assert_same_values(left, right):
         for item in (weight.zero_point, other.zero_point):
             known = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
             assert item is None or torch.equal(item, known)
+
+
+@pytest.mark.parametrize("to", ["awq", "gguf"])
+def test_a_source_that_changes_between_two_layers_is_refused(made, tmp_path, to):
+    source, output = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(made / "asym", source)
+
+    def touch(done, _total, _name):
+        if done == 1:
+            shard = source / "model-00001-of-00003.safetensors"
+            shard.write_bytes(shard.read_bytes()[:-1] + b"\x40")
+
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00003\.safetensors changed while it was read"):
+        convert(source, to, output, progress=touch)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 CHAINS = [
@@ -202,7 +218,8 @@ def test_differences_between_two_checkpoints(made, model, tmp_path):
     convert(made / "sym", "compressed-tensors", tmp_path / "ct")
     comparison = compare(made / "sym", tmp_path / "ct")
     assert ("format", "gptq", "compressed-tensors") in comparison.facts
-    assert compare(model, model).is_empty
+    same = compare(model, model)
+    assert not (same.facts or same.modules or same.entries)
     edit_config(tmp_path / "ct", rms_norm_eps=0.5)
     convert(made / "sym", "compressed-tensors", tmp_path / "other")
     assert ("rms_norm_eps", "0.5", "1e-06") in compare(tmp_path / "ct", tmp_path / "other").entries

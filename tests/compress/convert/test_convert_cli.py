@@ -39,6 +39,12 @@ def test_convert_answers_in_json_and_in_words(made, tmp_path):
     assert (tmp_path / "a.gguf").is_file()
 
 
+def test_a_gguf_file_is_written_without_a_word_of_the_library(made, tmp_path, caplog):
+    done = run("convert", made / "q", "--to", "gguf", "-o", tmp_path / "a.gguf", "--json")
+    assert (done.exit_code, done.stderr, caplog.text) == (0, "", "")
+    json.loads(done.stdout)
+
+
 def test_refusals_are_one_line_and_exit_code_4(made, tmp_path):
     done = run("convert", made / "ordered", "--to", "compressed-tensors", "-o", tmp_path / "out")
     assert done.exit_code == 4

@@ -228,6 +228,15 @@ def test_what_cannot_be_said_is_refused_before_anything_is_written(model, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("value", [[["a"]], "wide", True, {}, 1e999])
+def test_a_number_of_another_type_is_refused(tmp_path, value):
+    path = make_model(tmp_path / "m")
+    edit_config(path, rms_norm_eps=value, model_type="unknown")  # transformers' own checks need a known one
+    with pytest.raises(ModelError, match=r"'?rms_norm_eps'?.* is "):
+        convert(path, "gguf", tmp_path / "a.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 def test_unfit_codes_are_refused_with_what_holds_them(model, tmp_path):
     quantize(model, "rtn-int4", tmp_path / "q", overrides={"weights.group_size": 16})
     with pytest.raises(SchemeError, match=r"scale per 32 inputs.*hold all of it: awq, gptq"):

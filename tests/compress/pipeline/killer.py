@@ -26,6 +26,17 @@ class KillAfterFirst:
         raise Killed
 
 
+class AfterFirst(KillAfterFirst):
+    """A listener that does something once the first layer is on disk."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def layer_finished(self, record):
+        if record.index == 0:
+            self.act()
+
+
 class Renames:
     """Counts them, and ends the process at one."""
 

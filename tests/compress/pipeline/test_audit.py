@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.output import Shard
 from quantkit.compress.pipeline import audit
 from quantkit.compress.pipeline.plan import build_plan
@@ -114,13 +115,13 @@ def test_a_code_outside_its_type_is_found(finished):
 def test_a_flipped_bit_in_the_shard_is_found(finished):
     plan, folder, _ = finished
     prefix, weight, scheme = one_weight(plan, folder)
-    file = ModelReader.view_file(folder / "model-00001-of-00003.safetensors", plan.family)
+    file = ModelReader.of(CheckpointReader.of_file(folder / "model-00001-of-00003.safetensors"), plan.family)
     shard = Shard(plan.format)
-    shard.add_linear(prefix, weight, scheme, plan.format.encode(weight, scheme))
+    shard.add_linear(prefix, weight, scheme)
     shard.check(file)
     weight.codes[3, 5] ^= 1
     with pytest.raises(AuditError, match="codes decodes to others"):
         shard.check(file)  # what was encoded is not what calibration computed with
-    shard.add_linear(prefix, weight, scheme, plan.format.encode(weight, scheme))
+    shard.add_linear(prefix, weight, scheme)
     with pytest.raises(AuditError, match="reads back differently"):
         shard.check(file)

@@ -100,6 +100,11 @@ def no_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
 
 
+def endless_tokenizer(model: Path) -> None:
+    """Not read by a recipe without calibration, but carried into the output."""
+    os.truncate(model / "tokenizer_config.json", 1 << 40)
+
+
 def small_vocabulary(model: Path) -> None:
     """The tokenizer has 258 ids, the model 100."""
     tensors = load_file(model / "model.safetensors")
@@ -124,6 +129,7 @@ MODELS: list[tuple[str, Callable[[Path], None], str]] = [
     ("unknown architecture", other_family, r"no_such"),
     ("already quantized", quantized_already, r"already quantized"),
     ("no tokenizer", no_tokenizer, r"tokenizer cannot be loaded"),
+    ("tokenizer of a terabyte", endless_tokenizer, r"tokenizer_config\.json has 1\.0 TiB, no tokenizer"),
     ("tokenizer of another vocabulary", small_vocabulary, r"outside the model's vocabulary of 100"),
 ]
 

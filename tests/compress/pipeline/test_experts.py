@@ -17,7 +17,7 @@ from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms.gptq import fitting_rounds
 from quantkit.compress.calibration.expert_inputs import UNDER_CALIBRATED_TOKENS
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.pipeline.run import _Run
+from quantkit.compress.pipeline import run as pipeline
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.models.families import find
 from quantkit.runtime.llm import LLM
@@ -163,14 +163,14 @@ def test_each_expert_has_its_own_scales(mixtral, tmp_path, text_file):
 def test_a_killed_run_resumes_bit_for_bit(mixtral, tmp_path, text_file, monkeypatch, recipe):
     changes = {**SMALL, "weights.symmetric": True}
     whole = run(mixtral, recipe, tmp_path / "whole", text_file, overrides=changes)
-    layer = _Run.layer
+    run_layer = pipeline._run_layer
 
-    def killed(self, index):
+    def killed(plan, index, *rest):
         if index == 1:
             raise KeyboardInterrupt
-        layer(self, index)
+        run_layer(plan, index, *rest)
 
-    monkeypatch.setattr(_Run, "layer", killed)
+    monkeypatch.setattr(pipeline, "_run_layer", killed)
     with pytest.raises(KeyboardInterrupt):
         run(mixtral, recipe, tmp_path / "resumed", text_file, overrides=changes)
     monkeypatch.undo()

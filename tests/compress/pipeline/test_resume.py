@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import signal
 import time
@@ -14,9 +15,9 @@ import torch
 import quantkit
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
-from quantkit.errors import InputError, OutputError, ResumeError
+from quantkit.errors import CheckpointError, InputError, OutputError, ResumeError
 from tests import forked
-from tests.compress.pipeline.killer import KillAfterFirst, Killed, compress, renames_file
+from tests.compress.pipeline.killer import AfterFirst, KillAfterFirst, Killed, compress, renames_file
 from tests.helpers import edit_tensors, load_tensors, make_model
 
 
@@ -150,7 +151,7 @@ def test_another_source_data_set_or_version_is_refused_by_name(tmp_path, text_fi
     assert quantize(model, tmp_path / "out", text).resumed_layers == 1
 
 
-@pytest.mark.parametrize("sensitivity", ["shard", "shard-missing", "progress", "state"])
+@pytest.mark.parametrize("sensitivity", ["shard", "shard-missing", "shard-endless", "progress", "state"])
 def test_damaged_leftovers_are_noticed(tiny_llama, tmp_path, text_file, sensitivity):
     interrupted(tiny_llama, tmp_path / "out", text_file)
     partial = tmp_path / "out.partial"
@@ -160,12 +161,43 @@ def test_damaged_leftovers_are_noticed(tiny_llama, tmp_path, text_file, sensitiv
     }.get(sensitivity, partial / "checkpoint" / "model-00001-of-00003.safetensors")
     if sensitivity == "shard-missing":
         target.unlink()
+    elif sensitivity == "shard-endless":
+        os.truncate(target, 1 << 40)
     else:
         target.write_bytes(target.read_bytes()[:-3] + b"\x00\x01\x02")
     with pytest.raises(ResumeError, match="--no-resume"):
         quantize(tiny_llama, tmp_path / "out", text_file)
     quantize(tiny_llama, tmp_path / "out", text_file, resume=False)
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("how", ["in place", "another file of that name", "config.json"])
+def test_a_source_that_changes_between_two_layers_is_refused(tmp_path, text_file, how):
+    model = make_model(tmp_path / "model")
+    weights = model / ("config.json" if how == "config.json" else "model.safetensors")
+
+    def change():
+        data = weights.read_bytes()
+        if how == "another file of that name":
+            weights.unlink()
+        weights.write_bytes(data[:-1] + (b" " if how == "config.json" else b"\x40"))
+
+    with pytest.raises(CheckpointError, match=rf"{weights.name} changed while it was read; start over"):
+        quantize(model, tmp_path / "out", text_file, listener=AfterFirst(change))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ResumeError, match=r"source\."):  # its first layer is of the old model
+        quantize(model, tmp_path / "out", text_file)
+    assert quantize(model, tmp_path / "out", text_file, resume=False).resumed_layers == 0
+
+
+def test_a_clock_that_jumps_changes_nothing(tiny_llama, tmp_path, text_file, undisturbed, monkeypatch):
+    generator = random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: generator.uniform(-(10**9), 10**10))
+    monkeypatch.setattr(time, "time_ns", lambda: generator.randrange(-(10**18), 10**19))
+    interrupted(tiny_llama, tmp_path / "out", text_file)
+    os.utime(tmp_path / "out.partial" / "progress.json", (10**10, 10**10))  # written in the year 2286
+    quantize(tiny_llama, tmp_path / "out", text_file)
+    assert hashes(tmp_path / "out") == undisturbed[0]
 
 
 def test_an_existing_output_is_not_touched(tiny_llama, tmp_path, text_file):

@@ -49,15 +49,15 @@ def test_the_smallest_recipe_has_all_defaults(write):
     assert recipe.name == "mine"
     assert recipe.scheme.default.weight == WeightScheme(dtype=INT8, group_size=None, symmetric=True)
     assert recipe.scheme.default.activation is None
-    assert (recipe.steps, recipe.step_names, recipe.calibration) == ((), (), None)
+    assert (recipe.steps, recipe.calibration) == ({}, None)
     assert (recipe.format, recipe.seed) == ("compressed-tensors", 0)
 
 
 def test_steps_are_built_in_order_with_options_and_default_calibration(write):
     recipe = load(write(INT4_G32 + "steps:\n  - awq: {grid: 7}\n  - gptq\n"))
-    assert recipe.step_names == ("awq", "gptq")
-    assert recipe.steps[0].grid == 7
-    assert recipe.steps[1] == type(recipe.steps[1])()
+    assert list(recipe.steps) == ["awq", "gptq"]
+    assert recipe.steps["awq"].grid == 7
+    assert recipe.steps["gptq"] == type(recipe.steps["gptq"])()
     assert recipe.calibration == CalibrationSection()
 
 
@@ -67,7 +67,7 @@ def test_null_options_are_the_defaults(write):
 
 def test_whole_numbers_and_exponents_are_numbers_where_a_fraction_is_expected(write):
     recipe = load(write(INT4_G32 + "steps: [{smoothquant: {alpha: 1}}, {gptq: {damping: 1e-3}}]"))
-    assert (recipe.steps[0].alpha, recipe.steps[1].damping) == (1.0, 0.001)
+    assert (recipe.steps["smoothquant"].alpha, recipe.steps["gptq"].damping) == (1.0, 0.001)
 
 
 def test_overrides_inherit_and_the_later_one_wins(write):
@@ -230,7 +230,7 @@ def test_fields_can_be_replaced_from_outside(write):
     changes = ["weights.group_size=64", "steps.gptq.damping=0.05", "calibration.samples=16", "activations.dtype=int8"]
     recipe = load(path, [*changes, "seed=3", "ignore='*.gate'", "weights.group_size=channel"])
     assert recipe.scheme.default.weight.group_size is None
-    assert recipe.steps[0].damping == 0.05
+    assert recipe.steps["gptq"].damping == 0.05
     assert recipe.calibration.samples == 16
     assert recipe.scheme.default.activation.dtype == INT8
     assert recipe.seed == 3
@@ -242,14 +242,14 @@ def test_replacing_by_mapping_and_by_text_is_the_same(write):
     by_text = load(path, ["weights.dtype=int8", "steps.gptq.block_size=64", "calibration.data=my.txt"])
     by_mapping = load(path, {"weights.dtype": "int8", "steps.gptq.block_size": 64, "calibration.data": "my.txt"})
     assert by_text == by_mapping
-    assert by_text.steps[0].damping == 0.1
+    assert by_text.steps["gptq"].damping == 0.1
     assert load(path, "seed=4") == load(path, ["seed=4"])
 
 
 def test_whole_parts_can_be_replaced_and_removed(write):
     path = write(INT4_G32 + "activations: {dtype: int8}\nsteps: [gptq]\ncalibration: {samples: 4}")
     recipe = load(path, ["steps=[]", "calibration=null", "activations=null", "weights={dtype: fp8}"])
-    assert (recipe.steps, recipe.calibration, recipe.scheme.default.activation) == ((), None, None)
+    assert (recipe.steps, recipe.calibration, recipe.scheme.default.activation) == ({}, None, None)
     assert recipe.scheme.default.weight == WeightScheme(dtype=FP8)
     assert load(path, ["overrides=[{modules: a, skip: true}]"]).scheme.find("a") is None
 

@@ -41,7 +41,7 @@ def test_these_are_shipped():
 def test_it_stores_and_does_what_its_name_promises(name):
     recipe = load(name)
     weights = recipe.scheme.default
-    assert (weights and weights.describe(), recipe.step_names) == MEANING[name]
+    assert (weights and weights.describe(), tuple(recipe.steps)) == MEANING[name]
     assert (recipe.kv_cache and recipe.kv_cache.scheme.describe()) == CACHES.get(name)
     assert recipe.name == name == recipe.source["name"]
     activation = None if weights is None else weights.activation

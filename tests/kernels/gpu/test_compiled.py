@@ -199,7 +199,7 @@ import json, sys
 sys.path.insert(0, "evals/gpu")
 from compile_check import everything
 from instructions import compiled
-launches = everything([80, 90], ["bfloat16"])
+launches = everything([80, 90], ["bf16"])
 print(json.dumps([
     compiled(launch, chip).code for (_, chip), launch in launches.items() if launch.label.endswith("dependent, bf16")
 ]))

@@ -16,7 +16,7 @@ from quantkit.kernels.ops.experts import stack
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.reference import block as reference
 from quantkit.kernels.reference import experts
-from quantkit.kernels.types import ActivationQuantization, HeadNorms
+from quantkit.kernels.types import ActivationQuantization, AttentionOptions, HeadNorms
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -404,10 +404,10 @@ def test_graphs_of_decode_steps_give_what_eager_steps_give(monkeypatch):
         torch.cat([source[number][start:stop] for number, start, stop in spans]).cuda()
         for source in (made.query, made.key, made.value)
     ]
-    eager = cache.attend(0, *states, batch, scale=0.125)
+    eager = cache.attention[0](states, batch, AttentionOptions(scale=0.125))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = cache.attend(0, *states, batch, scale=0.125)
+        replayed = cache.attention[0](states, batch, AttentionOptions(scale=0.125))
     replayed.zero_()
     graph.replay()
     assert torch.equal(replayed, eager)
@@ -442,9 +442,10 @@ def test_bfloat16_decodes_on_the_gpu():
 def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     """`quantkit tune` on a small model: no candidate computes something else, and launches take what was found."""
     from quantkit.benchmark.tune import tune
-    from quantkit.benchmark.tune_cases import Shapes, cases_of, random_weight
+    from quantkit.benchmark.tune_cases import Shapes, cases_of
     from quantkit.benchmark.tune_problems import opener
     from quantkit.kernels.gpu import configs, packing, tuned
+    from quantkit.runtime.engine.kernel_checks import random_weight
 
     scheme = LinearScheme(weight=WeightScheme(dtype=DTYPES["int4"], group_size=128))
     shapes = Shapes(linears=((512, 1024, scheme),), query_heads=8, kv_heads=2, head_dim=64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from quantkit.kernels.gpu import attention as gpu_attention
 from quantkit.kernels.gpu import choices, configs, residual_store, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.kernels.ops.attention import Stepwise
@@ -132,9 +133,9 @@ def test_long_prefixes_are_split(kind, option):
     outputs = []
     for implementation in IMPLEMENTATIONS:
         cache = made.cache()
-        cache._attention = [IMPLEMENTATIONS[0](cache._views[0])]
+        cache.attention = [IMPLEMENTATIONS[0](cache._views[0])]
         made.step(cache, [(0, 0, 230), (1, 0, 10)], **options)
-        cache._attention = [implementation(cache._views[0])]
+        cache.attention = [implementation(cache._views[0])]
         outputs.append([])
         for spans in (
             [(0, 230, 231)],
@@ -162,6 +163,16 @@ def test_keys_of_chunks_are_stored_in_one_launch(monkeypatch):
             made.step(caches[-1], [span])
         store(key, caches[-1]._views[0], batch, *([2] if store is reference.store_residuals else []))
     assert_same_memory(*caches)
+
+
+def test_chunks_leave_no_keys_to_torch(monkeypatch):
+    def refuse(*given, **named):
+        raise AssertionError("torch stores keys, sequence by sequence")
+
+    monkeypatch.setattr(gpu_attention, "store_residuals", refuse)
+    monkeypatch.setattr(kv_cache, "paged_attention", TritonAttention)
+    made = Sequences(layout("int4", dim=32, page_size=16, dtype=torch.float16), (15, 9))
+    made.step(made.cache(), [(0, 0, 15), (1, 0, 9)])
 
 
 def test_streams_count_apart(monkeypatch):
@@ -209,9 +220,9 @@ def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
             residual_rows=torch.cat([one.residual_rows, torch.zeros(extra, dtype=torch.int64)]),
             query_lengths=(1,) * (1 + extra),
         )
-        states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
+        states = tuple(source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
         angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)
-        outputs.append(caches[-1].attend(0, *states, batch, AttentionOptions(scale=0.2), angles)[0])
+        outputs.append(caches[-1].attention[0](states, batch, AttentionOptions(scale=0.2), angles)[0])
     assert torch.equal(*outputs)
     assert_same_memory(*caches)
 
