@@ -89,7 +89,6 @@ def _prefill_kernel(
     q = load_query(q_at, kept, K_KIND == 3, K_WIDTH, K_BLOCK)
     first = tl.maximum(cached + number * TOKENS - window + 1, 0) if HAS_WINDOW else 0
     begin, end, num_active = split_bounds(first, cached, split, num_splits, TILE)
-    # A short sequence has fewer splits than the grid, and its counter counts only those.
     if split >= num_active:
         return
     if HAS_RESIDUAL:
@@ -101,7 +100,6 @@ def _prefill_kernel(
         K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_RESIDUAL, RESIDUAL, HAS_WINDOW, HAS_SOFTCAP,
         K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, PAGE, TILE,
     )  # fmt: skip
-    # One split has the fresh keys, so that they count once; there always is a first.
     stop = tl.where(split == 0, tl.minimum((number + 1) * TOKENS, count), 0)
     state = _over_fresh(
         q, own, first, cached, stop, key + start * key_strides[0] + head * key_strides[1], key_strides[0],
