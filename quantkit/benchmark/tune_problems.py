@@ -114,10 +114,9 @@ def _product(work: ProductWork, device: torch.device, dtype: torch.dtype) -> tup
     x = torch.randn(work.rows, work.inputs, device=device).to(dtype)
     inputs = x.float() if activation is None else fake_quantize_inputs(x.float(), activation)
     expected = inputs @ weight.dequantize().t()
-    linears = []
-    for _ in range(num_copies(weight.stored_bytes, str(device))):
-        copy = dataclasses.replace(weight, codes=weight.codes.clone())
-        linears.append(build_linear(copy, activation=activation, dtype=dtype, device=device))
+    copies = num_copies(weight.stored_bytes, str(device))
+    weights = (dataclasses.replace(weight, codes=weight.codes.clone()) for _ in range(copies))
+    linears = [build_linear(copy, activation=activation, dtype=dtype, device=device) for copy in weights]
     return [lambda linear=linear: linear(x) for linear in linears], expected  # type: ignore[misc]
 
 

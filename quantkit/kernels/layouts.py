@@ -126,6 +126,7 @@ class KVLayout:
                 names = ", ".join(other.describe() for other in known)
                 raise SchemeError(f"no KV cache keeps {what} as {scheme.describe()}; use {names}")
             by_head = (scales,) if isinstance(scales, float) else scales
+            # NaN is not between any two numbers.
             if len(by_head) not in (1, self.num_heads) or not all(0 < scale < math.inf for scale in by_head):
                 raise SchemeError(
                     f"the fixed scales of {what} are {scales}; expected a positive number, or {self.num_heads} of them"
@@ -137,11 +138,6 @@ class KVLayout:
     def scheme(self) -> KVScheme:
         """Number types."""
         return self.cache.scheme
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether keys or values are."""
-        return self.scheme.is_quantized
 
     @property
     def has_residual(self) -> bool:

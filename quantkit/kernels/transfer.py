@@ -48,6 +48,7 @@ def _pack(arrays: tuple[Array, ...], *, pinned: bool) -> tuple[Tensor, list[int]
 
 def _unpack(there: Tensor, arrays: tuple[Array, ...], starts: list[int]) -> tuple[Tensor, ...]:
     return tuple(
+        # The dtype by way of an empty tensor: torch has no public table from numpy's names to its own.
         there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     )

@@ -46,6 +46,7 @@ class LinearFacts:
         description: number type and kernel, e.g. `int4 g128 (native)`.
     """
 
+    # Of the class, because few linears have one.
     activation_quantization: ActivationQuantization | None = None
 
     def __init__(self, shape: tuple[int, ...], stored_bytes: int, description: str) -> None:
@@ -55,18 +56,16 @@ class LinearFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearSource:
-    """What a linear is laid out from.
+class LinearSettings:
+    """What a linear is laid out from besides its weight.
 
     Args:
-        weight: (N, K), quantized.
         bias: (N,), added after the product; or None.
         activation: what inputs are quantized to at run time; None = they are not.
         dtype: of the computation.
         device: where it runs.
     """
 
-    weight: QuantizedTensor
     bias: Tensor | None = None
     activation: ActivationScheme | None = None
     dtype: torch.dtype
@@ -75,6 +74,13 @@ class LinearSource:
     def bias_in(self, dtype: torch.dtype) -> Tensor | None:
         """The bias on the device."""
         return None if self.bias is None else self.bias.to(self.device, dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearSource(LinearSettings):
+    """What a linear with a quantized weight (N, K) is laid out from."""
+
+    weight: QuantizedTensor
 
     def describe(self, kernel: str) -> str:
         """The description of the linear on a kernel."""

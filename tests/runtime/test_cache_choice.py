@@ -191,7 +191,7 @@ def test_windows_are_ignored_and_need_no_scale(tmp_path):
     kept_layers = {name: value for name, value in tensors.items() if ".0." not in name}
     config = {**PLAIN, "kv_cache_scheme": SCHEME}
     llm = run(third_party(tmp_path, kept_layers, config, family="gemma3_text"))
-    quantized = [layout.is_quantized for layout in llm.engine.runner.cache.layouts]
+    quantized = [layout.scheme.is_quantized for layout in llm.engine.runner.cache.layouts]
     assert quantized == [window is None for window in llm.model.config.windows]
     assert any(quantized)
     assert not quantized[0]

@@ -73,7 +73,7 @@ def test_sixteen_bits_are_as_close_as_transformers_own(tmp_path):
 
 def test_layers_with_a_window_are_not_quantized(tmp_path):
     model = load_model(make_loud_model(tmp_path, "gemma2"))
-    assert [layout.is_quantized for layout in model.layouts("int8", 16)] == [False, True]
+    assert [layout.scheme.is_quantized for layout in model.layouts("int8", 16)] == [False, True]
     assert find(CheckpointReader(tmp_path).config) is model.config.family
 
 

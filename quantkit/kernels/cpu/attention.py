@@ -5,7 +5,7 @@ What they do is written in `reference.attention`; structures mirror `kv.h`.
 
 import functools
 from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,28 +47,23 @@ class _Batch(Structure):
         ("sequences", c_int64),
         ("table_stride", c_int64),
     )
+    owned: tuple[Any, ...]  # what the pointers lead to, which must live as long
 
 
 class _Options(Structure):
     _fields_ = (("scale", c_double), ("softcap", c_double), ("window", c_int64))
 
 
-class _Prepared(NamedTuple):
-    """A batch as C sees it, with what must live as long."""
-
-    batch: ForwardBatch
-    reference: Any
-    owned: tuple[Any, ...]
+_latest: tuple[ForwardBatch, Any] | None = None
 
 
-_latest: _Prepared | None = None
-
-
-def _prepare(batch: ForwardBatch) -> _Prepared:
+def _prepare(batch: ForwardBatch) -> Any:
     """The batch for C, made once per step, since all layers ask for the same one; to be held while C runs."""
     global _latest
+    # Read once, because another thread may prepare a batch of its own meanwhile.
     latest = _latest
-    if latest is None or latest.batch is not batch:
+    # By identity: what is equal on the host may have other tensors.
+    if latest is None or latest[0] is not batch:
         table = batch.page_table.to(torch.int32).contiguous()
         rows = batch.residual_rows.to(torch.int64).contiguous()
         count = len(batch.query_lengths)
@@ -82,8 +77,9 @@ def _prepare(batch: ForwardBatch) -> _Prepared:
             sequences=count,
             table_stride=table.shape[1],
         )
-        latest = _latest = _Prepared(batch, byref(structure), (table, rows, queries, contexts, structure))
-    return latest
+        structure.owned = table, rows, queries, contexts
+        latest = _latest = batch, byref(structure)
+    return latest[1]
 
 
 @functools.cache
@@ -115,22 +111,18 @@ class NativeAttention:
         if kind is None or not query.dtype == key.dtype == value.dtype:
             return self._plain(states, batch, options)
         if options is not self._options:
-            self._set_options(options)
+            structure = _Options(scale=options.scale, softcap=options.softcap or 0.0, window=options.window or 0)
+            self._options, self._options_pointer = options, byref(structure)
         query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
         out = torch.empty_like(query)
-        step = _prepare(batch)
         failed = self._attend(
-            self._layer, step.reference, self._options_pointer, query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            self._layer, _prepare(batch), self._options_pointer, query.data_ptr(), key.data_ptr(), value.data_ptr(),
             out.data_ptr(), query.stride(0), key.stride(0), value.stride(0), query.shape[1], kind,
             torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise ResourceError("no memory is left for the scratch space of attention; lower the token budget")
         return out
-
-    def _set_options(self, options: AttentionOptions) -> None:
-        structure = _Options(scale=options.scale, softcap=options.softcap or 0.0, window=options.window or 0)
-        self._options, self._options_pointer = options, byref(structure)
 
 
 def _dense_heads(states: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ def find_compiler() -> str:
 
 def find_openmp() -> str | None:
     """Path of the OpenMP library that torch has loaded into this process; None when there is none."""
+    # For what it brings along: before that there is no OpenMP library in this process.
     import torch  # noqa: F401
 
     mapped = re.search(r"(/\S*/lib(?:gomp|iomp5)[^/\s]*)$", _said_by_linux("self/maps"), re.MULTILINE)
@@ -99,6 +100,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     """
     openmp = find_openmp()
     if openmp:
+        # The library does not say whose OpenMP it wants, so it gets the one that all can see.
         ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(path))
 

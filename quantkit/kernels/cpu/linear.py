@@ -21,6 +21,7 @@ _PANEL = 64
 _BF16, _F32, _W4, _W8, _FP8, _F16, _H8, _U8 = range(8)
 # By storage: inputs that are stored together, and the bytes that a panel takes for them.
 _UNITS = ((2, 256), (2, 512), (2, 64), (2, 128), (2, 128), (2, 256), (2, 128), (4, 256))
+_DENSE = {torch.bfloat16: _BF16, torch.float16: _F16, torch.float32: _F32}
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
 # Integer sums of K products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
@@ -109,14 +110,9 @@ def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str)
         dtype: of the computation.
         name: what it is, for tables.
     """
-    if weight.dtype == torch.bfloat16 or dtype == torch.bfloat16:
-        storage, stored = _BF16, torch.bfloat16
-    elif weight.dtype == torch.float16:
-        storage, stored = _F16, torch.float16
-    else:
-        storage, stored = _F32, torch.float32
+    stored = torch.bfloat16 if dtype == torch.bfloat16 else weight.dtype if weight.dtype in _DENSE else torch.float32
     description = f"{name} {str(stored).removeprefix('torch.')} (native)"
-    return NativeLinear(weight.to(stored), storage=storage, dtype=dtype, description=description, bias=bias)
+    return NativeLinear(weight.to(stored), storage=_DENSE[stored], dtype=dtype, description=description, bias=bias)
 
 
 def linear_of(source: LinearSource) -> NativeLinear | None:

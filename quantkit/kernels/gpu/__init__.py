@@ -71,6 +71,7 @@ def module(name: str, device: torch.device) -> Any:
 
 def why_replaced(family: str, device: torch.device) -> str | None:
     """Why torch does the work of a family on a device; None = it does not, as far as is known."""
+    # Asked before every launch, and mostly empty: then the device need not be looked up.
     return _replaced.get((family, _number(device))) if _replaced else None
 
 

@@ -44,7 +44,8 @@ class TritonAttention:
     def __call__(
         self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
     ) -> Tensor:
-        query, key, value = (_contiguous(one) for one in states)
+        # Kernels read channels as neighbours; tokens and heads may have any strides.
+        query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in states)
         states, views = (query, key, value), self._views
         # A fixed batch cannot be left to torch, which asks the host.
         otherwise = None if batch.is_fixed else self._otherwise
@@ -72,8 +73,3 @@ def _attend(states: States, views: KVViews, batch: ForwardBatch, options: Attent
     if any(new > 1 for new in batch.query_lengths):
         paged_prefill.attend_chunks(states, views, batch, options, out)
     return out
-
-
-def _contiguous(states: Tensor) -> Tensor:
-    """Channels contiguous, as the kernels read them."""
-    return states if states.stride(-1) == 1 else states.contiguous()

@@ -38,8 +38,7 @@ class Tile:
     @property
     def constants(self) -> dict[str, int]:
         """What every kernel of tiles is compiled for, rows aside."""
-        of_program = {"num_warps": self.warps, "num_stages": self.stages}
-        return {"BLOCK_N": self.block_n, "STAGES": self.stages, **of_program}
+        return {"BLOCK_N": self.block_n, "STAGES": self.stages, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +114,8 @@ def default_decode(head_dim: int, page_size: int, chip: int) -> Decode:
     return Decode(
         tile=min(page_size, 32 if wide else 64),
         warps=8 if wide else 4,
-        stages=_page_stages(chip),
+        # Two tiles on their way while one is worked on, where shared memory holds them and a second program.
+        stages=3 if chip in _ROOMY else 2,
         programs=2,
         least_tiles=4,
         most_splits=64,
@@ -129,8 +129,3 @@ def default_prefill(head_dim: int, page_size: int, quantized: bool, halved: bool
     like = default_decode(head_dim, page_size, chip)
     stages = 2 if head_dim > 128 else like.stages
     return Prefill(rows=32 if crowded else 64, tile=like.tile, warps=8 if head_dim > 64 else 4, stages=stages)
-
-
-def _page_stages(chip: int) -> int:
-    """Two tiles on their way while one is worked on, where shared memory holds them and a second program."""
-    return 3 if chip in _ROOMY else 2

@@ -43,6 +43,7 @@ def _expert_rows_kernel(
     rows, picks = tl.arange(0, ROWS), tl.arange(0, PICKS)
     expert = tl.load(chosen + pair)
     pairs = rows[:, None] * TOP_K + picks[None, :]
+    # Each program looks through all pairs: they are few, and sorting them would be one more launch.
     others = tl.load(chosen + pairs, mask=(rows < T)[:, None] & (picks < TOP_K)[None, :], other=-1)
     mine = tl.max(tl.where(others == expert, pairs, -1), axis=1)  # (ROWS,) each token's pair of this expert
     if tl.min(tl.where(mine < 0, T * TOP_K, mine), axis=0) == pair:  # the first pair works for the others

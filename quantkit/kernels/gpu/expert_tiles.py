@@ -146,6 +146,7 @@ def add_tile(
         at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
         value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0)
         a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
+        # The weight on the left as in `add_tile_packed`, so that what follows is the same for both.
         return tl.dot(value, tl.trans(a), total, input_precision="ieee")
 
 
@@ -160,6 +161,7 @@ def _expert_tile_kernel(
     number = tl.program_id(0)
     block_of_rows = number // (AT_ONCE * num_tiles) * AT_ONCE + number % AT_ONCE
     tile = number % (AT_ONCE * num_tiles) // AT_ONCE
+    # Each program searches for itself: a list of blocks would be one more launch.
     expert, first, end = _block_of(starts, block_of_rows, E, EXPERTS, BLOCK_M)
     if end == 0:
         return

@@ -51,6 +51,7 @@ def _route_kernel(
     left = tl.where(kept, tl.where(score > _LOWEST, score, _LOWEST), -float("inf"))
     chosen_experts, value = tl.zeros((PICKS,), tl.int32), tl.zeros((PICKS,), tl.float32)
     for pick in tl.static_range(TOP_K):
+        # The first of equals, so that the same scores always choose the same experts.
         best = tl.min(tl.where(left == tl.max(left, 0), experts, BLOCK_E), 0)
         chosen_experts = tl.where(picks == pick, best, chosen_experts)
         value = tl.where(picks == pick, tl.sum(tl.where(experts == best, share, 0.0), 0), value)
@@ -66,6 +67,7 @@ def _sort_kernel(chosen, order, starts, num_pairs, BLOCK: tl.constexpr):
     """The pairs of one expert, in order, behind those of the experts before it."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
+    # Each program counts all pairs before its own, so that none waits for another.
     before = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num_pairs, BLOCK):
         other = tl.load(chosen + start + lanes, mask=start + lanes < num_pairs, other=2147483647)
@@ -93,6 +95,7 @@ def _combine_kernel(
     sums = tl.zeros((BLOCK,), tl.float32)
     for pick in tl.static_range(TOP_K):
         sums += tl.load(partials + (token * TOP_K + pick) * H + columns, mask=kept, other=0.0).to(tl.float32)
+    # A tile of one row, as `shared_of` reads tiles.
     rows = token + tl.arange(0, 1)
     at = rows[:, None] * H + columns[None, :]
     if HAS_SHARED:
@@ -185,9 +188,8 @@ class TritonExperts:
     def _run_each(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
         """Where Triton refuses: one expert after another, and the host is asked who is chosen."""
         weights, chosen = reference.route(scores, self.num_chosen, self.normalize)
-        out = (
-            torch.zeros_like(x) if shared is None else shared * (1 if shared_score is None else shared_score.sigmoid())
-        )
+        share = 1 if shared_score is None else shared_score.sigmoid()
+        out = torch.zeros_like(x) if shared is None else shared * share
         return reference.run_each(x, chosen, weights, [partial(self._expert, i) for i in range(scores.shape[1])], out)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
@@ -207,6 +209,7 @@ class TritonExperts:
         """
         inputs = x.contiguous()
         shared = None if shared is None else shared.contiguous()
+        # So few need not be sorted: what they chose fits one tile of rows per expert.
         if len(x) <= TOKEN_LIMIT:
             opened = open_rows(inputs, self.gate_up, chosen, self.activation)
             return close_rows(opened, self.down, chosen, weights, shared, score)
@@ -236,6 +239,7 @@ def stack(
             if not _fits(stacked[index], weight):
                 return f"experts are stored in several ways: expert {number} not as those before it"
             for whole, one in zip(stacked[index].arguments, weight.arguments, strict=True):
+                # One by one: a layer's experts twice over might not fit the device.
                 if whole is not None and one is not None:
                     whole[number].copy_(one[0])
     return TritonExperts(stacked[0], stacked[1], activation, num_chosen, normalize, tuple(facts))

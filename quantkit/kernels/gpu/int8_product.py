@@ -35,6 +35,7 @@ def _int8_kernel(
     kept = (rows < M)[:, None] & (outputs < N)[None, :]
     left = x + rows.to(tl.int64)[:, None] * K + lanes[None, :]
     right = codes + outputs.to(tl.int64)[None, :] * K + lanes[:, None]
+    # Integers, so that sums are exact in whatever order.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, K, BLOCK_K):
         inside = start + lanes < K

@@ -40,6 +40,7 @@ from quantkit.kernels.types import Angles, AttentionOptions, States
 @triton.jit
 def _round_up(scale):
     """An fp16 scale not below the given one and never zero; see `reference.kv_codes`."""
+    # By half a unit in the last place, of normal numbers and of the smallest: then rounding cannot go below.
     raised = scale + scale * 0.00048828125 + 2.9802322387695312e-08
     return tl.minimum(tl.maximum(raised, 5.960464477539063e-08), 65504.0).to(tl.float16)
 
@@ -54,6 +55,7 @@ def _int4_grid(low, high):
 
 @triton.jit
 def _int4_codes(x, scale, zero):
+    # Divided as torch divides: the compiler's own `/` may be a unit off, and then a code may be.
     code = round_even(tl.div_rn(x - zero, scale))
     return tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.uint8)
 
@@ -103,6 +105,7 @@ def _page_half(
 ):  # fmt: skip
     """INT4 codes (PAGE, BLOCK) of some channels of a page that `position` completes; their scales are stored."""
     positions = position - (PAGE - 1) + lanes
+    # The page's last key is the fresh one; the window does not have it yet.
     older = tl.load(
         residual + (positions % RESIDUAL).to(tl.int64)[:, None] * slot_stride + channel[None, :],
         mask=(lanes < PAGE - 1)[:, None] & real[None, :],
@@ -123,6 +126,7 @@ def _store_residual(
     SEQUENCES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """A key per channel, if it is its sequence's only new one: into the residual window; its page once that is full."""
+    # With one new token each, tokens and sequences have the same numbers.
     sequence = token.to(tl.int32)
     if SEQUENCES > 0:
         numbers = tl.arange(0, SEQUENCES)
@@ -226,6 +230,7 @@ def enter(
     layout, norms, (query, key, _) = views.layout, options.norms, states
     cos, sin = (None, None) if angles is None else (one.contiguous() for one in angles)
     half = 0 if cos is None else cos.shape[1]
+    # Queries that are neither normed nor rotated need no programs.
     turned = query.shape[1] if half or norms is not None else 0
     alone, count = all(new == 1 for new in batch.query_lengths), len(batch.query_lengths)
     weights = (

@@ -39,6 +39,7 @@ class PackedLinear(LinearFacts):
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
         """`ops.gated` of the product, in its launch; None where that takes two."""
+        # cuBLAS has no gates, so with it they are a launch of their own whoever asks.
         if activation not in GATES or len(x) == 0 or not w4a16.is_best(self.packed, len(x), x.device):
             return None
         inputs = x.to(self._dtype).contiguous()

@@ -92,6 +92,7 @@ def rms_norm(
     if residual is not None and not (residual.is_contiguous() and residual.dtype == x.dtype):
         return None
     width, rows = x.shape[-1], x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])  # (T, H, K)
+    # Not `empty_like`, which has the strides of a slice; outputs are contiguous.
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed: Tensor | QuantizedActivations
     if quantization is None or x.dim() != 2:

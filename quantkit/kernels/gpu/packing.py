@@ -139,6 +139,7 @@ def find_span(weight: QuantizedTensor) -> int | None:
     fields = 32 // _FIELD_BITS[weight.scheme.dtype.name]
     fitting = [span for span in _SPANS if groups == 1 or _fit(width // groups, span, fields)]
     padded = {span: -(-width // (fields * span)) * fields * span for span in fitting}
+    # Padding is read at every step, so beyond that the weight is better off with other kernels.
     if not padded or min(padded.values()) > 1.25 * width:
         return None
     return min(fitting, key=lambda span: (padded[span], -span))
@@ -165,9 +166,11 @@ def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
     block = span * (32 // bits)
     padding = -width % block
     words = torch.empty(rows, (width + padding) * bits // 32, dtype=torch.int32, device=device)
+    # Not all at once, because fields are 32 bits wide until they are packed.
     for start in range(0, rows, _ROWS_AT_ONCE):
         fields = _fields(weight.codes[start : start + _ROWS_AT_ONCE].to(device), bits, kind)
         words[start : start + _ROWS_AT_ONCE] = _words(functional.pad(fields, (0, padding)), bits, span)
+    # Groups of the padding, which kernels read like all others.
     spare = 0 if group == 0 else -(-(width + padding) // group) - groups
     zero = None
     if weight.zero_point is not None:
@@ -207,6 +210,7 @@ def _stored_scale(weight: QuantizedTensor, kind: int) -> tuple[Tensor, int]:
     if kind == INTEGER:
         return (scale if scale.dtype.itemsize == 2 else scale.float()), NUMBERS
     if kind == E4M3:
+        # The bits of NaN become 480 in the kernels, see `floats`; what they are scaled with makes them NaN again.
         broken = (weight.codes.view(torch.uint8) & 0x7F == 0x7F).reshape(*scale.shape, -1).any(-1).to(scale.device)
         scale = torch.where(broken, torch.nan, scale)
     single = scale.float()

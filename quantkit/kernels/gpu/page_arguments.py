@@ -29,11 +29,6 @@ FP8_CAPABILITY = 89
 _BY_HAND = 256.0  # what e4m3 dequantized by hand is too small by
 
 
-def _unit(array: PagedArray, native_fp8: bool) -> float:
-    """What numbers made of an array's codes are too small by."""
-    return _BY_HAND if array.scheme.dtype is FP8 and not native_fp8 else 1.0
-
-
 def residual_strides(views: KVViews) -> tuple[int, ...]:
     """Of the residual windows by row, head and slot."""
     return (0, 0, 0) if views.key_residual is None else views.key_residual.stride()[:3]
@@ -91,10 +86,12 @@ def attend(
         states, views, batch, options, out: see `paged_decode.attend_tokens`.
     """
     layout, query, count = views.layout, states[0], len(batch.query_lengths)
+    # By what the table has room for, not by lengths: those of a recorded graph are not known here.
     tiles, tokens = programs * layout.num_heads * count, batch.page_table.shape[1] * layout.page_size
     splits = splits_of_cache(tiles, tokens, configs.decode(views, count, query.shape[1], query.device), query.device)
     constants = _constants(states, views, options)
-    units = (_unit(array, constants["NATIVE_FP8"]) for array in (views.key, views.value))
+    fp8_unit = 1.0 if constants["NATIVE_FP8"] else _BY_HAND
+    units = (fp8_unit if array.scheme.dtype is FP8 else 1.0 for array in (views.key, views.value))
     kernel[programs * splits, layout.num_heads, count](
         *states, views.key_residual, batch.residual_rows, batch.page_table, batch.query_starts, batch.positions, out,
         *empty_partials(tiles, splits, rows[1], layout.head_dim, query.device), *page_tensors(views),

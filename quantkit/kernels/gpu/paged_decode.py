@@ -68,11 +68,13 @@ def _attend_kernel(
     """One split of one sequence for the query heads of one key head."""
     split, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     token = tl.load(query_starts + sequence).to(tl.int64)
+    # Sequences with more are for `paged_prefill`, in the same step.
     if tl.load(query_starts + sequence + 1) - token != 1:
         return
     cached = tl.load(positions + token).to(tl.int32)
     first = tl.maximum(cached - window + 1, 0) if HAS_WINDOW else 0
     begin, end, num_active = split_bounds(first, cached, split, num_splits, TILE)
+    # A short sequence has fewer splits than the grid, and its counter counts only those.
     if split >= num_active:
         return
     rows = tl.arange(0, ROWS)
@@ -82,6 +84,7 @@ def _attend_kernel(
     q = load_query(q_at, kept, K_KIND == 3, K_WIDTH, K_BLOCK)
     if HAS_RESIDUAL:
         residual += tl.load(residual_rows + sequence) * residual_strides[0]
+    # All rows are at one position, so the window ends where reading begins, and tiles need no mask of it.
     state = over_cache(
         q, None, first, begin, end, cached, head, residual, page_table + sequence * table_stride,
         (k_codes, k_scale, k_zero, kc_strides, ks_strides), (v_codes, v_scale, v_zero, vc_strides, vs_strides),
@@ -89,6 +92,7 @@ def _attend_kernel(
         K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_RESIDUAL, RESIDUAL, False, HAS_SOFTCAP,
         K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, PAGE, TILE,
     )  # fmt: skip
+    # One split has the fresh key, so that it counts once; there always is a first.
     if split == 0:
         state = _join_fresh(
             q, key + token * key_strides[0] + head * key_strides[1],

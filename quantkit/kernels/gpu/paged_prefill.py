@@ -77,6 +77,7 @@ def _prefill_kernel(
     count = (tl.load(query_starts + sequence + 1) - start).to(tl.int32)
     # The last tokens, which see most, are begun first.
     number, split = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
+    # Single tokens are for `paged_decode`, and the grid is as large as the longest sequence needs.
     if count < 2 or number < 0:
         return
     cached = tl.load(positions + start).to(tl.int32)
@@ -122,6 +123,7 @@ def attend_chunks(states: States, views: KVViews, batch: ForwardBatch, options: 
     query = states[0]
     lanes, most = power_of_two(query.shape[1] // views.layout.num_heads), max(batch.query_lengths)
     choice = configs.prefill(views, query.shape[1], query.device)
+    # No more than there are tokens for, so that drafts do not run as long as prompts; tensor cores take 16.
     rows = max(16, lanes, min(choice.rows, power_of_two(most) * lanes))
     programs = -(-most // (rows // lanes))
     page_arguments.attend(_prefill_kernel, choice, (rows, rows), programs, states, views, batch, options, out)

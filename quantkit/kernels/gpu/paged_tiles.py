@@ -127,11 +127,13 @@ def _score_tile(
         if GRANULARITY == 1:
             scores *= factors[0]
     elif GRANULARITY == 1:
+        # q . (code * scale + zero) is (q . code) * scale + sum(q) * zero, so zeros take no product.
         total = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
         low_codes, high_codes = _nibbles(loaded, q.dtype)
         scores = _score(q_high, high_codes, _score(q, low_codes, empty))
         scores = scores * factors[0] + total[:, None] * factors[1]
     else:
+        # Scales of channels are the same for all tokens of the page, so they join the query, which is smaller.
         channels = tl.arange(0, BLOCK)
         real = channels < WIDTH
         low_at, high_at = base + channels, base + WIDTH + channels
@@ -156,6 +158,7 @@ def visible(scores, mask, softcap, HAS_SOFTCAP: tl.constexpr):
 def softmax_step(scores, top, total):
     """Weights of visible scores, what earlier sums are multiplied with, the new largest score, the new sum."""
     new_top = tl.maximum(top, tl.max(scores, 1))
+    # While a row has seen no key: -inf less -inf would be NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     decay = tl.exp(top - anchor)
     weights = tl.exp(scores - anchor[:, None])
@@ -171,6 +174,7 @@ def _weigh_tile(
     top, total, acc, acc_high = state
     weights, decay, top, total = softmax_step(scores, top, total)
     loaded, _ = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
+    # Zeros add the same to all channels of a token: one sum, before weights are multiplied with scales.
     shift = tl.zeros_like(total)
     if KIND == 3:
         shift = tl.sum(weights * factors[1], 1)
@@ -205,6 +209,7 @@ def _tile_at(start, first, end, own, window, PAGE: tl.constexpr, TILE: tl.conste
     """Positions of a tile, where they are in their page, which are read, and which of these each row sees."""
     at = start + tl.arange(0, TILE)
     inside = start % PAGE + tl.arange(0, TILE)
+    # Tiles begin at multiples of their size, the first of them perhaps before the window.
     read = (at < end) & (at >= first)
     mask = read[None, :]
     if HAS_WINDOW:
@@ -232,8 +237,10 @@ def over_cache(
     `own` are positions of the rows, for HAS_WINDOW; `residual` is where the newest keys of the sequence are.
     """
     ROWS: tl.constexpr = query[0].shape[0]
+    # Without halves nothing joins the second sum, and the compiler leaves it out.
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     state = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), acc, acc
+    # Keys per channel are in pages once these are complete; before, they are in the residual window.
     whole = cached // PAGE * PAGE if HAS_RESIDUAL else cached
     coming = _page_at(table, begin, tl.minimum(end, whole), PAGE)
     for start in range(begin, tl.minimum(end, whole), TILE):

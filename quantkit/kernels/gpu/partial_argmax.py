@@ -26,6 +26,7 @@ _MOST_AT_ONCE = 2048
 @triton.jit
 def ordered(x):
     """Integers in the order of the floats; NaN above all."""
+    # The bits of the zeros differ, and `argmax` takes the first of them.
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 

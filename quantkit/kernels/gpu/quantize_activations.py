@@ -27,10 +27,12 @@ PACKED_ROWS = 16
 @triton.jit
 def scale_of_row(largest, is_finite, step, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr):
     """Scale of a row whose largest magnitude is given; `step` where it is fixed."""
+    # Half of what codes span, and integers reach from -128 to 127.
     HALF_RANGE: tl.constexpr = 448.0 if IS_FP8 else 127.5
     scale = step
     if not IS_FIXED:
         scale = tl.div_rn(largest, HALF_RANGE)
+        # Of a row of zeros, where 0 / 0 would be NaN.
         scale = tl.where(scale == 0.0, 1.1920928955078125e-07, scale)
     return tl.where(is_finite, scale, float("nan"))
 
@@ -47,6 +49,7 @@ def is_broken(value, IS_FIXED: tl.constexpr):
 @triton.jit
 def row_codes(value, step, IS_FP8: tl.constexpr):
     """Codes of numbers by their scale; 0 where that is NaN."""
+    # False of NaN alone, which is the scale of a row that cannot be quantized.
     is_finite = step == step
     scaled = tl.where(is_finite, tl.div_rn(value, tl.where(is_finite, step, 1.0)), 0.0)
     if IS_FP8:
@@ -93,6 +96,7 @@ def _dequantize_rows_kernel(codes, scale, out, width, BLOCK: tl.constexpr):
     at = row * width + columns
     code = tl.load(codes + at, mask=columns < width, other=0)
     if codes.dtype.element_ty == tl.uint8:
+        # As `floats` says, 2^8 too small.
         value = half_of_e4m3(code.to(tl.int32)).to(tl.float32) * 256.0
     else:
         value = code.to(tl.float32)

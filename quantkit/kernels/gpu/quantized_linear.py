@@ -48,6 +48,7 @@ def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> Ac
         return ActivationQuantization(name=activation.dtype.name)
     if weight.input_scale is None:
         return None
+    # Without numbers, as when kernels are only compiled, any step has the same code.
     step = 1.0 if weight.input_scale.is_meta else weight.input_scale.float().item()
     return ActivationQuantization(name=activation.dtype.name, step=step)
 
@@ -91,6 +92,7 @@ class Int8Linear(_QuantizedInputsLinear):
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
         weight = source.weight
+        # Four codes are a word, and each row begins with one.
         self._packed = packing.unpacked(weight) if weight.shape[1] % 4 == 0 else None
         self._codes, self._scale = weight.codes, weight.scale.view(-1)
         self._fits_cublas = fits_int_mm(weight)
@@ -100,6 +102,7 @@ class Int8Linear(_QuantizedInputsLinear):
         are_few = len(rows) <= PACKED_ROWS
         if are_few and (product := self._multiply_packed(rows, self._packed)) is not None:
             return product
+        # Few rows get here where Triton refused the packed product; `torch._int_mm` does not take them.
         if are_few or not self._fits_cublas:
             return int8_product.multiply_int8(rows, self._codes, self._scale, self._bias)
         sums = torch._int_mm(rows.codes, self._codes.t())[: len(rows)]

@@ -59,6 +59,7 @@ def _store_chunk_kernel(
         lanes = tl.arange(0, PAGE)
         base = page * scale_strides[0] + head * scale_strides[1]
         target = codes + page * code_strides[0] + head * code_strides[1]
+        # Some at a time, because all tokens of a page are in registers, for both halves of the bytes.
         CHANNELS: tl.constexpr = 16
         for first in range(0, WIDTH, CHANNELS):
             some = first + tl.arange(0, CHANNELS)
@@ -75,6 +76,7 @@ def _store_chunk_kernel(
     if number == 0:
         tl.debug_barrier()  # every thread has read the window before one writes there
         channels = tl.arange(0, BLOCK)
+        # Earlier tokens would lose their slots to later ones of this step.
         for first in range(tl.maximum(count - RESIDUAL, 0), count, 16):
             tokens = first + tl.arange(0, 16)
             mask = (tokens < count)[:, None] & (channels < WIDTH)[None, :]
@@ -98,6 +100,7 @@ def store_chunks(key: Tensor, views: KVViews, batch: ForwardBatch) -> Tensor:
     """
     layout, constants = views.layout, page_constants(views)
     size, lengths = layout.page_size, zip(batch.context_lengths, batch.query_lengths, strict=True)
+    # One at least, whose program stores the newest keys where no page becomes complete.
     pages = max(max(length // size - (length - new) // size, 1) for length, new in lengths)
     _store_chunk_kernel[pages, layout.num_heads, len(batch.query_lengths)](
         key, views.key_residual, batch.residual_rows, batch.query_starts, batch.positions, batch.page_table,

@@ -247,6 +247,7 @@ def choose(logits: Tensor, keys: Tensor, limits: Tensor, settings: Tensor) -> Te
     _sample_tiles_kernel[(num_tiles, rows)](
         logits, keys, settings, tiles, sums, size, logits.stride(0), TILE=tile, num_warps=4
     )
+    # Behind the tiles of a row there is room for the tokens that top-k may keep.
     block = power_of_two(num_tiles)
     lists = torch.empty(rows, block + _CHUNK, dtype=torch.int32, device=logits.device)
     _sample_rows_kernel[(rows,)](

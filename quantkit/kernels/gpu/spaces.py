@@ -39,7 +39,8 @@ def products(rows: int, packing: Packing, chip: int) -> list[Product]:
         if 2 * block_m * block_n <= _MOST_SUMS * _LANES * warps
         and block_n * packing.span <= _MOST_WORDS * _LANES * warps
     ]
-    candidates: list[Product] = [tile for tile in tiles if _tile_bytes(tile, packing) <= _shared(chip)]
+    shared = 1024 * _SHARED_KIB.get(chip, _LEAST_SHARED_KIB)
+    candidates: list[Product] = [tile for tile in tiles if _tile_bytes(tile, packing) <= shared]
     if rows > 16 and not packing.unpacked:
         candidates.append(Cublas())
     return candidates
@@ -101,7 +102,3 @@ def _tile_bytes(tile: Tile, packing: Packing) -> int:
     """Shared memory of a block: words and inputs of each stage."""
     inputs = 2 * packing.span * (16 // packing.bits)
     return tile.stages * (tile.block_m * inputs * 2 + tile.block_n * packing.span * 4)
-
-
-def _shared(chip: int) -> int:
-    return 1024 * _SHARED_KIB.get(chip, _LEAST_SHARED_KIB)

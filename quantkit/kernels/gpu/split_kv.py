@@ -71,6 +71,7 @@ def _add_partials(
             cache_modifier=".cg",
         )
         new_top = tl.maximum(top, tl.max(tops, 0))
+        # A row that is not there, or sees nothing in these splits: -inf less -inf would be NaN.
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
         decay, factors = tl.exp(top - anchor), tl.exp(tops - anchor[None, :])
         total = total * decay + tl.sum(totals * factors, 0)
@@ -109,6 +110,7 @@ def merge_splits(
 
 def chunk(rows: int, block: int) -> int:
     """Splits that are added at once: what the registers hold."""
+    # 8192 numbers are 64 registers of each thread of four warps.
     return max(1, min(16, 8192 // (rows * block)))
 
 

@@ -110,6 +110,7 @@ class TunedTable:
                 away = {name: abs(math.log2(size / entry.sizes[name])) for name, size in sizes.items()}
                 if all(distance <= math.log2(NEAR[name]) for name, distance in away.items()):
                     near.append((sum(away.values()), entry.key, entry.choice))
+        # By distance and key alone, as choices have no order.
         return min(near, key=lambda candidate: candidate[:2])[2] if near else None
 
 
@@ -121,6 +122,7 @@ def slug(device: str) -> str:
 def user_folder() -> Path:
     """Where a user's files lie: $QUANTKIT_TUNE_DIR, or quantkit/tune in the cache folder of the system."""
     given = os.environ.get("QUANTKIT_TUNE_DIR")
+    # A variable that is empty counts as not set, in the XDG specification too.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(given) if given else Path(cache) / "quantkit" / "tune"
 
@@ -195,6 +197,7 @@ def write(path: Path, table: TunedTable) -> None:
         "versions": dict(table.versions),
         "entries": [to_entry(entry) for entry in sorted(table.entries, key=lambda entry: entry.key)],
     }
+    # Named by the process: two that tune at once do not write into one file.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,7 @@ def _finish(
             sums = _add_partials(partials, tl.num_programs(1), rows, outputs, mask, M, N)
         if GROUP == 0:
             sums *= load_scale(scale + outputs, kept, SCALES)[None, :]
+        # What is common to all groups is divided by once per output instead of once per group.
         if SCALES == 1:
             sums = sums / outer
         if HAS_ROW_SCALE:
@@ -88,6 +89,7 @@ def _tile_kernel(
     outputs, kept = outputs_of(tl.program_id(0), N, BLOCK_N, GATE is not None)
     split = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # In 64 bits: long prompts times wide inputs pass 2^31.
     inputs_at = x + rows.to(tl.int64) * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
@@ -187,6 +189,7 @@ def _multiply(
     if isinstance(choice, Cublas):  # who asks for a product here has no other
         choice = default_tile(count, capability(x.device))
     columns, row_tiles = -(-outputs // choice.block_n), -(-count // choice.block_m)
+    # So no more tiles are split than there are counters for.
     programs = min(choice.programs * num_processors(x.device), MOST_TILES)
     splits = splits_of(columns * row_tiles, weight.num_blocks, programs)
     out = torch.empty(count, outputs if gate is None else outputs // 2, dtype=dtype, device=x.device)

@@ -17,7 +17,7 @@ from quantkit.kernels import gpu
 from quantkit.kernels.cpu import linear as on_cpu
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.torch import linear as torch_kernels
-from quantkit.kernels.types import Linear, LinearSource, WrappedLinear, describe_linear
+from quantkit.kernels.types import Linear, LinearSettings, LinearSource, WrappedLinear, describe_linear
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -41,7 +41,7 @@ def build_linear(
         device: where the layer runs.
     """
     if isinstance(weight, Tensor):
-        return _dense(weight, "dense", bias, activation, dtype, device)
+        return _dense(weight, "dense", LinearSettings(bias=bias, activation=activation, dtype=dtype, device=device))
     return _quantized(LinearSource(weight=weight, bias=bias, activation=activation, dtype=dtype, device=device))
 
 
@@ -50,7 +50,7 @@ def _quantized(source: LinearSource) -> Linear:
     if fast is not None:
         return fast
     weight, name = source.weight.dequantize(source.dtype), f"{source.weight.scheme.describe()} dequantized"
-    return _dense(weight, name, source.bias, source.activation, source.dtype, source.device)
+    return _dense(weight, name, source)
 
 
 def _on_gpu(source: LinearSource) -> Linear | None:
@@ -84,19 +84,12 @@ def _low_bit(source: LinearSource) -> Linear | None:
     return on_cpu.linear_of(source) or torch_kernels.linear_of(source)
 
 
-def _dense(
-    weight: Tensor,
-    name: str,
-    bias: Tensor | None,
-    activation: ActivationScheme | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Linear:
-    if activation is None and on_cpu.available(device):
-        return on_cpu.dense(weight, bias=bias, dtype=dtype, name=name)
+def _dense(weight: Tensor, name: str, settings: LinearSettings) -> Linear:
+    activation, dtype = settings.activation, settings.dtype
+    if activation is None and on_cpu.available(settings.device):
+        return on_cpu.dense(weight, bias=settings.bias, dtype=dtype, name=name)
     description = describe_linear(f"{name} {str(dtype).removeprefix('torch.')}", activation, "torch")
-    bias = None if bias is None else bias.to(device, dtype)
-    linear = DenseLinear(weight.to(device, dtype), bias=bias, description=description)
+    linear = DenseLinear(weight.to(settings.device, dtype), bias=settings.bias_in(dtype), description=description)
     if activation is None:
         return linear
     return WrappedLinear(linear, lambda x: fake_quantize_inputs(x, activation), description)
@@ -114,6 +107,7 @@ def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | No
     if len(counts) != num_groups or bool((counts != len(index) // num_groups).any()):
         return None
     order = torch.argsort(index, stable=True)
+    # As bytes, since torch indexes no FP8 everywhere.
     codes = weight.codes.view(torch.uint8)[:, order].view(weight.codes.dtype)
     return dataclasses.replace(weight, codes=codes, group_index=None), order
 
@@ -148,6 +142,7 @@ def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | Non
         zero_point=torch.cat(zeros) if zeros else None,
         scheme=first.scheme,
         group_index=first.group_index,
+        # Without a common one kernels keep the scales of groups as numbers.
         global_scale=first.global_scale if len(set(outer)) == 1 else None,
         input_scale=first.input_scale,
     )

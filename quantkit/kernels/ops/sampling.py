@@ -37,6 +37,7 @@ def _choose_on_gpu(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
     from quantkit.kernels.gpu import sampling as on_gpu
 
     size = logits.shape[-1]
+    # Greedy rows go along in the same launch: a temperature of 0 draws nothing.
     keys = np.array([0 if draw is None else draw.key for draw in draws], dtype=np.int64)
     limits = np.array([size if draw is None else min(draw.top_k or size, size) for draw in draws], dtype=np.int32)
     settings = np.array([_settings(draw) for draw in draws], dtype=np.float32).reshape(-1, 3)

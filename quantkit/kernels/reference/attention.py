@@ -34,11 +34,10 @@ class TorchAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """One sequence of a batch: its number in it, its new tokens start:stop, and C tokens before them."""
+    """One sequence of a batch: its number in it, its new tokens, and C tokens before them."""
 
     row: int
-    start: int
-    stop: int
+    new: slice
     cached: int
 
 
@@ -46,7 +45,7 @@ def _spans(batch: ForwardBatch) -> Iterator[_Span]:
     start = 0
     for row, (new, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
         if new:
-            yield _Span(row=row, start=start, stop=start + new, cached=length - new)
+            yield _Span(row=row, new=slice(start, start + new), cached=length - new)
         start += new
 
 
@@ -64,13 +63,12 @@ def attend(states: States, views: KVViews, batch: ForwardBatch, options: Attenti
     query, key, value = states
     out = query.new_empty(query.shape)
     for span in _spans(batch):
-        new = slice(span.start, span.stop)
         first = 0 if options.window is None else max(0, span.cached - options.window + 1)
-        keys, values = key[new].transpose(0, 1), value[new].transpose(0, 1)  # (Hkv, L, D)
+        keys, values = key[span.new].transpose(0, 1), value[span.new].transpose(0, 1)  # (Hkv, L, D)
         if span.cached > first:
             old_keys, old_values = _gather(views, batch, span, first, query.dtype)
             keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
-        out[new] = _attend_one(query[new].transpose(0, 1), keys, values, options).transpose(0, 1)
+        out[span.new] = _attend_one(query[span.new].transpose(0, 1), keys, values, options).transpose(0, 1)
     return out
 
 
@@ -183,8 +181,8 @@ def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch, least: int
         least: sequences with fewer new tokens are left out.
     """
     for span in _spans(batch):
-        if span.stop - span.start >= least:
-            _store_residual(key[span.start : span.stop].transpose(0, 1), views, batch, span)
+        if span.new.stop - span.new.start >= least:
+            _store_residual(key[span.new].transpose(0, 1), views, batch, span)
 
 
 def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:

@@ -49,6 +49,7 @@ def _rotate_(states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Non
     half = cos.shape[-1]
     rotated = states[..., : 2 * half]  # (T, H, R)
     first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
+    # Both before either is written, because each reads the other.
     turned = first * cos - second * sin, second * cos + first * sin
     first.copy_(turned[0])
     second.copy_(turned[1])

@@ -42,6 +42,7 @@ def quantize_tokens(x: Tensor, scheme: ActivationScheme) -> tuple[Tensor, Tensor
     single = x.float()
     scale = single.abs().amax(dim=-1, keepdim=True) / kind.half_range
     finite = scale.isfinite()
+    # Of a row of zeros, where 0 / 0 would be NaN.
     scale = torch.where(finite & (scale == 0), torch.finfo(torch.float32).eps, scale)
     codes = torch.where(finite, single / scale, 0.0).clamp_(kind.minimum, kind.maximum)
     codes = codes.round_() if kind.kind == "int" else codes.to(kind.storage).float()

@@ -51,6 +51,7 @@ class _Int4Linear(LinearFacts):
         zero = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.float() * scale
         # (G, N, 2)
         self._scales = torch.stack([scale, zero], dim=-1).transpose(0, 1).contiguous().to(device, torch.bfloat16)
+        # Unsigned before they are packed, as the value of a code above says.
         codes = (weight.codes + 8).to(device)
         if device.type == "cuda":
             packed = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
@@ -104,6 +105,7 @@ class _QuantizedInputsLinear(LinearFacts):
         return self._multiply(*quantize_tokens(x, self._activation)).to(x.dtype)
 
     def _int8_on_cpu(self, codes: Tensor, scale: Tensor) -> Tensor:
+        # oneDNN wants inputs unsigned, with a zero point.
         unsigned = codes.add_(128).to(torch.uint8)
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
             unsigned, 1.0, 128, self._codes, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""

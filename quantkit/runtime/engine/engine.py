@@ -65,7 +65,7 @@ class Engine:
         self.pool = PagePool(num_pages)
         shared = config.prefix_cache and model.paged
         self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared)
-        quantized = cache is not None and any(layout.is_quantized for layout in cache.layouts)
+        quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
         self.scheduler = Scheduler(self.pool, self.prefix, config, self._forget, fixed_chunks=quantized)
         self._limits = Capacity.of(config, model.max_length, num_pages)
         self.capacity = self._limits.num_tokens
