@@ -6,8 +6,6 @@ and the Python functions that launch them last. What they compute is written in 
 tests hold them to it through Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

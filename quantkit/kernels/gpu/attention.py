@@ -1,8 +1,6 @@
 """Paged attention of a layer on a CUDA device: what comes before it in one launch, then sequences with one new token,
 and those with more, each in one; last the latter's keys, where those are quantized per channel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ a GPU are data: `tuned` reads and writes them, `configs` finds the one for a lau
 Shapes: M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 TILE_LIMIT = 256

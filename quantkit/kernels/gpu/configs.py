@@ -6,8 +6,6 @@ the host and is the same whenever a shape comes again, so a recorded graph and t
 a choice is one access to a cache. On other devices than CUDA, which are there to be exact, it is the default.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

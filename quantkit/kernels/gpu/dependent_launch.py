@@ -13,8 +13,6 @@ launched as usual starts when the one before it has ended, whichever way that on
 Source: CUDA C++ Programming Guide, Programmatic Dependent Launch and Synchronization.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

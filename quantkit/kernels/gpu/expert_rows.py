@@ -8,8 +8,6 @@ product adds what the experts gave, always in the same order. Pairs, packed weig
 Shapes: T tokens, k experts of each, P = T k pairs, M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ is computed is written in `reference.experts`. Launches: three for up to 4 token
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, H hidden width, I width of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial

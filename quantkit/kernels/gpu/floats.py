@@ -14,8 +14,6 @@ What this is not: NaN codes of e4m3 come out as 480. Where a weight has some, it
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton import knobs

@@ -2,8 +2,6 @@
 # ruff: noqa: ANN001, ANN201
 """Gates inside kernels: activation(gate) * up, for feed-forward layers and experts."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

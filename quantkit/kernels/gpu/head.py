@@ -7,8 +7,6 @@ there (`w4a16`); of another head's the same is done in a launch of its own. A fu
 Shapes: R rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -2,8 +2,6 @@
 # ruff: noqa: ANN001, ANN201
 """One head of one token inside kernels: normed, and rotated by the angles of its position."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ Sums are exact, so outputs are those of `torch._int_mm` and `quantize_activation
 Shapes: M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -23,8 +23,6 @@ Storing before attending is right because attention of a step never reads what t
 - What fills a batch up under a graph has slot -1, and nothing is stored.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Shapes: T tokens, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 

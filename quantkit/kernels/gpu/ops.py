@@ -7,8 +7,6 @@ They compute in float32 and round where `reference.block` rounds. `None` means: 
 Shapes: T tokens, K features, H heads, D channels, R that rotate.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ Source: Kim et al. 2022 (magic numbers); Frantar et al. 2024, Marlin (in pairs).
 Shapes: M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

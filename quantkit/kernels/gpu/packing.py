@@ -18,8 +18,6 @@ in fields of 4 bits, INT5 and INT6 in fields of 8. Scales of 8 bits stay so wher
 Shapes: N outputs, K inputs, W words of a row, G scales per row, g = K / G.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Not here: where arrays lie in a page (`kernels.layouts`) and how numbers are rounded (`reference.kv_codes`).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -9,8 +9,6 @@ Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, S tokens per pa
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

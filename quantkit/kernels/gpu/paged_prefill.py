@@ -11,8 +11,6 @@ Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, S tokens per pa
 Source: Dao 2023, FlashAttention-2; Kwon et al. 2023, PagedAttention.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

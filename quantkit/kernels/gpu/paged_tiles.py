@@ -11,8 +11,6 @@ Shapes: ROWS of queries, TILE tokens of a page; layouts: `kernels.layouts`.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ equals wins. Device functions for `head`, `w4a16` and `sampling`.
 Shapes: R rows, V vocabulary, N tiles of a row.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

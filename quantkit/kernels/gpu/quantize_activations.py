@@ -7,8 +7,6 @@ quantized has a scale of NaN, which makes its outputs NaN.
 Shapes: T tokens, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ Inputs come as they are and are quantized in one launch, or quantized already by
 Shapes: T tokens, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import ABC, abstractmethod
 

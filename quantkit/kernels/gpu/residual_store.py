@@ -9,8 +9,6 @@ the window as it was; single tokens are stored by `kv_store`. What is computed: 
 Shapes: B sequences, T new tokens, H heads, D channels, S tokens per page.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -14,8 +14,6 @@ Source: rejection as in FlashInfer (Ye et al. 2025); here by Gumbel-max, which n
 Shapes: R rows, V vocabulary, N tiles of a row.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

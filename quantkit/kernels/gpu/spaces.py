@@ -7,8 +7,6 @@ still drops what spills.
 Source: gemlite's configurations for H100; kernels of vLLM and exllamav3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

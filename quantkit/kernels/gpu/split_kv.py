@@ -10,8 +10,6 @@ Shapes: ROWS of a program, D channels of a value.
 Source: Dao et al. 2023, Flash-Decoding.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ Each program stores its partial sums; the one that is last to come reads those o
 writes the outputs.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -13,8 +13,6 @@ cannot be used is named in one warning and is not used; none of it is guessed. I
 (`choices`) and who asks (`configs`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

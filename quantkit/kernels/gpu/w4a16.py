@@ -8,8 +8,6 @@ Source: Frantar et al. 2024, Marlin; how words become numbers: `packed_blocks`.
 Shapes: M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
