@@ -79,6 +79,7 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
         if measured <= 0 or 0.97 * kl <= measured <= kl:
             break  # what is left would rarely pay for one group's next option
         # The parts do not add up to the whole: by how far they were off, the limit of their sum is moved.
+        # 0.99 aims a little below, since only what is at or under the target counts.
         limit *= 0.99 * kl / measured
     if best is None:
         raise GateFailure(f"no choice reaches a KL of {kl:g}; allow more, or give larger candidates")

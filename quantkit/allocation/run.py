@@ -100,10 +100,12 @@ class _Search:
         self.data, windows, text_notes = _windows(self.original, options)
         # Neighbouring windows tell of the same matter, so both halves are alike and share no token.
         used = few(windows[::2], self.original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
+        # A text of a single window has none to hold out.
         self.num_tokens, self.held_out = sum(map(len, used)), windows[1::2][: len(used)] or used
         self.notes = (*notes, *text_notes)
         identity = _identity(options.recipe, folder, self.original, used)
         state = SearchState(work / "state.json", identity)
+        # Sums depend on the number of threads: a resumed search goes on with that of its first numbers.
         engine["threads"] = state.threads
         torch.set_num_threads(state.threads)
         if state.resumed:
@@ -273,6 +275,7 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
 
 def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
     """Everything that decides the numbers that are kept."""
+    # What candidates set is no part of it, so that numbers of one search serve another with other candidates.
     source = {key: value for key, value in recipe.source.items() if key not in ("name", "weights", "overrides")}
     data = None if recipe.calibration is None else Path(recipe.calibration.data)
     return {

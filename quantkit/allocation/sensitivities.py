@@ -64,6 +64,7 @@ class TrialRunner:
             )
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
             present = {name: (output / name).stat().st_size for name in sizes}
+            # Through JSON, so that tuples are the lists that the manifest has.
             asked = json.loads(json.dumps(recipe.source))
             same = (manifest["recipe"], manifest["identity"]["source"], sizes) == (asked, self.source, present)
         except (OSError, ResumeError, KeyError, TypeError, AttributeError):
@@ -181,6 +182,7 @@ def measure_groups(
             name=group[0].name,
             modules=group[0].modules,
             num_weights=sum(math.prod(linears[module].shape) for module in group[0].modules),
+            # Left as it is, a group differs in nothing from the original.
             options=(*of_group, Option(cost=group[0].stored_bytes, sensitivity=0.0)),
             forms=group,
         )
@@ -204,4 +206,5 @@ def _sensitivities(
 
 
 def _stored_bytes(linear: LinearRecord) -> int:
+    # Bits per weight are bytes times 8 over weights: rounding undoes the division.
     return round(linear.bits_per_weight * math.prod(linear.shape) / 8)

@@ -69,6 +69,7 @@ Points = list[tuple[float, float, int]]  # weight, value and number of an option
 def _solve(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> Choice | None:
     """Least sum of values with a sum of weights within the limit; one (weight, value) of each group."""
     points = [_undominated(options) for options in groups]
+    # A choice that takes the limit exactly must not fail by the rounding of its sum.
     slack = _ROUNDING * max(abs(limit), math.fsum(max(abs(w) for w, _, _ in group) for group in points))
     limit += slack
     if math.fsum(group[0][0] for group in points) > limit:
@@ -93,6 +94,7 @@ def _cheapest_at(group: Points, price: float) -> int:
 
 def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
     """The lowest price at which what each group takes by itself is within the limit, and what they take."""
+    # What a group takes by itself changes only at the slope between two of its options: no other price matters.
     slopes = {0.0}
     for group in points:
         for at, (weight, value, _) in enumerate(group):
@@ -103,6 +105,7 @@ def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
     def fits(price: float) -> bool:
         return math.fsum(group[_cheapest_at(group, price)][0] for group in points) <= limit
 
+    # The weight taken falls as the price rises, so the first price that fits is found by bisection.
     price = prices[min(bisect.bisect_left(prices, True, key=fits), len(prices) - 1)]
     return price, [_cheapest_at(group, price) for group in points]
 
@@ -143,9 +146,11 @@ def _search(points: Sequence[Points], limit: float, price: float, start: list[in
     for n in reversed(range(len(points))):
         rest[n] = rest[n + 1] + min(value + price * weight for weight, value, _ in points[n])
         light[n] = light[n + 1] + points[n][0][0]
+    # Better than the start by more than rounding, or the start is kept.
     ceiling = best - _ROUNDING * abs(best)
     states = [_State(0.0, 0.0, -1, None)]
     for n, group in enumerate(points):
+        # Lagrange: no completion adds less than rest - price * (weight left); states that cannot win go.
         grown = [
             _State(state.weight + weight, state.value + value, number, state)
             for state in states
@@ -153,6 +158,7 @@ def _search(points: Sequence[Points], limit: float, price: float, start: list[in
             if state.weight + weight + light[n + 1] <= limit
             and state.value + value + rest[n + 1] - price * (limit - state.weight - weight) < ceiling
         ]
+        # Of two states the heavier one is worth keeping only if its value is lower.
         grown.sort(key=lambda state: (state.weight, state.value))
         states = []
         for state in grown:
@@ -161,6 +167,7 @@ def _search(points: Sequence[Points], limit: float, price: float, start: list[in
     if not states:
         return tuple(group[at][2] for group, at in zip(points, start, strict=True))
     numbers: list[int] = []
+    # States are kept in order of falling value.
     last: _State | None = states[-1]
     while last is not None and last.before is not None:
         numbers.append(last.number)

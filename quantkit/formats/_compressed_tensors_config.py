@@ -102,12 +102,15 @@ def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
     if not targets:
         raise SchemeError("quantization_config has no config_groups with targets: nothing says how weights are stored")
     default = targets.pop(_LINEAR, None)
+    # The class "Linear" is missing here: what no target names is not quantized.
     rules = [] if default is not None else [Rule(pattern="*", linear=None)]
     for target in sorted(targets, key=lambda name: (name.startswith("re:"), name), reverse=True):
         if "." not in target and target[:1].isupper():
             raise SchemeError(f"quantization_config targets the class {target!r}; only {_LINEAR!r} can be decoded")
         rules.append(Rule(pattern=_pattern(target), linear=targets[target]))
+    # What is ignored is ignored whatever targets it, and our last rule wins.
     rules += [Rule(pattern=_pattern(name), linear=None) for name in parsed.ignore or ()]
+    # A default of None would say that weights are not quantized at all; the rules already ignore every other name.
     return Scheme(default=default or next(iter(targets.values())), rules=tuple(rules))
 
 
@@ -160,6 +163,7 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise SchemeError(f"quantization_config is not one that compressed-tensors accepts: {reason}") from error
+    # Only what the file says counts: the classes have defaults of their own for the format and the status.
     formats = [parsed.format] if "format" in section and parsed.config_groups else []
     formats += [group.format for group in parsed.config_groups.values() if group.format is not None]
     for name in map(_plain, formats):
@@ -211,6 +215,7 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
         dtype=_dtype(name, weights), group_size=group_size, symmetric=weights.symmetric, block_rows=rows
     )
     scheme = LinearScheme(weight=weight, activation=None if inputs is None else _activation(name, inputs))
+    # Asked for its refusal: what no format holds cannot be decoded either.
     find_layout(scheme)
     return scheme
 
@@ -240,6 +245,7 @@ def _dtype(name: str, args: QuantizationArgs) -> DType:
     for dtype in reversed(DTYPES.values()):  # types with groups of their own come last
         if (dtype.kind, dtype.bits) != (kind, bits):
             continue
+        # FP4 types differ by their groups; FP8 in groups is MXFP8 only if its scales are exponents.
         if dtype.group is None or (dtype.group == args.group_size and (bits == 4 or args.scale_dtype == torch.uint8)):
             return dtype
     known = ", ".join(DTYPES)
@@ -251,6 +257,7 @@ def _pattern(target: str) -> str:
     if target == _LINEAR:
         return "*"
     if not target.startswith("re:"):
+        # Names are literal there, while a rule would read these characters as wildcards.
         return target if not set(target) & set("*?[") else f"re:{re.escape(target)}"
     # The library matches from the start of a name, a rule matches all of it.
     return f"re:(?:{target[3:]}).*"

@@ -48,6 +48,7 @@ def find_layout(scheme: LinearScheme) -> str:
     if activation is None:
         return PACKED
     four_bits = weight.dtype == INT4 and weight.symmetric and weight.block_rows == 1
+    # Each pair has the layout that its kernels read: words beside FP8 inputs, a byte per code beside INT8 ones.
     if four_bits and activation == ActivationScheme(dtype=FP8):
         return PACKED
     eight_bits = weight.dtype == INT8 and weight.group_size is None and weight.symmetric

@@ -99,14 +99,17 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
     if block == Block.MXFP4:
         exponents = encode_microscaling(weight)["weight_scale"].view(-1, 1)
         indices = fp4_indices(weight.codes).view(-1, 32)
+        # ggml pairs value i with value i + 16 in a byte, where compressed-tensors pairs neighbours.
         return block, torch.cat([exponents, indices[:, :16] | indices[:, 16:] << 4], dim=1).view(rows, -1)
     scale, minimum = _per_block(_exact_half(weight.scale), weight, block), None
     codes = weight.codes.view(-1, block_values(block))
     if block == Block.Q6_K:
+        # A group fills whole blocks, so its scale is the block's and the integer scales of the sub-blocks are all 1.
         ones = torch.ones(len(codes), 16, dtype=torch.int8)
         return block, pack_q6_k(codes, ones, scale.view(-1, 1)).view(rows, -1)
     if weight.zero_point is not None:
         zero = _per_block(weight.zero_point, weight, block)
+        # Q4_1 counts from 0: scale * (code - zero) = scale * (code + 8) - scale * (zero + 8).
         lowest = -(zero.float() + 8) * scale.float()
         if weight.scheme.dtype.bits == 4 and torch.equal(lowest.half().float(), lowest):
             block, codes, minimum = Block.Q4_1, codes + 8, lowest
@@ -143,6 +146,7 @@ def _half_bytes(values: Tensor) -> Tensor:
 
 def _exact_half(scale: Tensor) -> Tensor:
     half = scale.to(torch.float16)
+    # Compared in float64, which holds every value of both types.
     if not torch.equal(half.to(torch.float64), scale.to(torch.float64)) or not bool(torch.isfinite(half).all()):
         raise SchemeError(
             "a scale does not fit float16, in which gguf stores scales, without rounding; quantize with --format gguf"

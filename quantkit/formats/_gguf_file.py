@@ -29,6 +29,7 @@ from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
 from quantkit.untrusted import opened, read_chunks
 
 _MAGIC, _ALIGNMENT = b"GGUF", 32
+# GGML_MAX_NAME, which counts C's final zero, and GGML_MAX_DIMS.
 _MAX_NAME, _MAX_DIMS = 64, 4
 _DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
 
@@ -135,6 +136,7 @@ def write_gguf_file(
     for name, (block, shape) in tensors.items():
         if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
             raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} does not fit into GGUF")
+        # Not uint8, for which the writer would take the shape to be in bytes; the type itself is `raw_dtype`.
         writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes(block, shape), raw_dtype=block)
     try:
         writer.write_header_to_file()
@@ -197,8 +199,10 @@ def _read(cursor: _Cursor) -> GGUFFile:
     if cursor.take(4, "the magic") != _MAGIC:
         raise cursor.error("it does not begin with GGUF")
     version = cursor.unpack("I", "the version")
+    # Version 1 counts in 32 bits where later ones have 64.
     if version not in (2, 3):
         raise cursor.error(f"version {version} is not known; 2 and 3 are")
+    # The least that one takes: a name's length, dimensions, type and offset; of an entry length, type and one byte.
     num_tensors = cursor.count("the number of tensors", 24)
     num_entries = cursor.count("the number of entries", 13)
     metadata: dict[str, Any] = {}
@@ -249,6 +253,7 @@ def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     if number not in iter(Block):
         raise cursor.error(f"tensor {name!r} has the unknown type {number}")
     block = Block(number)
+    # 2^60 elements of 8 bytes are the end of signed 64-bit offsets.
     if math.prod(shape) > 1 << 60 or (shape and shape[-1] % block_values(block)):
         raise cursor.error(
             f"tensor {name!r} has shape {shape}, not a multiple of the {block_values(block)} of {block.name}"

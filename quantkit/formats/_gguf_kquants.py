@@ -49,6 +49,7 @@ def _q4_k(values: Tensor, importance: Tensor | None) -> Tensor:
     else:
         weights = _weighted(blocks, importance)
     scale, minimum = _search_affine(blocks, weights)  # (M, 8) each, >= 0
+    # Rounded before the integers are chosen, so that these fit the step that is stored; 63 is the largest of 6 bits.
     step = _half(scale.amax(1, keepdim=True) / 63)
     offset = _half(minimum.amax(1, keepdim=True) / 63)
     scales = _ratio(scale, step).round_().clamp_(0, 63)
@@ -83,11 +84,13 @@ def _weighted(blocks: Tensor, importance: Tensor) -> Tensor:
 
 def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and minimum (as a number >= 0 to subtract) of each sub-block for codes 0..15, each (M, S)."""
+    # The format subtracts a minimum that is not negative, so a range cannot begin above zero.
     low, high = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True)
     width = (high - low).clamp_(min=1e-30)
     codes = ((blocks - low) / (width / 15)).round_().clamp_(0, 15)
     best: State = (_error(blocks, weights, codes * (width / 15) + low), width / 15, low)
     total, total_x = weights.sum(-1, keepdim=True), (weights * blocks).sum(-1, keepdim=True)
+    # ggml's trials: grids that spread the range over 14 to 16 steps, each refitted by least squares.
     for number in range(21):
         codes = ((blocks - best[2]) * ((14.0 + 0.1 * number) / width)).round_().clamp_(0, 15)
         weighted = weights * codes
@@ -96,9 +99,11 @@ def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         determinant = (total * sum_l2 - sum_l.square()).clamp_(min=1e-30)
         scale = (total * sum_xl - total_x * sum_l) / determinant
         start = (sum_l2 * total_x - sum_l * sum_xl) / determinant
+        # A start above zero cannot be stored; the fit through zero takes its place.
         scale = torch.where(start > 0, sum_xl / sum_l2.clamp(min=1e-30), scale)
         start = start.clamp(max=0)
         error = _error(blocks, weights, codes * scale + start)
+        # Scales are unsigned in this format.
         best = _better(best, (torch.where(scale.squeeze(-1) > 0, error, torch.inf), scale, start))
     return best[1].squeeze(-1), -best[2].squeeze(-1)
 
@@ -129,6 +134,7 @@ def _fit_pair(blocks: Tensor, weights: Tensor, first: Tensor, second: Tensor) ->
         for left, right in ((first, first), (first, second), (second, second), (first, blocks), (second, blocks))
     )
     determinant = aa * bb - ab.square()
+    # Cauchy-Schwarz: 0 <= determinant <= aa * bb; near 0 the two are parallel, and d alone is fitted.
     usable = determinant > 1e-6 * aa * bb
     step = torch.where(usable, (ax * bb - bx * ab) / determinant, ax / aa.clamp(min=1e-30))
     offset = torch.where(usable, (ax * ab - bx * aa) / determinant, torch.zeros_like(step))
@@ -141,6 +147,7 @@ def _q6_k(values: Tensor, importance: Tensor | None) -> Tensor:
     weights = weights + 1e-12  # a block of zeros has an error too
     scale = _search_symmetric(blocks, weights)  # (M, 16), signed
     extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
+    # Integer scales of 8 bits reach one further below zero than above, so the extreme one becomes -128.
     step = _half(extreme / -128)
     scales = _ratio(scale, step).round_().clamp_(-128, 127)
     best = _improve_q6(blocks, weights, step, scales)
@@ -163,6 +170,7 @@ def pack_q6_k(codes: Tensor, scales: Tensor, step: Tensor) -> Tensor:
     Returns:
         (M, 210) uint8.
     """
+    # In each half of 128 values, four runs of 32: nibbles pair two runs apart, the high bits of all four share a byte.
     quarters = (codes + 32).to(torch.uint8).view(-1, 2, 4, 32)
     low = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).flatten(1)  # (M, 128)
     high = quarters >> 4 << torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)

@@ -78,6 +78,7 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
     Raises:
         SchemeError: it says something that cannot be done here; the message gives what.
     """
+    # Our own entry goes first: where both are there, the standard section says less of layers that differ.
     entry = config.get(CONFIG_KEY)
     if entry is not None:
         return _own(entry, num_layers)
@@ -150,4 +151,5 @@ def _checked(name: str, stored: Tensor, num_heads: int) -> Scales:
             f"{name} is {values[0]:.4g}: a scale of the KV cache must be a positive number; "
             "download the checkpoint again, or choose another KV type with --kv-cache"
         )
+    # Three dimensions are one scale per head, also where there is but one head.
     return values[0] if stored.dim() <= 1 and len(values) == 1 else tuple(values)

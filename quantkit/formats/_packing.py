@@ -49,6 +49,7 @@ def unpack_words(words: Tensor, bits: int, offset: int = 0, width: int | None = 
         (R, C) int16, or int8 where an offset has made them signed; contiguous.
     """
     rows, width = words.shape[0], words.shape[1] * 32 // bits if width is None else width
+    # Without an offset values of 8 bits reach 255, which int8 does not hold.
     values = torch.empty(rows, width, dtype=torch.int8 if offset else torch.int16, device=words.device)
     step = max(1, _BLOCK_VALUES // max(1, width))
     for row in range(0, rows, step):
@@ -71,12 +72,14 @@ def _pack(values: Tensor, bits: int) -> Tensor:
         words[..., word] |= runs[..., index] << offset & _WORD - 1
         if offset + bits > 32:
             words[..., word + 1] |= runs[..., index] >> 32 - offset
+    # int32 has no room for words from 2^31 on; less 2^32 they have the same bits.
     words = torch.where(words >= _WORD >> 1, words - _WORD, words)
     return words.to(torch.int32).flatten(1)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     per, count = _period(bits)
+    # The mask takes off the sign that widening has extended.
     runs = _filled(words.to(torch.int64) & _WORD - 1, count)  # (R, P, count)
     values = torch.empty(*runs.shape[:2], per, dtype=torch.int16, device=words.device)
     for index in range(per):

@@ -61,6 +61,7 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
     tensors = {"weight": weight.codes.contiguous()} if is_fp8 else {"weight_packed": pack_fp4(weight.codes)}
     if weight.scheme.dtype.scale == "e8m0":
         exponents = torch.log2(weight.scale.to(torch.float64)) + _BIAS
+        # 255 stands for NaN in E8M0.
         if not torch.equal(exponents.round(), exponents) or bool(((exponents < 0) | (exponents > 254)).any()):
             raise SchemeError(f"{name} has powers of two as scales, these are not")
         return {**tensors, "weight_scale": exponents.to(torch.uint8)}
@@ -88,12 +89,14 @@ def with_scales(
         CheckpointError: the scales are missing or have the wrong shape.
     """
     rows, width = codes.shape
+    # Blocks may end in a narrower one; groups of a row may not, and `group_width` refuses them.
     size = scheme.group_width(width) if scheme.block_rows == 1 else scheme.group_size or width
     if scheme.block_rows is None:
         scale = take_one(tensors, scale_name).expand(rows, 1)
     else:
         scale = take(tensors, scale_name, (math.ceil(rows / scheme.block_rows), math.ceil(width / size)))
         scale = scale.repeat_interleave(scheme.block_rows, dim=0)[:rows]
+    # With a narrower last block no view has groups of one size; an index has.
     index = None if width % size == 0 else torch.arange(width) // size
     return QuantizedTensor(codes=codes, scale=scale.contiguous(), zero_point=None, scheme=scheme, group_index=index)
 
@@ -101,6 +104,7 @@ def with_scales(
 def encode_unpacked(weight: QuantizedTensor) -> dict[str, Tensor]:
     """Codes as they are, and scales that `with_scales` reads."""
     rows = weight.scheme.block_rows
+    # All rows of a block have the same scales, so the first of them speaks for the block.
     scale = weight.scale[:1].reshape(1) if rows is None else weight.scale[::rows].contiguous()
     return {"weight": weight.codes.contiguous(), "weight_scale": scale}
 
@@ -119,6 +123,7 @@ def pack_fp4(codes: Tensor) -> Tensor:
 def fp4_indices(codes: Tensor) -> Tensor:
     """Nibbles of FP4 codes, any shape: sign, then the rank among 0, 0.5, 1, 1.5, 2, 3, 4, 6; uint8."""
     values = codes.float()
+    # By the sign bit: minus zero has a code of its own.
     index = torch.searchsorted(_E2M1[:8].to(codes.device), values.abs()) + 8 * torch.signbit(values)
     return index.to(torch.uint8)
 

@@ -222,6 +222,7 @@ class Format(ABC):
 
     def owns(self, section: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` is in this format."""
+        # A format without a method of its own owns no section, not even one that names none.
         return section.get("quant_method") == self.method != ""
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:

@@ -46,11 +46,13 @@ class BitsAndBytes(Format):
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if section.get("load_in_4bit") is True:
+            # The default of the library; the size that counts is in the JSON text of each weight.
             weight = WeightScheme(dtype=NF4, group_size=64)
         elif section.get("load_in_8bit") is True:
             weight = WeightScheme(dtype=INT8)
         else:
             raise SchemeError("quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
+        # transformers leaves the head as it is unless told otherwise.
         return Scheme(default=LinearScheme(weight=weight), rules=(Rule(pattern="lm_head", linear=None),))
 
 
@@ -65,6 +67,7 @@ def _decode_4bit(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     if packed.numel() * 2 != rows * width or width < 1:
         raise CheckpointError(f"tensor 'weight' has {packed.numel()} bytes, its quant_state says ({rows}, {width})")
     codes = table[torch.stack([packed >> 4, packed & 15], dim=1).long()].view(rows, width)
+    # The largest size that divides a row and a block, so that no group crosses the border of either.
     size = math.gcd(width, block)
     scale = _absmax(tensors, state, math.ceil(rows * width / block))
     block_of_scale = torch.arange(rows * (width // size)) * size // block

@@ -73,10 +73,12 @@ class CompressedTensorsFormat(Format):
         size = scheme.weight.group_size
         if scheme.weight.dtype.kind == "float":
             return words[0], words[1] * 2
+        # Words may be filled up, so where there are groups these tell the number of inputs exactly.
         return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
+        # Blocks with a narrower last one have an index too, which shapes imply and no file needs.
         if weight.group_index is not None and scheme.weight.block_rows == 1:
             raise SchemeError(_NO_GROUP_ORDER)
         tensors = _encode_weight(weight, find_layout(scheme))

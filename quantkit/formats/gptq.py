@@ -83,6 +83,7 @@ class GPTQFormat(Format):
         bits, half = weight.scheme.dtype.bits, -int(weight.scheme.dtype.minimum)
         check_scale(weight.scale)
         rows, width = weight.shape
+        # 8-bit zero points plus 128 reach 255, beyond int8.
         zero = torch.full((rows, weight.scale.shape[1]), half, dtype=torch.int16)
         if weight.zero_point is not None:
             zero = weight.zero_point.to(torch.int16) + half
@@ -120,6 +121,7 @@ class GPTQFormat(Format):
         )
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
+        # What most linears have is said once, so that `dynamic` stays short.
         common = Counter(linears.values()).most_common(1)[0][0].weight
         dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in ignored if not _is_head(name)}
         for name, scheme in linears.items():
@@ -127,6 +129,7 @@ class GPTQFormat(Format):
                 dynamic[f"+:{_exactly(name)}"] = _numbers(scheme.weight)
         section = {
             "quant_method": "gptq",
+            # Readers differ in the key under which they look for the version.
             "checkpoint_format": self.version,
             "format": self.version,
             **_numbers(common),
@@ -153,6 +156,7 @@ class GPTQFormat(Format):
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         default = _weight(section, {})
+        # The head is quantized only where the section says so.
         rules = [] if section.get(_HEAD) else [Rule(pattern=f"re:(.*\\.)?{_HEAD}", linear=None)]
         dynamic = section.get("dynamic") or {}
         if not isinstance(dynamic, Mapping):
@@ -162,6 +166,7 @@ class GPTQFormat(Format):
         # GPTQModel takes the first expression that matches, a Scheme the last.
         for expression, changes in reversed(list(dynamic.items())):
             rules.append(_rule(expression, changes, section))
+        # AutoRound lists what differs by name, and says 16 bits of what it leaves out.
         extra = section.get("extra_config") or {}
         for name, changes in extra.items() if isinstance(extra, Mapping) else ():
             bits = changes.get("bits") if isinstance(changes, Mapping) else None
@@ -262,5 +267,6 @@ def _group_index(tensors: Mapping[str, Tensor], width: int, groups: int) -> Tens
         raise CheckpointError(
             f"'g_idx' runs from {int(index.min())} to {int(index.max())}, but there are {groups} groups"
         )
+    # Files store the index also where it says nothing; without it groups dequantize as views.
     in_order = torch.equal(index, torch.arange(width, device=index.device) // max(1, width // groups))
     return None if in_order else index

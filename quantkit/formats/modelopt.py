@@ -72,11 +72,13 @@ FORMAT = ModelOpt()
 def _unpack_int4(stored: Tensor) -> Tensor:
     """Codes (N, K) of bytes (N / 2, K)."""
     nibbles = torch.stack([stored & 15, stored >> 4], dim=1).view(-1, stored.shape[1]).to(torch.int8)
+    # Two's complement, unlike the offset codes of compressed-tensors.
     return torch.where(nibbles > 7, nibbles - 16, nibbles)
 
 
 def _decode_nvfp4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightScheme) -> QuantizedTensor:
     codes = unpack_fp4(stored)
     local = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
+    # The reciprocal of compressed-tensors' global scale: one multiplies by it instead of dividing.
     outer = take_one(tensors, "weight_scale_2").float()
     return QuantizedTensor(codes=codes, scale=local.float() * outer, zero_point=None, scheme=scheme)

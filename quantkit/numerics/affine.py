@@ -69,7 +69,9 @@ def range_parameters(low: Tensor, high: Tensor, grid: WeightGrid) -> Ranges:
     dtype = grid.scheme.dtype
     if grid.scheme.symmetric:
         return Ranges(storable_scale(torch.maximum(-low, high), dtype, grid.scale_dtype, grid.tensor_largest), None)
+    # The zero point follows the scale as it is stored, not the exact one: both must describe the same range.
     scale = round_scale((high - low) / dtype.full_range, grid.scale_dtype)
+    # A scale that rounds down in bfloat16 stretches low / scale by up to 1 of 255 steps, past the last code.
     return Ranges(scale, (dtype.minimum - low / scale).round_().clamp_(dtype.minimum, dtype.maximum))
 
 
@@ -84,6 +86,7 @@ def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DT
     if dtype.spacing is not None:
         return _round_float(codes.clamp_(dtype.minimum, dtype.maximum), dtype.spacing)
     if dtype.kind == "float":
+        # Clamped first: beyond 448 the cast saturates in some versions of torch and gives NaN in others.
         return codes.clamp_(dtype.minimum, dtype.maximum).to(dtype.storage).float()
     if zero_point is not None:
         codes += zero_point
@@ -92,6 +95,7 @@ def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DT
 
 def _round_float(values: Tensor, spacing: float) -> Tensor:
     """Nearest value of a float type, ties to even; `spacing` apart below 2, twice as much from each power of two on."""
+    # The exponent bits alone are the largest power of two not above |value|; the clamp makes 1 the least of them.
     power = (values.abs().clamp_min_(1.0).view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.mul_(spacing)
     return values.div_(step).round_().mul_(step)
@@ -124,6 +128,7 @@ def minmax_range(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """
     groups = weight.view(weight.shape[0], -1, scheme.group_width(weight.shape[1]))  # (N, G, g)
     low, high = groups.aminmax(dim=-1)
+    # A range without zero would put its zero point outside the codes.
     low, high = low.float().clamp_(max=0), high.float().clamp_(min=0)
     return _over_rows(low, scheme, torch.amin), _over_rows(high, scheme, torch.amax)
 
@@ -134,6 +139,7 @@ def _over_rows(values: Tensor, scheme: WeightScheme, reduce: Callable[[Tensor, i
     rows = num_rows if scheme.block_rows is None else scheme.block_rows
     if rows == 1:
         return values
+    # Zeros are neutral here: lows are never above zero, highs and errors never below.
     padded = functional.pad(values, (0, 0, 0, -num_rows % rows))
     return reduce(padded.view(-1, rows, groups), 1).repeat_interleave(rows, dim=0)[:num_rows]
 
@@ -148,6 +154,7 @@ def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
     grid = grid.completed(weight)
     low, high = minmax_range(weight, grid.scheme)
     if grid.tensor_largest is not None and grid.scheme.block_rows is None:
+        # One scale for the tensor covers every weight that shares it, not only this one.
         low, high = -grid.tensor_largest.expand_as(low), grid.tensor_largest.expand_as(high)
     return range_parameters(low, high, grid)
 
@@ -161,8 +168,10 @@ def range_fractions(dtype: DType) -> tuple[float, ...]:
     weights under nvfp4, 8 % under fp8).
     """
     if dtype.scale == "e8m0":
+        # Between neighbouring powers of two nothing can be stored.
         return 1.0, 0.5, 2.0
     if dtype.scale == "e4m3":
+        # i = 8 would be the whole range once more.
         return (1.0, *(0.6 + 0.05 * i for i in range(24) if i != 8))
     if dtype.kind == "float":
         return tuple(2 ** (i / 8) for i in range(8))
@@ -205,6 +214,7 @@ def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram
     groups = rows.view(rows.shape[0], -1, scheme.group_width(rows.shape[1]))  # (R, G, g)
     weights = None if importance is None else importance.view(groups.shape[1:])  # (G, g)
     low, high = minmax_range(rows, scheme)
+    # The covering range stays where every error is NaN or infinite, since no such number is below infinity.
     best, best_error = range_parameters(low, high, grid), torch.full_like(low, torch.inf)
     for fraction, sign in itertools.product(range_fractions(scheme.dtype), _signs(scheme)):
         scale, zero = range_parameters(low * fraction, high * fraction, grid)
@@ -267,6 +277,7 @@ def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tenso
     if dtype.scale == "e4m3":
         assert grid.tensor_largest is not None, f"{dtype.name} needs the tensor's largest magnitude"
         outer = global_scale(grid.tensor_largest, dtype)
+    # Powers of two and scales of two levels stay float32 here; formats turn them into their 8 bits without rounding.
     return QuantizedTensor(
         codes=codes.to(dtype.storage),
         scale=scale.to(grid.scale_dtype) if plain else scale,

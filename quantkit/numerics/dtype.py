@@ -41,6 +41,7 @@ class DType:
     @property
     def half_range(self) -> float:
         """What a symmetric absmax is divided by to get the scale: 7.5 for int4, 448 for fp8."""
+        # Half a step from the last code at either end, where 7 would leave -8 unused and 8 would clip a whole step.
         return (self.maximum - self.minimum) / 2
 
     @property
@@ -63,6 +64,7 @@ def _float(name: str, bits: int, maximum: float, **fields: Any) -> DType:
 INT2, INT3, INT4, INT5, INT6, INT8 = (_integer(bits) for bits in (2, 3, 4, 5, 6, 8))
 FP8 = _float("fp8", 8, 448.0)
 # Microscaling types.
+# FP4 is E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 NVFP4 = _float("nvfp4", 4, 6.0, group=16, scale="e4m3", spacing=0.5)
 MXFP4 = _float("mxfp4", 4, 6.0, group=32, scale="e8m0", spacing=0.5)
 MXFP8 = _float("mxfp8", 8, 448.0, group=32, scale="e8m0")

@@ -51,12 +51,15 @@ def random_rotation(width: int, seed: int) -> Rotation:
         seed: equal arguments give equal matrices.
     """
     generator = torch.Generator().manual_seed(seed)
+    # Without signs a row of constant values, for one, would be gathered in a single coordinate instead of spread.
     signs = torch.randint(0, 2, (width,), generator=generator).float().mul_(2).sub_(1)
     odd = width & -width
+    # Smallest block first: a dense block of m costs m per value, the 2^k left of the width only k.
     for size in (width // odd << shift for shift in range(odd.bit_length())):
         block = _hadamard(size) if size <= _WIDEST_BLOCK else None
         if block is not None:
             return Rotation(block=block / size**0.5, signs=signs)
+    # In float64, so that what keeps Q from being orthogonal is little more than its rounding to float32.
     normal = torch.randn(width, width, generator=generator, dtype=torch.float64)
     return Rotation(block=torch.linalg.qr(normal)[0].float(), signs=signs)
 
@@ -65,11 +68,14 @@ def _hadamard(size: int) -> Tensor | None:
     """(m, m) of +-1 with orthogonal rows: m = 1, or q + 1 for a prime q = 3 mod 4, or 2 q + 2 for one q = 1 mod 4."""
     if size == 1:
         return torch.ones(1, 1)
+    # Hadamard matrices above size 2 exist for multiples of 4 only.
     if size % 4:
         return None
+    # Paley's first construction: q = size - 1 is 3 mod 4, as size is a multiple of 4.
     if _is_prime(size - 1):
         return _bordered(size - 1, -1) + torch.eye(size)
     if _is_prime(size // 2 - 1) and (size // 2 - 1) % 4 == 1:
+        # Paley's second: each entry 1, -1 or 0 of the conference matrix becomes a 2 x 2 block.
         core, one = _bordered(size // 2 - 1, 1), torch.eye(size // 2)
         for_core, for_one = torch.tensor([[[1.0, 1.0], [1.0, -1.0]], [[1.0, -1.0], [-1.0, -1.0]]])
         return torch.kron(core, for_core) + torch.kron(one, for_one)

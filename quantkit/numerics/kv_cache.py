@@ -135,5 +135,6 @@ def hadamard(width: int) -> Tensor:
         (D, D) float32.
     """
     size = width & -width
+    # No random signs: config.json says "hadamard" and no seed, so the matrix follows from the width alone.
     block = Rotation(block=torch.ones(1, 1), signs=torch.ones(size)).apply(torch.eye(size))
     return torch.kron(torch.eye(width // size), block)

@@ -64,8 +64,10 @@ def matches(pattern: str, name: str, budget: Budget) -> bool:
     """
     if is_exact(pattern):
         return pattern == name
+    # Time of this thread alone: what else the machine is busy with does not use the budget up.
     expression, start = _compiled(pattern), time.thread_time()
     try:
+        # Never below zero, which `regex` takes for no limit at all.
         return expression.fullmatch(name, timeout=max(1e-6, min(_MATCH_S, budget.seconds))) is not None
     except (TimeoutError, MemoryError, RecursionError):
         raise SchemeError(
@@ -88,6 +90,7 @@ def check_for_others(config: Mapping[str, Any]) -> None:
         SchemeError: names the expression.
     """
     for text in _texts(config, False):
+        # Escaped characters stand for themselves and neither repeat nor choose.
         plain = re.sub(r"\\.", "", text)
         repeats, choices = len(re.findall(r"[*+{]", plain)), len(re.findall(r"\||(?<![(*+?}])\?", plain))
         # A repeat can end at any of about 2^6 letters of a name.
@@ -118,8 +121,10 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
         raise SchemeError(f"pattern {shorten(pattern)} has {len(pattern)} characters; at most {_MAX_LENGTH} are read")
     text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
     try:
+        # Python's own engine first: what it refuses is no pattern, however `regex` reads it.
         re.compile(text)
         _check_meaning(text)
+        # Version 0 is the behaviour of `re`; version 1 gives sets and case folding another meaning.
         return regex.compile(text, regex.VERSION0)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         raise SchemeError(f"{shorten(pattern, 100)} is not a regular expression: {error}") from None

@@ -30,6 +30,7 @@ def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
         float32 tensor whose values `dtype` holds exactly; where it would be zero it is the dtype's epsilon.
     """
     stored = scale.to(dtype).float()
+    # Groups of zeros, and scales that underflow in float16, would otherwise divide by zero.
     return torch.where(stored != 0, stored, torch.finfo(dtype).eps)
 
 
@@ -44,6 +45,7 @@ def global_scale(largest: Tensor, dtype: DType) -> Tensor:
     """
     tiny = torch.finfo(torch.float32).tiny
     value = _E4M3_MAXIMUM * dtype.maximum / largest.float().clamp_min(tiny)
+    # Of a tensor of zeros any scale will do but an infinite one, which makes NaN of 0 times infinity.
     return torch.where(torch.isfinite(value), value, torch.ones_like(value)).reshape(1)
 
 
@@ -74,6 +76,7 @@ def two_level_scale(scale: Tensor, outer: Tensor) -> Tensor:
         scale: any shape, float32.
         outer: one element, see `global_scale`.
     """
+    # Larger activations than calibration has seen ask for more than 448, where not every version of torch saturates.
     local = (scale * outer).clamp_max(_E4M3_MAXIMUM).to(torch.float8_e4m3fn).float()
     return torch.where(local == 0, _E4M3_FLOOR, local) / outer
 
@@ -88,6 +91,7 @@ def power_of_two_scale(largest: Tensor, dtype: DType) -> Tensor:
         float32, between 2**-127 and 2**127; NaN for what is not finite.
     """
     carried = (largest.contiguous().view(torch.int32) + _CARRY & _EXPONENT_BITS).view(torch.float32)
+    # Less the exponent of the largest code: 2 for E2M1, 8 for E4M3.
     exponent = torch.floor(torch.log2(carried)) - math.floor(math.log2(dtype.maximum))
     scale = torch.exp2(exponent.clamp(*_EXPONENTS).double()).float()
     return torch.where(torch.isfinite(largest), scale, torch.nan)

@@ -180,6 +180,7 @@ class Scheme:
     _budget: Budget = field(default_factory=Budget, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Of equal patterns the later rule wins, as a dictionary keeps the last position of a key.
         positions = {rule.pattern: index for index, rule in enumerate(self.rules)}
         expressions = sorted((index for pattern, index in positions.items() if not is_exact(pattern)), reverse=True)
         if len(expressions) > MAX_EXPRESSIONS:
@@ -212,8 +213,10 @@ class Scheme:
                 yield rule
 
     def _search(self, name: str) -> LinearScheme | None:
+        # A name with a wildcard in it must not be taken for the expression of the same text.
         exact = self._exact.get(name, -1) if is_exact(name) else -1
         for index in self._expressions:
+            # The last rule wins, so expressions before the last plain match need not be tried.
             if index > exact and matches(self.rules[index].pattern, name, self._budget):
                 return self.rules[index].linear
         return self.default if exact < 0 else self.rules[exact].linear

@@ -51,6 +51,7 @@ class QuantizedTensor:
         zero_bits = 0 if self.zero_point is None else self.zero_point.numel() * scheme.dtype.bits
         code_bits = self.codes.numel() * scheme.dtype.bits
         scales = scheme.num_scale_rows(self.scale.shape[0]) * self.scale.shape[1]
+        # Scales of microscaling types take one byte on disk, whatever they are held in here.
         scale_bytes = scales * (self.scale.element_size() if scheme.dtype.scale == "float" else 1)
         return (code_bits + 7) // 8 + (zero_bits + 7) // 8 + scale_bytes + (0 if self.global_scale is None else 4)
 
@@ -83,6 +84,7 @@ class QuantizedTensor:
         # A copy also of codes that are float32 already, since it is multiplied in place.
         values = self.codes.to(torch.float32, copy=True)
         of_codes: tuple[Any, ...] = (slice(None), self.group_index)  # from numbers of groups (N, G) to those of codes
+        # Groups in order broadcast; an index makes a scale per weight, an array of the weight's size.
         if self.group_index is None:
             values, of_codes = (
                 values.view(len(values), self.scale.shape[1], -1),

@@ -50,6 +50,7 @@ class Examples:
         """Inputs and outputs (B, T, D) of one batch of the store, or of some rows of it, as ordinary tensors."""
         target = self._target(number, rows) if self._targets is None else self._targets[number][rows]
         device = self._layer.device
+        # Copied in any case: the store may hold tensors of inference mode, which autograd refuses.
         return self._store[number][rows].to(device, copy=True), target.to(device, copy=True)
 
     def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
@@ -73,6 +74,7 @@ class TunedBlock:
         with torch.enable_grad():
             error = (self._forward(hidden).float() - target.float()).square().sum()
             size = target.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+            # Relative to the size of the output: gradients then suit float16, whatever the layer.
             (error * (_LOSS_SCALE / size)).backward()  # type: ignore[no-untyped-call]
             return float(error.detach() / size)
 

@@ -66,11 +66,13 @@ class TunedWeight:
             by_offset, by_scale, by_zero = self._gradients(rows, ratio, gradient[rows], scale, zero)
             moved = self.offset[rows]
             moved.sub_(by_offset.sign_().view_as(moved), alpha=rate).clamp_(-_FURTHEST, _FURTHEST)
+            # d loss / d factor = d loss / d scale * start, whose sign counts, since a start may be negative.
             self.factor[rows] -= range_rate * (by_scale * self._start[rows]).sign_()
             self.factor[rows].clamp_(*_FACTORS)
             if by_zero is not None:
                 self.shift[rows] -= range_rate * self._dtype.half_range * by_zero.sign_()
             new_scale, zero = self._parameters(rows)
+            # weight / new scale, without reading the weight again.
             ratio *= (scale / new_scale).unsqueeze(-1)
             self._write(rows, ratio, new_scale, zero, values)
 
@@ -89,6 +91,7 @@ class TunedWeight:
     def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """(R, G) scale and zero point as they are stored; a scale keeps the sign that it started with."""
         start = self._start[rows]
+        # Rounded as a magnitude, since what underflows becomes a positive epsilon; the sign comes back after it.
         scale = round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype).copysign_(start)
         if self._start_zero is None:
             return scale, None
@@ -116,7 +119,9 @@ class TunedWeight:
         by_value = gradient.to(torch.float32, copy=True).view_as(ratio)
         if zero is not None:
             codes -= zero.unsqueeze(-1)
+        # d value / d scale is code - zero, less weight / scale where nothing was clamped.
         by_scale = codes.mul_(by_value).sum(-1)
+        # Inside the range code and zero point move together and cancel; only clamped values feel the zero point.
         by_zero = None if zero is None else (by_value * outside).sum(-1).mul_(-scale)
         by_value.masked_fill_(outside, 0.0)
         by_scale -= torch.mul(ratio, by_value, out=raw).sum(-1)

@@ -66,6 +66,7 @@ def spread(scales: Tensor) -> Tensor:
     """
     usable = torch.isfinite(scales) & (scales > 0)
     scales = torch.where(usable, scales, torch.ones_like(scales))
+    # A common factor cancels between source and weights; centred, both keep about the size that they had.
     centred = scales / (scales.max() * scales.min()).sqrt()
     return centred.clamp_(1e-4, 1e4)
 

@@ -69,6 +69,7 @@ class AutoRoundStep:
             tuned = {name: _start(layer, name, importance[name]) for name in names}
             self._tune(layer, block, tuned)
             results = {name: weight.result() for name, weight in tuned.items()}
+        # They hold a float32 offset and a copy of each weight, which committing the codes does not need.
         del tuned, block
         for name, result in results.items():
             layer.commit(name, result)
@@ -76,6 +77,7 @@ class AutoRoundStep:
 
     def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> None:
         examples = Examples(layer)
+        # Spread over the store, whose batches are sorted by length.
         judged = range(0, len(examples), max(1, len(examples) // _JUDGED))
         for name, weight in block.weights.items():
             tuned[name].dequantize(weight.data)
@@ -136,6 +138,7 @@ def _start(layer: LayerContext, name: str, importance: Tensor) -> TunedWeight:
 
 def _shuffled(sequences: list[tuple[int, slice]], seed: str) -> Iterator[tuple[int, slice]]:
     """All sequences in random order, again and again, drawn by the run's seed and the layer alone."""
+    # Not Python's own hash, which differs from process to process for texts.
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
     generator = torch.Generator().manual_seed(number)
     while True:

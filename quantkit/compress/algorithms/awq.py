@@ -130,6 +130,7 @@ def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
         scheme = layer.schemes.get(name)
         width = weight.shape[1] if scheme is None else scheme.weight.group_width(weight.shape[1])
         groups = weight.view(weight.shape[0], -1, width)
+        # Groups of zeros have no largest weight to be relative to.
         total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).view_as(weight).sum(0)
         rows += weight.shape[0]
     return total / rows

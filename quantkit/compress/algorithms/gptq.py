@@ -110,6 +110,7 @@ class GptqStep:
             layer.observe(grams)
             errors = self._observe_errors(layer, entries)
             for _, names in entries:
+                # Taken out, so that a set's matrix is free again once its linears are settled.
                 error = errors.pop(names[0]).finish() if names[0] in errors else None
                 self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
 
@@ -123,6 +124,7 @@ class GptqStep:
 
     def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
         """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
+        # Stable, so that inputs of equal size keep their order from run to run.
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
         if self.act_order == "none":
             order = torch.arange(len(order), device=order.device)
@@ -157,11 +159,13 @@ class GptqStep:
         columns: slice | Tensor = slice(None)
         reordered = self.act_order == "group" and scheme.group_size is not None
         if reordered:
+            # Groups are consecutive columns in the order of settling; the index says which group each input has got.
             columns = factor.backwards.flip(0)
             index = torch.empty_like(index).scatter_(0, columns, index)
         choose = affine.search_parameters if self.scale_search else affine.minmax_parameters
         ranges = [choose(weight[:, columns], grid) for weight, grid in zip(weights, grids, strict=True)]
         codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)
+        # Fits have one unknown per row and group, which scales shared by rows do not have.
         for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
             ranges = [
                 Ranges(fit_scales(weight, code, old, factor, index, grid.scale_dtype), old.zero_point)
@@ -221,6 +225,7 @@ def settle_columns(
         part.copy_(weight.T[backwards])
     scales = torch.cat([scale for scale, _ in ranges]).T.contiguous()  # (G, N)
     zeros = None if scheme.symmetric else torch.cat([z for _, z in ranges if z is not None]).T.contiguous()
+    # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
     groups = group_index[backwards].tolist()
     pivots = lower.diagonal().tolist()
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
@@ -257,6 +262,7 @@ def corrected(weight: Tensor, error: Tensor, factor: Factor, strength: float) ->
     Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
     loop spreads the same correction over its columns.
     """
+    # The factor is of the reordered matrix, so columns enter in its order and leave in their own.
     product = (weight.float() @ error)[:, factor.backwards]  # (N, K)
     moved = torch.empty_like(product)
     moved[:, factor.backwards] = torch.cholesky_solve(product.T, factor.lower).T
@@ -295,7 +301,9 @@ def fit_scales(
         coded = torch.bmm(values[:, members].transpose(0, 1), parts).transpose(0, 1)  # (R, G, K)
         target = (weight[rows, backwards].float() @ lower).unsqueeze(2)  # (R, K, 1)
         normal = coded @ coded.transpose(1, 2)  # (R, G, G)
+        # A group whose codes are all zero leaves a row of zeros, with which the system would be singular.
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
+        # solve_ex raises nothing: a row whose solution is not finite keeps its scales below.
         fitted[rows] = torch.linalg.solve_ex(normal, coded @ target)[0].squeeze(2)
     usable = torch.isfinite(fitted) & (fitted * scale > 0)
     return round_scale(torch.where(usable, fitted, scale), scale_dtype)
@@ -315,11 +323,13 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     mean = diagonal.mean().item()
     diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
     backwards = order.flip(0)
+    # Reordered between two buffers; `diagonal` is a view of the first and shows the new order afterwards.
     lower = hessian.index_select(0, backwards)
     torch.index_select(lower, 1, backwards, out=hessian)
     info = torch.empty((), dtype=torch.int32, device=hessian.device)
     amount, added = damping, 0.0
     while amount < _DAMPING_LIMIT:
+        # A failed attempt leaves the matrix as it is, so only what the damping has grown by is added.
         diagonal.add_((amount - added) * mean)
         added = amount
         # L' in column-major order is L in row-major order: no third (K, K) matrix is needed.

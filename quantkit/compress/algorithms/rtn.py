@@ -49,6 +49,7 @@ class InputStatistics:
         """Mean x x' inside each group, (G, g, g), of the inputs divided by `divisor`."""
         if self._gram is None:
             return None
+        # Inputs x / d have the products x x' / (d d').
         by_group = divisor.view(-1, self.group)
         return self._gram.mean / (by_group.unsqueeze(2) * by_group.unsqueeze(1))
 

@@ -70,6 +70,7 @@ class ActivationStore:
 
     def advance(self, forward: Callable[[Tensor], Tensor]) -> None:
         """Replace every batch by `forward(batch)`; the previous layer's files stay until `forget_previous`."""
+        # Back on the CPU, so that the device holds one batch at a time.
         batches = (forward(self[number]).cpu() for number in range(len(self)))
         self._keep(batches, f"layer {self._layer}", self._layer + 1)
 

@@ -39,12 +39,15 @@ class HeadStatistics:
         self._add("range", (highest - lowest).double().square().sum((0, 2)))
         self._add("peak", size.amax(-1).double().square().sum((0, 2)))
         for page in torch.split(single, PAGE_TOKENS, dim=2):
+            # Partial pages have narrower ranges, which would lower the mean; they count only while no page has been.
             if page.shape[2] == PAGE_TOKENS or not self._num_pages:
                 self._add("page_range", (page.amax(2) - page.amin(2)).double().square().sum(0))
                 self._num_pages += page.shape[0]
         left = _SAMPLE_TOKENS - sum(part.shape[0] for part in self._sample)
         if left > 0:
             flat = single.transpose(1, 2).flatten(0, 1)  # (B T, H, D)
+            # A few tokens of each update, so that the first does not fill the sample.
+            # Copied, since a slice would keep the whole batch alive.
             self._sample.append(flat[:: max(1, len(flat) // 256)][:left].clone())
         self.num_tokens += single.shape[0] * single.shape[2]
 

@@ -130,6 +130,7 @@ def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, genera
         if len(stream) >= samples * step * _SURPLUS:
             break
     # Windows of all the surplus, not of its beginning: neighbours in a text are alike.
+    # A text shorter than one window is a sample all the same.
     starts = list(range(0, len(stream) - step + 1, step)) or [0]
     generator.shuffle(starts)
     windows = [prefix + stream[start : start + step] for start in starts[:samples]]
@@ -142,6 +143,7 @@ def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> lis
             text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # templates raise whatever their author chose
         raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
+    # Special tokens are the template's business; adding them here would double the BOS token.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -157,6 +159,7 @@ def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> 
 
 
 def _read_objectl(path: Path, field: str) -> list[Any]:
+    # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
     lines = {f"{path}:{number}": line for number, line in enumerate(_read_file(path).split("\n"), start=1)}
     objects = {
         where: parse_object(line, where, DataError, "one JSON object per line is needed")

@@ -87,6 +87,7 @@ def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -
         tokens = token_rows(args)
         for expert in experts:
             inside = [name for name in modules if name.startswith(f"{expert}.")]
+            # Hooked for this call alone: when the router calls the expert afterwards, its tokens are not seen twice.
             with removed_after(hook_modules(block, inside, on_call)):
                 block.get_submodule(expert)(tokens)
 

@@ -26,6 +26,7 @@ def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) ->
     outputs = block.get_parameter(f"{group.source}.weight").shape[0]
     divisor = scales
     if outputs != scales.shape[0]:
+        # Equal in all query heads of a value head, so the first of them speaks for it.
         divisor = scales.view(outputs // head_dim, -1, head_dim)[:, 0].reshape(-1)
     for name, parameter in block.get_submodule(group.source).named_parameters(recurse=False):
         rows = divisor if name == "bias" or parameter.dim() == 1 else divisor.unsqueeze(1)

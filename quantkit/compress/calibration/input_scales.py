@@ -40,6 +40,7 @@ class InputRange:
         """Take in (T, K) inputs of any float dtype; they are not modified."""
         if inputs.numel() == 0:
             return
+        # Kept as a tensor: a Python number would wait for the device at every batch.
         self._largest.append(inputs.abs().amax().float())
         if self._keep and sum(map(torch.numel, self._kept)) < _VALUES:
             self._kept.append(spread_rows(inputs, max(1, _BATCH_VALUES // inputs.shape[1])).flatten())
@@ -95,6 +96,7 @@ def _inputs(layer: LayerContext) -> list[list[str]]:
 
 def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:
     """The magnitude that the scale is to hold."""
+    # Under a global scale the groups have scales of their own at run time, so there is nothing that clipping helps.
     if method == "absmax" or seen.largest == 0 or scheme.dynamic:
         return seen.largest
     values = seen.values

@@ -51,6 +51,7 @@ def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
     scheme = choose_scheme(statistics, goal)
     record = CacheRecord(
         scheme=scheme_to_dict(scheme),
+        # Fixed scales are of what was asked for, in every layer: that is what the standard section announces.
         key_scale=_scales(layer.name, "keys", asked.key, statistics.keys, goal),
         value_scale=_scales(layer.name, "values", asked.value, statistics.values, goal),
         largest_key=statistics.keys.peak.max().item(),
@@ -118,7 +119,9 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
     typical = keys.typical()  # (H,)
     if scheme.dtype is FP8:
         peak = keys.peak.square() if scheme.is_fixed else keys.mean_square_of_token("peak")
+        # E4M3 has subnormals 2^-9 apart, in units of the scale, which is the peak over 448.
         subnormal = peak / FP8.maximum**2 * 2.0**-18 / 12
+        # Three mantissa bits: steps of 2^-3 of the power of two below x, so (step / x)^2 / 12 is 2^-6 / 24 on average.
         return (2.0**-6 / 24 + subnormal / typical).max().item()
     if scheme.granularity == "channel":
         return (keys.page_ranges() / scheme.dtype.full_range**2 / 12).max().item()
@@ -141,8 +144,10 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
     names = tuple(_REMEDIES) if goal.remedy == "auto" else (goal.remedy, "leave")
     for name in names:
         remedy = _REMEDIES[name]
+        # Per channel means the same bits, and caches have such ranges for int4 only.
         if remedy == goal.scheme.key or (name == "channel" and goal.scheme.key.dtype is not INT4):
             continue
+        # A remedy takes the place of a rotation too.
         if noise(statistics, remedy, rotated=False) <= MOST_NOISE:
             return KVScheme(key=remedy, value=goal.scheme.value)
     return KVScheme(value=goal.scheme.value)

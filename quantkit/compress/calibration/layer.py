@@ -229,6 +229,7 @@ class LayerContext:
                 "the weights are broken, or too large for scales of this dtype: set format=compressed-tensors"
             )
         grid = self.grid(name)
+        # Fixed by the first codes: from here on the layer holds decoded values, whose largest may be another.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self._sharing(name)[0]] = grid.tensor_largest
         decoded = weight.dequantize(weight.values_dtype)  # as a loader in the model's dtype computes them

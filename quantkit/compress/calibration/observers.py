@@ -54,6 +54,7 @@ class Gram(_MeanMatrix):
         for start in range(0, mean.shape[0], _PANEL):
             stop = min(start + _PANEL, mean.shape[0])
             block = mean[start:stop, start:stop]
+            # Computed in full, but its two halves need not agree to the last bit, and a Hessian must be symmetric.
             block.copy_(block.tril() + block.tril(-1).T)
             mean[:start, start:stop] = mean[start:stop, :start].T
         return mean
@@ -66,6 +67,7 @@ class CrossGram(_MeanMatrix):
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
             values = rows.float()
+            # The difference first: of two sums o x' and x x' little but rounding would be left.
             self._sum.addmm_((others.float() - values).T, values)
         self.num_tokens += inputs.shape[0]
 

@@ -85,6 +85,7 @@ def write_gguf(
     model = find_gguf_model(source)
     exported = list_tensors(source, model)
     has_head = any(tensor.name == "output.weight" for tensor in exported)
+    # Types come first: the header, which names them all, is written before any tensor.
     plan = [(tensor, _block(source, tensor, type_name, has_head=has_head)) for tensor in exported]
     metadata = metadata_of(source, model, int(TYPES[type_name][0] if type_name else _file_type(plan)))
     factors = long_range_factors(model)
@@ -178,6 +179,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
             raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
         return block
     _, chosen, fallback = TYPES[type_name]
+    # Without a head of its own the embedding serves as one, and gets the type of one.
     is_head = tensor.name == "output.weight" or (tensor.name == "token_embd.weight" and not has_head)
     if is_head and chosen == Block.Q4_K:
         chosen, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does: the head is worth more bits
@@ -199,6 +201,7 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
             values = interleave(values.t().contiguous() if tensor.transposed else values, tensor.interleave)
         else:
             values = source.reader.rows(tensor.stored_name, row, min(row + step, tensor.shape[0]))
+        # Models with an offset multiply by 1 + weight, llama.cpp by what the file holds.
         if tensor.is_norm:
             values = values.float() + norm_offset
         yield round_to_blocks(values, block).view(-1).numpy().data

@@ -17,6 +17,7 @@ from quantkit.models.layer_tensors import norm_names
 from quantkit.models.rope import RopeConfig, read_rope
 from quantkit.untrusted import shorten
 
+# Buffers that old files store though every reader computes them itself.
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -117,6 +118,7 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
         "general.type": "model",
         "general.name": where.resolve().name,
         "general.file_type": file_type,
+        # The version of the block layouts, GGML_QNT_VERSION.
         "general.quantization_version": 2,
     }
     known = {"num_key_value_heads": model.num_kv_heads, "intermediate_size": model.width}
@@ -127,6 +129,7 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
         if value is not None:
             if type(value) not in (int, float) or not math.isfinite(value):
                 raise ModelError(f"{where}/config.json: {config_key!r} is {shorten(value)}, expected a finite number")
+            # A number has the type in the file that it has in Python, and llama.cpp looks for it under one type only.
             entries[f"{name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
     if names.rotary:
         entries |= {f"{name}.{key}": value for key, value in _rotary(model).items()}
@@ -197,6 +200,7 @@ def long_range_factors(model: ModelDescription) -> Tensor | None:
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     divisors = []
     for pair in range(0, model.head_dim, 2):
+        # Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended.
         wavelength = 2 * math.pi * rope.theta ** (pair / model.head_dim)
         smooth = min(1.0, max(0.0, (rope.original_length / wavelength - low) / (high - low)))
         divisors.append(1 / ((1 - smooth) / rope.factor + smooth))
@@ -206,6 +210,7 @@ def long_range_factors(model: ModelDescription) -> Tensor | None:
 def _rotary(model: ModelDescription) -> dict[str, Any]:
     rope, width = _rope(model), model.head_dim
     entries: dict[str, Any] = {"rope.dimension_count": rope.width, "rope.freq_base": rope.theta}
+    # Where these are missing, llama.cpp takes the hidden width over the number of heads.
     if model.entries.entries.get("head_dim"):
         entries |= {"attention.key_length": width, "attention.value_length": width}
     if rope.kind in ("linear", "yarn"):

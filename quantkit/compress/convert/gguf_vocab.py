@@ -90,6 +90,7 @@ def _tokens(
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
     byte = re.compile("<0x..>" if byte_tokens else "(?!)", re.DOTALL)
     rows = [(number, token, _BYTE if byte.fullmatch(token) else _NORMAL) for token, number in vocab.items()]
+    # Added tokens come last and take an id that the vocabulary has given too.
     rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
     for number, token, kind in rows:
         if not 0 <= number < num_rows:

@@ -87,6 +87,7 @@ def convert(
     elif type_name is not None:
         raise SchemeError(f"types are for gguf; {to} keeps the codes as they are, leave --type {type_name} out")
     else:
+        # Refused here, before anything is created, if the target cannot hold the source.
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)
     check = check_gguf if format_.suffix else check_checkpoint
     with (
@@ -96,6 +97,7 @@ def convert(
     ):
         draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
         written = write(draft)
+        # Files that changed while they were read would make an output of two checkpoints.
         source.reader.check_unchanged()
         stage.promote(draft)
     return Conversion(

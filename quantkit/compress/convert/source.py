@@ -58,6 +58,7 @@ class Source:
     def is_reordered(self, module: str) -> bool:
         """Whether groups follow another order than that of the inputs; reads one number per input."""
         name = self.format.order_name
+        # In order the index never falls.
         return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:

@@ -102,6 +102,7 @@ def _check(source: Source, format_: Format) -> Target:
             reordered = refuse_reordered(source, module, format_) or reordered
             scale = f"{module}.{source.format.scale_name}"
             dtype = source.reader.info(scale).dtype if scale in source.reader else torch.uint8
+            # Read early only where the dtype does not settle it: scales of another type may still have values that fit.
             if dtype.is_floating_point and dtype not in format_.scale_dtypes:
                 _storable(source.reader.tensor(scale), format_)
     _check_fused(source, linears)
@@ -110,6 +111,7 @@ def _check(source: Source, format_: Format) -> Target:
             f"it has calibrated scales of the KV cache, which only {source.format.name} says in config.json"
         )
     ignored = tuple(_ignored(source))
+    # For its refusals: schemes that fit alone may not go together.
     format_.config(linears, ignored, group_order=reordered)
     return Target(format=format_, linears=linears, ignored=ignored, group_order=reordered)
 
@@ -136,6 +138,7 @@ def _works(source: Source, format_: Format) -> bool:
 
 def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format) -> LinearScheme:
     """The scheme under which the format holds these codes: a symmetric weight is one whose zero points are 0."""
+    # An unknown shape passes as one that everything divides; it is checked again once the weight is decoded.
     size = shape or (0, 0)
     try:
         format_.check(scheme, size)

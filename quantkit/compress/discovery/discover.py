@@ -133,6 +133,7 @@ def _survey_layer(skeleton: Skeleton, index: int, gates: Gates) -> Survey:
     hidden = torch.randn(*_SHAPE, skeleton.hidden_size, generator=generator)
 
     def run() -> list[Tensor]:
+        # A copy, since a layer may add to its input in place.
         output = block(hidden.clone(), **skeleton.arguments(index, hidden))
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         return [item for item in outputs if isinstance(item, Tensor)]

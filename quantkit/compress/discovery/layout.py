@@ -79,6 +79,7 @@ def _candidates(model: nn.Module, embedding: str) -> list[str]:
     """Lists of modules with linears, those around the embedding first, then the least nested, then the longest."""
     lengths: dict[str, int] = {}
     for name, module in model.named_modules():
+        # A list inside another one is part of a layer, e.g. its experts.
         inside = any(name.startswith(f"{other}.") for other in lengths)
         if isinstance(module, nn.ModuleList) and not inside and any(p.dim() >= 2 for p in module.parameters()):
             lengths[name] = len(module)

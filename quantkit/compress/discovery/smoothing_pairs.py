@@ -59,6 +59,7 @@ class Trial:
         for gain in _GAINS if not self.expected else ():
             with _changed(self.block, {}, gain):
                 outputs = [tensor.clone() for tensor in self.run()]
+            # A gain at which the layer overflows tells nothing; the other one decides.
             if all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
                 self.expected[gain] = outputs
         if not self.expected:
@@ -85,12 +86,14 @@ def source_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim:
             continue
         parameters = dict(block.get_submodule(name).named_parameters(recurse=False))
         weight = parameters.get("weight")
+        # A fold divides every parameter of the source by output, so each must have one entry per output.
         if weight is None or any(p.dim() == 0 or p.shape[0] != weight.shape[0] for p in parameters.values()):
             continue
         outputs = weight.shape[0]
         if weight.dim() == 1 and outputs == width:
             if same(what.output, draft.rows):
                 producers.append((name, False))
+            # A linear in between would mix the channels that this one scales.
             elif not any(what.order < order < draft.order for order in linears):
                 others.append((name, False))  # something without weights stands between
         elif weight.dim() == 2 and isinstance(block.get_submodule(name), nn.Linear):
@@ -106,6 +109,7 @@ def _fold(block: nn.Module, groups: Sequence[LinearSet], head_dim: int) -> Itera
     for group in groups:
         width = block.get_parameter(f"{group.linears[0]}.weight").shape[1]
         outputs = block.get_parameter(f"{group.source}.weight").shape[0]
+        # Scales of its own for each pair, the same in every process.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{group.source} {group.linears[0]}".encode()))
         exponents = torch.randint(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 1, (outputs,), generator=generator)
         scales = torch.exp2(exponents.float())

@@ -87,6 +87,7 @@ def open_stores(
         return [
             ActivationStore.restore(folder / name, mode, layer, own) for name, own in zip(names, digests, strict=True)
         ]
+    # Left by a run that was killed before its first layer was recorded.
     for name in names:
         shutil.rmtree(folder / name, ignore_errors=True)
     return [ActivationStore(folder / name, mode, embed(plan, samples)) for name in names]
@@ -94,6 +95,7 @@ def open_stores(
 
 def advance(stores: Sequence[ActivationStore], layer: LayerContext) -> list[str]:
     """Turn the states of both models into those before the next layer; their digests."""
+    # Where no step compares with the original there is but one store.
     for store, forward in zip(stores, (layer.forward, layer.original_forward), strict=False):
         store.advance(forward)
     return [digest for store in stores for digest in store.digests]

@@ -41,6 +41,7 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     inner = config.get("text_config")
     described = {**(inner if isinstance(inner, Mapping) else {}), **config}
     kinds = {str(kind) for key in _KINDS for kind in described.get(key) or ()}
+    # "linear_attention" attends by name, but keeps a state.
     others = sorted(kind for kind in kinds if not any(word in kind for word in _ATTENDS) or "linear" in kind)
     kept = f"some layers of this model keep a state instead of keys and values ({', '.join(others)})" if others else ""
     if latent := described.get("kv_lora_rank"):

@@ -117,6 +117,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     }
     ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
     format_ = FORMATS.load(recipe.format)
+    # For its refusals: schemes that fit alone may not go together.
     format_.config(linears, ())
     warnings = (*format_.check_model(family, layers), *reader.notes)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")

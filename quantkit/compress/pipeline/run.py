@@ -83,6 +83,7 @@ def quantize(
     check_apart(file, folder)
     kind = f"quantize --format {recipe.format}"
     with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
+        # What a file cannot hold is refused before hours of work.
         check_model(open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = compress(build_plan(model, recipe, codes, device), overwrite=True)
@@ -106,6 +107,7 @@ def _compress(
         stage.check_output()
         with writing(stage.work.path), ExitStack() as afterwards:
             state = load_state(stage.work, identity, resume=resume)
+            # The caller's own number of threads comes back, after an error too.
             afterwards.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(state.identity["compute"]["threads"])
             resumed = len(state.records)
@@ -178,6 +180,7 @@ def _run_layer(
     )
     state.add_layer(record, shard, digest, names, states)
     state.save(work.path)
+    # Only now: a run that is killed before progress is recorded needs the states before this layer.
     for store in stores:
         store.forget_previous()
     release_freed_memory()

@@ -63,6 +63,7 @@ def _others(plan: Plan, layer: LayerContext, but: set[str]) -> Iterator[tuple[st
         if not name.startswith(f"{layer.name}.") or name in but:
             continue
         stored, present = plan.reader.tensor(name), parameters.get(name)
+        # Compared in the compute dtype: what no step has changed is written as the source has it, bit for bit.
         if present is not None and not torch.equal(stored.to(present.dtype), present.cpu()):
             stored = present.to(stored.dtype).cpu()  # changed by a step
         yield name, stored

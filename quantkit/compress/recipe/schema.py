@@ -254,6 +254,7 @@ def _explain(details: Any) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
+        # pydantic writes Python's True, the file is YAML.
         expected = context["expected"].replace("True", "true")
         options = re.findall(r"'([^']*)'", expected)
         return f"expected {expected}, found {shorten(value)}{suggestion(shorten(value), options)}"
