@@ -25,15 +25,18 @@ def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | No
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             faulthandler.disable()
+            # A crash is one of the expected ends and leaves no core file behind.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if num_bytes is not None:
                 _limit_data(num_bytes)
             work()
+            # Not sys.exit: the parent's buffers and exit handlers must not be run a second time.
             os._exit(0)
         finally:
             os._exit(1)
     os.close(written)
     try:
+        # The pipe closes when the child ends, however it does.
         is_done = bool(select.select([ended], [], [], seconds)[0])
     finally:
         os.close(ended)
@@ -46,5 +49,6 @@ def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | No
 def _limit_data(num_bytes: int) -> None:
     with open("/proc/self/status") as file:  # noqa: PTH123 - a child imports nothing
         sizes = [int(line.split()[1]) << 10 for line in file if line.startswith("VmData:")]
+    # On top of what the fork inherits, or the limit would be passed before any work.
     limit, most = sum(sizes) + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

@@ -73,6 +73,7 @@ def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
     format_: Format = FORMATS.load(summary.format)
     front = dict(origin)
     if "base_model" in front:
+        # Taken out and put back, so that the relation stands right behind the model that it is about.
         front |= {"base_model": front.pop("base_model"), "base_model_relation": "quantized"}
     front |= {"library_name": format_.library, "pipeline_tag": "text-generation"}
     front["tags"] = ["quantkit", format_.tag or format_.name]

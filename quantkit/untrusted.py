@@ -93,6 +93,7 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
             raise kind(f"{path}: cannot be read as text: it is not a regular file; give a file")
         with path.open("rb") as file:
+            # At most a byte more than it had: a file that grows meanwhile must not be read without end.
             data = b"" if status.st_size > limit else file.read(status.st_size + 1)
         if status.st_size > limit or len(data) > limit:
             raise kind(f"{path}: cannot be read: it has more than {limit} bytes; give a smaller file")
@@ -139,12 +140,14 @@ def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: st
 
 
 def _whole_number(text: str) -> int:
+    # Python converts digits in quadratic time, and refuses very long numbers with an error of its own.
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"a number has {len(text)} digits, over the limit of {_MAX_DIGITS}")
     return int(text)
 
 
 def _check_depth(data: Any) -> None:
+    # Level by level: recursion over nested values is what must be kept from failing.
     level = [data] if isinstance(data, dict | list) else []
     for _ in range(_MAX_DEPTH + 1):
         inside = (item.values() if isinstance(item, dict) else item for item in level)
@@ -162,6 +165,7 @@ def bounded(seconds: float = 10.0, num_bytes: int = 1 << 30) -> Iterator[None]:
         TimeoutError: it did.
     """
     end, before = time.monotonic() + seconds, sys.gettrace()
+    # In KiB on Linux, and the highest so far: only growth beyond it can be seen.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + (num_bytes >> 10)
 
     def trace(_frame: object, _event: str, _argument: object) -> Any:
@@ -219,6 +223,7 @@ def _written(value: Any, limit: int) -> Iterator[str]:
         yield "," if type(value) is tuple and len(value) == 1 else ""
         yield brackets[1]
     elif isinstance(value, str | bytes):
+        # Cut before it is written: the repr of a long text is at least as long.
         yield repr(value[: limit + 1])
     elif type(value) is int and value.bit_length() > 4 * limit:
         yield f"a whole number of {value.bit_length()} bits"  # Python refuses to write the largest

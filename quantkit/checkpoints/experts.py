@@ -88,6 +88,7 @@ class LinearExperts(nn.ModuleList):
             tokens, slots = torch.where(top_k_index == number)
             if len(tokens):
                 weighed = expert(flat[tokens]) * top_k_weights[tokens, slots, None]
+                # Routers may weigh in float32, and index_add_ takes only one dtype.
                 output.index_add_(0, tokens, weighed.to(output.dtype))
         return output.view_as(hidden_states)
 
@@ -144,6 +145,7 @@ def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
         except AttributeError:
             continue  # in this version of transformers, or this layer, it has the stored name already
         del parent._modules[leaf]
+        # Past the registry of nn.Module: the layer's code finds it, and its parameters have the stored name only.
         parent.__dict__[leaf] = module
         owner, _, leaf = other.rpartition(".")
         layer.get_submodule(owner).add_module(leaf, module)

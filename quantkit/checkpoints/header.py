@@ -25,6 +25,7 @@ from quantkit.untrusted import opened, parse_object, shorten
 if TYPE_CHECKING:
     import torch
 
+# The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MAX_DIMS = 64
@@ -195,6 +196,7 @@ def _is_sizes(values: Any) -> TypeGuard[list[int]]:
 def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int, file_bytes: int) -> None:
     """Tensors lie one behind the other, without gap or overlap, up to the end of the file."""
     end, previous = data_start, "the header"
+    # An empty tensor begins where the next one does, and must come before it.
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if info.offset != end:
             kind = "overlaps" if info.offset < end else "leaves a gap behind"

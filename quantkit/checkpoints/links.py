@@ -56,6 +56,7 @@ def check_pointers(folder: Path) -> None:
         return
     root = Path(os.path.realpath(folder))
     for key, name in settings.items():
+        # Tokenizers open these entries (`vocab_file`, `merges_file`) as paths, wherever they lead.
         if key.endswith("_file") and isinstance(name, str) and "\0" not in name:
             target = Path(os.path.realpath(root / name))
             if target.exists() and not target.is_relative_to(root):
@@ -69,6 +70,7 @@ def _blobs(root: Path) -> Path | None:
     """The blobs that belong to a snapshot in a cache of the hub; None when the folder is not one."""
     model = root.parent.parent
     blobs = model / "blobs"
+    # Blobs that are a link themselves could lie anywhere.
     if root.parent.name != "snapshots" or not model.name.startswith("models--") or blobs.is_symlink():
         return None
     return blobs
@@ -94,6 +96,7 @@ def _check_entry(path: Path, shown: Path, root: Path, blobs: Path | None) -> Non
                 "or give the folder that holds the files"
             )
     try:
+        # Opening a pipe would wait for its other end, and a device may never end.
         mode = path.stat().st_mode
     except OSError:  # a link that leads nowhere, which whoever wants the file calls missing
         return

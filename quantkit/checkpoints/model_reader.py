@@ -67,6 +67,7 @@ class ModelReader(CheckpointReader):
     def of(cls, reader: CheckpointReader, family: Family) -> ModelReader:
         """A view of what another reader has opened."""
         view = cls.__new__(cls)
+        # Headers have been read and checked already; the view shares what came of it.
         view.__dict__ |= reader.__dict__
         view._view(family)
         return view
@@ -76,6 +77,7 @@ class ModelReader(CheckpointReader):
         if part is None:
             return super().tensor(name)
         whole = self._whole(part.stored, part.expert)
+        # A view would keep the whole stored tensor in memory for as long as one part of it is used.
         return part.of(whole).clone(memory_format=torch.contiguous_format)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -124,6 +126,7 @@ class ModelReader(CheckpointReader):
     def _whole(self, stored: str, expert: int | None) -> Tensor:
         info = self._stored[stored]
         if expert is not None:
+            # Only this expert's bytes are read; the tensor holds those of the whole layer.
             size = info.num_bytes // info.shape[0]
             info = replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
         return self._read_tensor(info)
@@ -137,6 +140,7 @@ class ModelReader(CheckpointReader):
             info = self._stored[stored] = self._tensors.pop(stored)
             shape = info.shape if next(iter(parts.values())).expert is None else info.shape[1:]
             for name, part in parts.items():
+                # On the meta device slicing tells the shape and takes no memory.
                 own = tuple(part.of(torch.empty(shape, device="meta")).shape)
                 size = torch.Size(own).numel() * info.dtype.itemsize
                 self._parts[name] = part
@@ -148,6 +152,7 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
     """Prefixes of tensor names in the model and in the files, where they differ; the head's first."""
     pairs = []
     if family.stored_head is not None:
+        # Asked first: the backbone's prefix may be empty, and every name begins with that.
         pairs.append((f"{family.head}.", f"{family.stored_head}."))
     if family.stored_prefix is not None:
         pairs.append((f"{family.backbone}." if family.backbone else "", family.stored_prefix))

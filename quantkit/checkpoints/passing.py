@@ -61,6 +61,7 @@ class Recorder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Models ask their layers for facts, such as the kind of attention that decides about the mask.
             return getattr(self.__dict__["_layer"][0], name)
 
 
@@ -86,6 +87,7 @@ def pass_through(
         except (_OtherShape, IndexError):
             continue
         except ValueError as error:
+            # A model that takes a tensor for a tuple fails with these words; any other ValueError is its own.
             if "to unpack" not in str(error):
                 raise
             continue
@@ -130,6 +132,7 @@ def build_model(reader: CheckpointReader) -> nn.Module:
 
     try:
         config, kind = config_and_class(reader)
+        # Buffers such as rotary frequencies are computed and not stored: on the meta device they would be lost.
         with init_empty_weights(include_buffers=False):
             build = getattr(kind, "_from_config", None) or kind.from_config
             model: nn.Module = build(config)
@@ -149,6 +152,7 @@ def config_and_class(reader: CheckpointReader) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
     for name in reader.config.get("architectures") or ():
         kind = getattr(transformers, str(name), None)
+        # A class for another kind of config, a wrapper's for instance, would look for entries that are not there.
         if getattr(kind, "config_class", None) is type(config):
             return config, kind
     return config, transformers.AutoModelForCausalLM

@@ -228,6 +228,7 @@ def _read(file: BinaryIO, info: TensorInfo, start: int, num_bytes: int) -> Tenso
     """Bytes [start, start + num_bytes) of a tensor, as uint8."""
     data = torch.empty(num_bytes, dtype=torch.uint8)
     file.seek(info.offset + start)
+    # Straight into the tensor's memory: bytes that `read` returns would be a second copy.
     done: int = file.readinto(data.numpy().data)  # type: ignore[attr-defined]
     if done < num_bytes:
         raise CheckpointError(

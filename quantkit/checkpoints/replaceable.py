@@ -43,6 +43,7 @@ def check_checkpoint(output: Path) -> None:
         raise _kept(output, f"has no {MANIFEST} that quantkit wrote")
     for entry in entries:
         ours = is_metadata(entry.name) or matches_any(entry.name, _WRITTEN)
+        # A file that somebody put beside the weights may be the only copy there is.
         if entry.is_symlink() or not entry.is_file() or not ours:
             raise _kept(output, f"holds {entry.name}, which quantkit did not write")
 
@@ -91,6 +92,7 @@ def _kept(output: Path, reason: str) -> OutputError:
 def _is_ours(path: Path) -> bool:
     """Whether a file is a manifest of `quantize` or `convert`."""
     try:
+        # A link would let the manifest of another folder vouch for this one.
         manifest = {} if path.is_symlink() else read_object(path, CheckpointError)
     except CheckpointError:
         return False

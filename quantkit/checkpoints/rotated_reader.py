@@ -44,6 +44,7 @@ class RotatedReader(ModelReader):
         self._check(path)
         self._tied = self._head not in self._tensors
         if self._tied:
+            # It cannot stay tied: the final norm is folded into the head and not into the embedding.
             self._tensors[self._head] = self._tensors[self._embedding]
             self.names = tuple(sorted(self._tensors))
             self.config = {**self.config, "tie_word_embeddings": False}
@@ -57,6 +58,7 @@ class RotatedReader(ModelReader):
         if name in (self._embedding, self._head):
             return self.rows(name, 0, self.info(name).shape[0])
         value = super().tensor(name)
+        # In float32, so that norm, rotations and their sums are rounded once, at the end.
         return self._rotated(name, value.float()).to(value.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -84,11 +86,13 @@ class RotatedReader(ModelReader):
         names, parts = self._family, self._family.parts
         match = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
         if match is None:
+            # What is folded away leaves a weight of one, less what the family adds to its weights anyway.
             return torch.full_like(value, 1 - names.norm_offset) if name == self._final_norm else value
         prefix, module, kind = match.groups()
         if module in (parts.input_norm, parts.mlp_norm):
             return torch.full_like(value, 1 - names.norm_offset)
         if module in self._readers and kind == "weight":
+            # The norm's weight first: once the channels are mixed it can no longer be folded in.
             value = self._stream.apply(value * self._norm(f"{prefix}{self._readers[module]}.weight"))
         if self._heads is not None and module == parts.qkv[-1]:
             value = _outputs(self._heads, value)

@@ -138,6 +138,7 @@ class Skeleton:
         Raises:
             CheckpointError: a weight holds NaN or infinity.
         """
+        # A copy: the skeleton itself stays weightless, or every layer that was handed out would remain in memory.
         layer = copy.deepcopy(self._layers[index])
         for name in layer.state_dict(keep_vars=True):
             self._fill(layer, name, f"{self.layer_name(index)}.{name}", self.device)
@@ -146,12 +147,14 @@ class Skeleton:
     def _fill(self, module: nn.Module, name: str, full: str, device: torch.device) -> None:
         """Give a module one of its parameters or saved buffers from the tensor `full` of the checkpoint."""
         value = self.reader.tensor(full)
+        # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
         if not torch.isfinite(value).all():
             bad = int((~torch.isfinite(value)).sum())
             raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
         owner, _, leaf = name.rpartition(".")
         buffers = module.get_submodule(owner)._buffers
         if (buffer := buffers.get(leaf)) is not None:
+            # In its own dtype: a buffer may hold indices or flags.
             buffers[leaf] = value.to(device, buffer.dtype)
         else:
             set_parameter(module, name, value.to(device, self.dtype))
@@ -188,6 +191,7 @@ class Skeleton:
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
+            # What layers are called with depends on the shape alone, so zeros will do.
             recorded = self.record(torch.zeros(*key, hidden.shape[2], dtype=self.dtype))
             moved: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
             self._arguments[key] = [_to_device(recorder.arguments, self.device, moved) for recorder in recorded]

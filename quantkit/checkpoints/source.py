@@ -34,6 +34,7 @@ def resolve(model: str | Path | None) -> Path:
     if model is None:
         return DEMO_MODEL
     path = Path(model).expanduser()
+    # What exists here is never asked of the hub, even if it looks like an id.
     return check_folder(path) if path.exists() or not is_hub_id(str(model)) else download(str(model))
 
 

@@ -53,11 +53,13 @@ class Stage:
         Raises:
             OutputError: `output` may not be replaced, or cannot be renamed; then it is as it was.
         """
+        # Checked once more: a run may take hours, in which somebody may have removed the folder or made the output.
         self.work.check_held()
         self.check_output()
         with writing(self.output):
             if self.output.is_dir():
                 try:
+                    # A directory cannot be renamed over one that is not empty, so the old one steps aside first.
                     self.output.rename(self.work.replaced)
                     made.rename(self.output)
                 except BaseException:
@@ -65,6 +67,7 @@ class Stage:
                     raise
             else:
                 made.replace(self.output)
+            # The new name must be on the disk before what it replaces is deleted.
             sync_folder(self.output.parent)
             self.work.clear()
 
@@ -94,6 +97,7 @@ def open_stage(
     if output.name in ("", ".."):
         raise OutputError(f"output {output} has no name of its own; give one, such as {output / 'out'}")
     folder = output.with_name(f"{output.name}.partial")
+    # A refusal leaves no new folder behind; one that is there may first have to put back what it replaced.
     if not os.path.lexists(folder):
         _check_output(output, overwrite, check)
     with work_folder(folder, kind, output=output, resumable=resumable) as work:

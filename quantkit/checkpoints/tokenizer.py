@@ -10,6 +10,7 @@ from quantkit.child import ends_well
 from quantkit.errors import ModelError, first_line
 
 _TIMEOUT_S, _MAX_BYTES = 20.0, 1 << 30
+# Digits, accents, an emoji, another script, spaces and a run: what tokenizers have steps of their own for.
 _SAMPLE = "The quick brown fox, 12.5 km/h: à l'été — \U0001f98a 狐狸\n\tdef f(x):  return x_1**2  # aaaaaaaa\n"
 
 

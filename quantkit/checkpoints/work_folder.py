@@ -124,8 +124,10 @@ def work_folder(
             work = _claim(path, output, resumable, option)
             stack.callback(os.close, work._descriptor)
             _check_links(path, option)
+            # Before anything is deleted: what an interrupted run moved aside may be the only copy of the user's output.
             work.put_back()
             _take_over(work, kind)
+        # Called before the descriptor is closed, so that the folder is tidied up under its lock.
         stack.callback(work.leave)
         yield work
 
@@ -135,6 +137,7 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
     while True:
         created = _create(path, option)
         try:
+            # Neither through a link that stands in the marker's place nor waiting where a pipe does.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(path / MARKER, flags, 0o666)
         except FileNotFoundError:
@@ -147,6 +150,7 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
                 raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
             if _is_at(descriptor, path / MARKER):  # or another run has removed the marker since
                 known = _read_marker(descriptor, path, option)
+                # From here on the caller closes the descriptor, and with it gives up the lock.
                 stack.pop_all()
                 adopted = not created and not known
                 return WorkFolder(

@@ -145,6 +145,7 @@ def _write_tensors(
     chunks: Callable[[str], Iterable[bytes | memoryview]],
 ) -> str:
     header, order, num_bytes = encode_header(infos)
+    # Hashed on the way out, so that the file need not be read again for it.
     digest = hashlib.sha256(header)
     with _atomic(path, num_bytes) as file:
         file.write(header)
@@ -163,10 +164,12 @@ def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
             with temporary.open("wb") as file:
                 yield file
                 file.flush()
+                # Without it a crash after the rename could leave the name with nothing behind it.
                 os.fsync(file.fileno())
             temporary.replace(path)
             sync_folder(path.parent)
         except BaseException:
+            # An interrupt too must leave no half-written file.
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise

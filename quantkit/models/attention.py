@@ -147,6 +147,7 @@ class AttentionShape:
     def prefill_flops(self, tokens: int) -> float:
         """Operations of a causal prefill of this many tokens, the projections not counted."""
         if self.ratio:
+            # An entry stands for `ratio` tokens: pairs are counted with tokens and divided by it.
             pairs = _pairs(tokens, self.window) + _pairs(tokens, self.top_k and self.top_k * self.ratio) / self.ratio
             indexed = _pairs(tokens, None) / self.ratio
         else:

@@ -99,6 +99,7 @@ def page_arrays(
     shapes: list[tuple[str, tuple[int, ...], int]] = []
     sides = (("key", key, key_dim), ("value", value, value_dim))
     for name, side, width in sides:
+        # Codes of less than a byte are packed, so the last dimension then counts bytes.
         whole = max(1, side.bits // 8)
         shapes.append((name, (heads, page_size, width * side.bits // 8 // whole), whole))
     for name, side, width in sides:

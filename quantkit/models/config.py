@@ -87,6 +87,7 @@ class ConfigReader:
             ModelError: it is missing without a default, no whole number, or too small.
         """
         value = self._required(key, default)
+        # Not isinstance: JSON's `true` is an int to that, and would count as one.
         if type(value) is not int or value < at_least:
             raise self._wrong(key, value, f"a whole number of at least {at_least}")
         return value

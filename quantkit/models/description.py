@@ -145,6 +145,7 @@ def describe(config: Mapping[str, Any], family: Family, where: str = "config.jso
 def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
     """The fields of a `ModelDescription`, for itself and for what extends it."""
     vocabulary, hidden, heads = (read.count(key) for key in ("vocab_size", "hidden_size", "num_attention_heads"))
+    # Rows that take turns head by head give each query head a key and a value of its own.
     kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
     if family.multi_query is not None and read.flag(family.multi_query):
         kv_heads = 1
@@ -189,6 +190,7 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
         num_chosen=chosen,
         width=width,
         normalize=read.flag(data.normalize, True),
+        # A model without shared experts may say 0 as well as nothing.
         shared_width=shared or None,
     )
 

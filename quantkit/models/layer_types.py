@@ -41,6 +41,7 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
 
     def windowed(index: int) -> bool:
         if rule.rule == "pattern" or pattern:
+            # Counted from one: the n-th of each n layers attends to everything.
             return (index + 1) % (pattern or rule.pattern) != 0
         if rule.rule == "upper":
             return index >= bound

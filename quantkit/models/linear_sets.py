@@ -43,6 +43,7 @@ class LinearSet:
         """Those of its linears that inference engines fuse, which need one scheme: of one module, or all experts."""
         together: dict[str, list[str]] = {}
         for name in self.linears:
+            # Without numbers, as engines fuse the experts of a layer into one tensor.
             owner = re.sub(r"\.\d+(\.|$)", ".*\\1", name.rpartition(".")[0])
             together.setdefault(owner, []).append(name)
         return tuple(tuple(names) for names in together.values())
@@ -80,6 +81,7 @@ MLA_SETS = (
 def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
     """What a set of the family's data becomes in one layer; see `Family.sets_of_layer`."""
     templates = [name for name in group.linears if EXPERT in name]
+    # A family's data does not say how many experts a layer has; its modules do.
     experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
     if templates and EXPERT in group.parent:
         for expert in experts:
@@ -124,6 +126,7 @@ def find_expert(name: str) -> ExpertLocation | None:
 
 def common_owner(names: Iterable[str]) -> str:
     """The innermost module that contains all of these; empty where only the whole does."""
+    # By whole names rather than characters: `experts.1` and `experts.10` have only `experts` in common.
     return os.path.commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".")
 
 

@@ -10,6 +10,7 @@ from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.family import Rope
 
 _BY_LAYER_TYPE = ("full_attention", "sliding_attention")
+# The first configs of Phi-3 call LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope", "none": "default"}
 
 
@@ -118,6 +119,7 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
     if kind not in ("yarn", "llama3", "longrope"):
         return {}
     original = read.count("original_max_position_embeddings", default=length)
+    # Phi-3 has this entry beside the RoPE entries, not among them.
     original = config.count("original_max_position_embeddings", default=original)
     factor = _factor(read) if kind == "llama3" else read.number("factor", default=length / original)
     settings = {"factor": factor, "original_length": original}

@@ -74,6 +74,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
     root = prefix.rpartition(".")[0]
     embedding, head, tables = _ends(model, outside)
     wrapped = model.entries.is_wrapped
+    # In a wrapper whatever lies outside the language model's root is part of a vision or audio tower.
     rest = sum(
         math.prod(stored.shape)
         for tensor, stored in outside.items()
@@ -89,6 +90,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
         counted_from="shard headers",
         dtype=_main_dtype(model, tensors),
         hidden_size=model.hidden_size,
+        # From the table, which may be padded to more rows than config.json names.
         vocab_size=embedding // model.hidden_size,
         max_length=model.entries.optional_count("max_position_embeddings"),
         layers=layers,

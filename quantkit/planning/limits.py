@@ -66,6 +66,7 @@ def device_fit(
     limit = shape.max_length or _MAX_TOKENS
     if shape.layers:
         one = memory.kv_allocated_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
+        # The logits of `batch` sequences are already taken off `left`, and here each sequence pays for its own.
         sequences = max(0, int((left + 4 * shape.vocab_size * batch) // one))
         longest = _longest(shape, form, left / batch, limit)
     return DeviceFit(

@@ -43,6 +43,7 @@ def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Weigh
         form: of the linears.
         head: of the output head.
     """
+    # A type without scales is that of norms and embedding too; a quantized one is of linears alone.
     plain = form if form is not None and not form.scaled else None
     return WeightChoice(
         name="as stored" if form is None else form.name,
@@ -81,6 +82,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
         return _counted(shape, scheme)
     if shape.quantized:
         stored = shape.stored_bytes or 0
+        # A step looks up rows of the embedding, but multiplies with all of it where it is the head too.
         unread = shape.dtype_bytes * (shape.embedding if shape.head else 0)
         scale = (stored - unread) / max(1, shape.num_parameters - (shape.embedding if shape.head else 0))
         return _alike(stored, 8 * scale, _touched(shape, batch))

@@ -118,6 +118,7 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
 def _has_codes(data: dict[str, Any]) -> bool:
     """Whether weights are quantized, and not the KV cache alone."""
     section = data.get("quantization_config")
+    # No groups beside a scheme for the cache: compressed-tensors' way to say that weights are as they were.
     return section is not None and not (isinstance(section, dict) and section.get("config_groups") == {})
 
 

@@ -75,11 +75,13 @@ class WeightForm:
         if self.layout != "compressed-tensors":
             words = math.ceil(in_features * self.bits / 32) * out_features
             zeros = math.ceil(out_features * self.bits / 32) * groups
+            # GPTQ files carry g_idx, an int32 group number for each input.
             index = 0 if self.layout == "awq" else 4 * in_features
             return 4 * (words + zeros) + 2 * out_features * groups + index
         rows = 1 if self.block_rows is None else math.ceil(out_features / self.block_rows)
         scales = rows * groups * (self.own_scale_bytes or scale_bytes) + self.tensor_bytes
         if not self.packed:
+            # Codes for int8 products take a byte each, however few bits they use.
             return out_features * in_features * (8 if self.compute == "int8" else self.bits) // 8 + scales
         zeros = 0 if self.symmetric else 4 * math.ceil(out_features * (self.zero_bits or self.bits) / 32) * groups
         return out_features * 4 * math.ceil(in_features * self.bits / 32) + scales + zeros

@@ -73,6 +73,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_length", "num_pages", "page_size", "max_sequences", "token_budget"):
             value = getattr(self, name)
+            # True is an int in Python and would pass for one page or one token.
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise RequestError(f"{name} is {value!r}; give an integer of at least 1")
         if self.token_budget < self.max_sequences:
@@ -88,6 +89,7 @@ class EngineConfig:
                     f"{self.max_length}; use {pages} pages or more, or a smaller max_length"
                 )
         if self.memory is not None:
+            # The class is frozen, and a size that cannot be read is refused here, before a model is looked at.
             object.__setattr__(self, "memory", parse_bytes(self.memory))
 
     @property

@@ -46,10 +46,12 @@ class Detokenizer:
         if text.endswith(_BROKEN):  # perhaps a character's first bytes
             stable = text.rstrip(_BROKEN)
             delta = stable[self._shown :]
+            # Never back: byte fallback replaces whole runs of bytes, so the text may become shorter than what is shown.
             self._shown = max(self._shown, len(stable))
             return delta
         delta = text[self._shown :]
         self._shown = max(self._shown, len(text))
+        # Without a bound each token would detokenize all before it, and a long output would take quadratic time.
         if len(window) > _WINDOW:
             self._restart(text)
         return delta
@@ -95,8 +97,10 @@ class StopFinder:
         starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
         if starts:
             self._held = ""
+            # The stop that comes first in the text ends it, whichever is named first.
             return text[: min(starts)], True
         sizes = range(min(self._longest - 1, len(text)), 0, -1)  # of ends of the text that may begin a stop
+        # Longest first: a shorter end that matches too lies inside it and is held back with it.
         size = next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
         self._held = text[len(text) - size :]
         return text[: len(text) - size], False

@@ -16,6 +16,7 @@ def free_bytes(device: torch.device) -> int:
     limits = [] if available is None else [available]
     group = Path("/sys/fs/cgroup")
     try:
+        # In a container MemAvailable is the host's, and the group's limit ends the process before that is used up.
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
         if limit != "max":
             limits.append(max(0, int(limit) - used))

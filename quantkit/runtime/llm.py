@@ -67,6 +67,7 @@ class LLM:
             self._no_tokenizer = str(error)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many and why
+        # Reentrant, as its holders ask for `engine`, which takes it too.
         self._lock = threading.RLock()  # of engine, tokenizer and inboxes
         self._engine = None if lazy else self._load()
         self._inboxes: dict[int, deque[StepOutput]] = {}
@@ -129,10 +130,12 @@ class LLM:
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
         try:
+            # A template comes with the checkpoint; the sandbox it runs in bounds neither its time nor its memory.
             with bounded():
                 text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
+        # The template writes BOS itself; the tokenizer would add a second one.
         return self._tokenized(text, add_special_tokens=False)
 
     def generate(
@@ -250,6 +253,7 @@ class LLM:
                     completion = self._next(number).completion
                 yield completion
         finally:
+            # Also reached when the caller stops half-way: requests that nobody reads must not be computed on.
             self._drop(numbers)
 
     def _next(self, number: int) -> StepOutput:
@@ -300,6 +304,7 @@ def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
     """A list of prompts from one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
+    # An empty list is no prompts, not one prompt without tokens.
     if all(isinstance(item, int) for item in prompts) and len(prompts):
         return [prompts]  # type: ignore[list-item]  # token ids of one prompt
     return list(prompts)  # type: ignore[arg-type]

@@ -58,6 +58,7 @@ class TokenHistory:
         if index is None:
             index = self._index[token] = len(self._index)
             if index == len(self._tokens):
+                # np.resize repeats the contents in the new half, so each slot is written before it is counted.
                 self._tokens = np.resize(self._tokens, 2 * index)
                 self._counts = np.resize(self._counts, 2 * index)
             self._tokens[index], self._counts[index] = token, 0
@@ -94,6 +95,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     row: int = -1  # in page table and residual windows; -1 while waiting
     num_table_entries: int = 0  # pages already written to that row
+    # Kept through preemptions: the tokens of a full page are final, and so is its key.
     page_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     num_cached: int = 0

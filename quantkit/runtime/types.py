@@ -91,6 +91,7 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, 1, "None for all tokens")
         _check_integer("logprobs", self.logprobs, 0, "None for none")
         _check_integer("seed", self.seed, 0, "None to derive it")
+        # The sampler packs seeds as signed 64-bit numbers.
         if self.seed is not None and self.seed >= 2**63:
             raise RequestError(f"seed is {self.seed}; it must be below 2**63")
         _check_number("temperature", self.temperature, "at least 0; 0 is greedy", lambda x: x >= 0)
@@ -104,6 +105,7 @@ class SamplingParams:
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
         texts = _listed("stop", texts, "a text or a list of texts", _is_text, "a text, not empty")
         ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token numbers", _is_integer, "a number")
+        # As tuples: a caller's list could still be changed after it was checked.
         object.__setattr__(self, "stop", texts)
         object.__setattr__(self, "stop_token_ids", ids)
 
@@ -209,12 +211,14 @@ def _check_integer(name: str, value: Any, minimum: int, otherwise: str) -> None:
 
 
 def _check_number(name: str, value: Any, condition: str, valid: Callable[[float], bool]) -> None:
+    # The comparison also refuses NaN, and integers that no float can hold.
     good = (_is_integer(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
     if not good or not valid(value):
         raise RequestError(f"{name} is {shorten(value)}; it must be {condition}")
 
 
 def _listed(name: str, value: Any, expected: str, valid: Callable[[Any], bool], every: str) -> tuple[Any, ...]:
+    # A text is iterable too, and each of its characters would pass for an entry.
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise RequestError(f"{name} is {value!r} ({type(value).__name__}); give {expected}")
     items = tuple(value)

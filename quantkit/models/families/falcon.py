@@ -9,6 +9,7 @@ _OLD_IN_TURN = (("parallel_attn", False), ("new_decoder_architecture", False))
 FAMILY = Family(
     hf_names=("FalconForCausalLM",),
     **inside("transformer", layers="h", embedding="word_embeddings", final_norm="ln_f"),
+    # The first that fits counts: two norms, then the halves one after another, then one norm for both.
     linear_sets=(
         LinearSet(linears=_QKV, source="ln_attn", parent="self_attention", optional=True),
         LinearSet(linears=_QKV, source="input_layernorm", parent="self_attention", when=_OLD_IN_TURN),

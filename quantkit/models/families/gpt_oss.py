@@ -4,6 +4,7 @@ from quantkit.models.family import Biases, Experts, Family, Window
 
 FAMILY = Family(
     hf_names=("GptOssForCausalLM",),
+    # The up outputs are clamped and get one added before the product, so no scale passes through to down.
     experts=Experts(
         router="mlp.router", transposed=True, interleaved=True, width="intermediate_size", bias=True, smooth_down=False
     ),

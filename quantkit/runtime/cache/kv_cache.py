@@ -50,12 +50,14 @@ class KVCache:
         self.max_sequences = max_sequences
         self.device = torch.device(device)
         try:
+            # Plain bytes: a page holds codes and scales of several types, which the layout's views give their dtypes.
             self._pools = [
                 torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
                 for layout in self.layouts
             ]
             self._residuals = [self._residual(layout) for layout in self.layouts]
         except RuntimeError as error:
+            # Allocators of the host and of CUDA both end here: torch.cuda.OutOfMemoryError is a RuntimeError.
             needed = num_pages * page_bytes(self.layouts) + residual_bytes(self.layouts, max_sequences)
             raise ResourceError(
                 f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, which are not free; "
@@ -68,6 +70,7 @@ class KVCache:
     def _residual(self, layout: KVLayout) -> Tensor | None:
         if not layout.has_residual:
             return None
+        # A scale per channel spans a page, so keys wait here unquantized until their page is complete.
         shape = (self.max_sequences, layout.num_heads, layout.residual_tokens, layout.head_dim)
         return torch.empty(shape, dtype=layout.dtype, device=self.device)
 

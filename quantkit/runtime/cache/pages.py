@@ -37,11 +37,13 @@ class PagePool:
         assert count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
         pages = []
         for _ in range(count):
+            # Pages with known contents go last: until one is reused, a later prompt may still find it.
             if self._blank:
                 page = self._blank.pop()
             else:
                 page = next(iter(self._cached))
                 del self._cached[page]
+                # The key goes with the contents, or a later `find` would give a page that holds other tokens.
                 del self._page_of[self._key_of.pop(page)]
             self._counts[page] = 1
             pages.append(page)
@@ -50,6 +52,7 @@ class PagePool:
     def share(self, page: int) -> None:
         """One more reference to a page; a free one is taken off the free list."""
         if self._counts[page] == 0:
+            # Only a page with a key can be shared while nobody holds it, so a free one is never among the blank.
             del self._cached[page]
         self._counts[page] += 1
 
@@ -71,6 +74,7 @@ class PagePool:
     def publish(self, key: bytes, page: int) -> None:
         """Make a referenced page's contents known; nothing happens when another page already has this key."""
         assert self._counts[page] > 0, f"page {page} is published but free"
+        # Two sequences may compute equal pages side by side; the second page stays nameless and is freed as blank.
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key

@@ -62,6 +62,7 @@ class PrefixCache:
             self._pool.share(page)
         sequence.pages = list(pages)
         sequence.num_published = len(pages)
+        # Computing starts at a page border, so a page that others read is never written.
         sequence.num_computed = len(pages) * self._page_size
         if sequence.num_preemptions == 0:  # what a preempted one finds again is mostly its own
             sequence.num_cached = sequence.num_computed
@@ -73,6 +74,7 @@ class PrefixCache:
         full = sequence.num_computed // self._page_size
         if not self.enabled or full <= sequence.num_published:
             return
+        # Whole rows of logits are asked of the model as it is now: such requests give nothing to the cache either.
         if sequence.params.scoring is None or not sequence.params.scoring.logits:
             for index in range(sequence.num_published, full):
                 self._pool.publish(self._key(sequence, index), sequence.pages[index])
@@ -83,6 +85,7 @@ class PrefixCache:
         keys, size = sequence.page_keys, self._page_size
         while len(keys) <= index:
             start = len(keys) * size
+            # Numbers of a fixed width: with a variable one, two different histories could give the same bytes.
             tokens = array("q", sequence.ids[start : start + size])
             assert len(tokens) == size, "only full pages have a key"
             keys.append(_digest(keys[-1] if keys else self._root, tokens.tobytes()))

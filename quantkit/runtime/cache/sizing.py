@@ -35,6 +35,7 @@ def size_pool(layouts: Sequence[KVLayout], config: EngineConfig, model_length: i
     if budget is None:
         budget = int(free_bytes(device) * _SHARE.get(device.type, 0.5))
     num_pages = min(num_pages, pages_for_budget(layouts, config.max_sequences, budget))
+    # A length that the user names must fit; the model's own limit may be more than any memory holds.
     least = 1 if config.max_length is None else config.pages_for(config.max_length)
     if num_pages < least:
         needed = least * page_bytes(layouts) + residual_bytes(layouts, config.max_sequences)
@@ -78,6 +79,7 @@ class Capacity:
             raise RequestError("the prompt is empty; give at least one token")
         pooled = self.num_tokens < self.max_length
         where = f"the KV pool holds {self.num_tokens} tokens" if pooled else f"the context is {self.num_tokens} tokens"
+        # A request that only scores its prompt draws nothing and needs no slot for a new token.
         left, least = self.num_tokens - num_prompt, 0 if max_tokens == 0 else 1
         if left < least:
             beside = " beside a new token" if least else ""

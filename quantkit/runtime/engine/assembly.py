@@ -89,6 +89,7 @@ def build_engine(
         raise RequestError(f"kv_cache {config.kv_cache!r} is only for models that run natively; leave it out")
     layouts = model.layouts(config.kv_cache, config.page_size)
     draft_layouts = [] if draft is None else draft.layouts(None, config.page_size)
+    # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
     num_pages = size_pool([*layouts, *draft_layouts], config, model.max_length, model.device)
 
     def cache(layouts: Sequence[KVLayout], device: torch.device) -> KVCache | None:

@@ -82,6 +82,7 @@ class BatchBuilder:
         self._table = np.full((max_sequences, table_width(max_pages)), -1, dtype=np.int32)
         self._starts = _Buffer(max_sequences + 1, np.int32)
         self._rows = _Buffer(max_sequences, np.int64)
+        # Enough for decode steps with a few drafts each; the first prompt makes the buffers grow.
         self._reserve(4 * max_sequences)
 
     def build(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
@@ -90,6 +91,7 @@ class BatchBuilder:
         context_lengths = tuple([chunk.start + len(chunk.tokens) for chunk in chunks])
         total, count = sum(query_lengths), len(chunks)
         if total > len(self._tokens.array):
+            # More than is needed now, so that prompts of growing length do not allocate in every step.
             self._reserve(2 * total)
         starts, rows, logits = self._starts.array, self._rows.array, self._logits.array
         at = num_logits = 0
@@ -131,6 +133,7 @@ class BatchBuilder:
         """Write tokens, positions and slots of one chunk."""
         holder, tokens, start, _ = chunk
         size, count = self._page_size, len(tokens)
+        # As in decode steps: the calls of numpy below cost more than these three assignments.
         if count == 1:
             self._tokens.array[at] = tokens[0]
             self._positions.array[at] = start
@@ -139,6 +142,7 @@ class BatchBuilder:
         positions = np.arange(start, start + count)
         self._tokens.array[at : at + count] = tokens
         self._positions.array[at : at + count] = positions
+        # A page's number times its size may exceed the 32 bits of the table.
         page = self._table[holder.row, positions // size].astype(np.int64)
         self._slots.array[at : at + count] = page * size + positions % size
 
@@ -160,6 +164,7 @@ class BatchBuilder:
 
     def _rows_of(self, chunks: Sequence[ScheduledChunk], width: int) -> Array:
         if len(chunks) == 1:
+            # A view: indexing with a list would copy the row in every step of a single sequence.
             row = chunks[0].holder.row
             return self._table[row : row + 1, :width]
         return self._table[[chunk.holder.row for chunk in chunks], :width]

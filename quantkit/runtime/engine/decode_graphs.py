@@ -70,8 +70,10 @@ class DecodeGraphs:
         self._max_sequences, self._max_pages = max_sequences, max_pages
         self._capture = capture or _CudaCapture(model.device)
         self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Logits]]] = {}  # inputs, and what replays
+        # What Triton raises is no RuntimeError; either means only that decode steps go on without graphs.
         self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
+        # Graphs keep the addresses of the rotary tables, which therefore must not grow once one is captured.
         model.reserve(max_pages * cache.page_size)
 
     @property
@@ -93,6 +95,7 @@ class DecodeGraphs:
             return None
         count, size = len(chunks), self._cache.page_size
         longest = max(chunk.start for chunk in chunks) // size + 1
+        # Powers of two: every shape costs a capture and stays in memory, and less than half of a batch is filler.
         shape = (_bucket(count, 1, self._max_sequences), _bucket(longest, _LEAST_PAGES, self._max_pages))
         try:
             inputs, replay = self._steps.get(shape) or self._steps.setdefault(shape, self._captured(*shape))
@@ -102,6 +105,7 @@ class DecodeGraphs:
         inputs.write(chunks, self._builder.table_of(chunks, min(longest, shape[1])), size)
         inputs.send()
         if tokens is not None:
+            # Behind the copy from the host, which brings placeholders for tokens that only the device knows.
             inputs.batch.token_ids[:count].copy_(tokens)
         return replay().first(count)
 
@@ -147,6 +151,7 @@ class _Inputs:
             page_table=page_table,
             logit_rows=torch.arange(sequences, device=device),
             query_lengths=(1,) * sequences,
+            # Upper bounds: what the host sees while capturing must hold for every step that the graph repeats.
             context_lengths=(pages * page_size,) * sequences,
             sequence_ids=tuple(range(sequences)),
             is_fixed=True,
@@ -169,6 +174,7 @@ class _Inputs:
         """
         self._turn ^= 1
         if self._copied:
+            # The copy out of this memory was begun two steps ago and may still be waiting for the device.
             self._copied[self._turn].synchronize()
         numbers, starts, pages = self._arrays[self._turn]
         count = len(chunks)
@@ -177,6 +183,7 @@ class _Inputs:
             numbers[:, index] = tokens[0], start, slot, holder.row
         numbers[:, count:] = 0
         numbers[2, count:] = -1
+        # Sequences beyond the batch start where it ends, so they have no token.
         starts[:] = np.minimum(np.arange(len(starts)), count)
         pages[:count, : table.shape[1]] = table
 
@@ -208,6 +215,7 @@ class _CudaCapture:
         side = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
+            # Kernels are compiled and loaded here; that may synchronize, which CUDA refuses during a capture.
             for _ in range(2):
                 step()
         current.wait_stream(side)

@@ -77,6 +77,7 @@ class Engine:
         self._num_added = 0
         self.runner = Runner(model, cache, config, max_pages=config.pages_for(self.capacity))
         overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
+        # Drafts and models with caches of their own need the tokens on the host before the next step can be built.
         self._overlap = Overlap(self.runner, self.scheduler) if overlap and proposer is None and model.paged else None
 
     @property
@@ -119,6 +120,7 @@ class Engine:
 
     def _checked(self, prompt_ids: Many[int], params: SamplingParams) -> list[int]:
         try:
+            # operator.index takes numpy's integers and refuses floats, which int() would cut off.
             ids = [index(token) for token in prompt_ids]
         except TypeError as error:
             raise RequestError(f"the prompt is not a list of token numbers ({error})") from None
@@ -131,6 +133,7 @@ class Engine:
                     f"{params.scoring.num_tokens} of {len(ids)} prompt tokens are to be scored; at most "
                     f"{len(ids) - 1} can be: the first has none before it"
                 )
+        # On a GPU an index out of range is a device assertion, after which every request of the process fails.
         if min(given) < 0 or max(given) >= self.model.vocab_size:
             wrong = min(given) if min(given) < 0 else max(given)
             raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
@@ -163,6 +166,7 @@ class Engine:
                     self._step(outputs)
             return outputs
         except BaseException:
+            # An interrupt counts too: after half a step nobody knows which pages are valid, so all that ran ends.
             if self._overlap is not None:
                 self._overlap.forget()
             ended = [self._end(sequence, "error", (), "") for sequence in tuple(self.scheduler.running)]
@@ -186,6 +190,7 @@ class Engine:
         drafts = [] if self.controller is None else [len(sequence.drafts) for sequence, _ in work if sequence.drafts]
         num_drawn = self._accept(work, chunks, self.runner.step(chunks), outputs)
         # Only steps without prompt tokens tell what drafts are worth.
+        # Where drafts were asked for and none came, the time is of neither kind: proposing has had its share of it.
         if self.controller is not None and (drafts or not asked) and num_drawn == sum(count for _, count in work):
             self.controller.timed(len(work), time.perf_counter() - began, drafts)
 
@@ -229,6 +234,7 @@ class Engine:
             chosen = tokens[at : at + num_drawn]
             if num_drawn > 1:
                 chosen = self._verified(sequence, chosen)
+            # The last of the chosen has no keys and values yet; those of rejected drafts no longer count.
             sequence.num_computed = len(sequence.ids) + len(chosen) - 1
             outputs.append(self._append(sequence, chosen, now, logprobs[at : at + num_drawn] if logprobs else None))
             at += num_drawn
@@ -276,6 +282,7 @@ class Engine:
                 break
         if reason is not None:  # what followed the end was computed in vain
             sequence.num_computed = min(sequence.num_computed, len(sequence.ids))
+        # Before `_end`, which releases the pages: only a page that somebody holds can be published.
         self.prefix.publish(sequence)
         added = tuple(sequence.ids[first:])
         if reason is not None:

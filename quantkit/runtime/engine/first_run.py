@@ -35,6 +35,7 @@ TOLERANCE = 0.03
 """Of the largest number: what 16 bits round to is less, a tile or a page that was left out is more."""
 
 _SECONDS = 13.0
+# The child gets the parent's path: where a script has extended it, the package may not be found without.
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from quantkit.runtime.engine.first_run import main; main()"
 _LOG = logging.getLogger(__name__)
 
@@ -119,15 +120,19 @@ def describe_kernels(device: torch.device) -> str:
 
 def main() -> None:
     """What a child does: say of each check that it is given how far it is off."""
+    # From the parent through a pipe; no file is ever unpickled.
     device, checks = pickle.loads(sys.stdin.buffer.read())
+    # What Triton refuses is an error here: torch in a kernel's place would agree with itself.
     with entered(device), gpu.measuring(), torch.inference_mode():
         for check in checks:
             sys.stdout.write(json.dumps([check.key, check.error(device)]) + "\n")
+            # Line by line: what a child has said before it is ended for taking too long still counts.
             sys.stdout.flush()
 
 
 def _try(checks: list[Check], device: torch.device, known: frozenset[str]) -> Iterable[tuple[str, Verdict]]:
     """What comes of checks in a child; that it does not come to one is final if that is known already."""
+    # One thread each: the children run at once, and pools of all processors would wait for each other.
     command, environment = [sys.executable, "-c", _CHILD, *sys.path], {**os.environ, "OMP_NUM_THREADS": "1"}
     given = pickle.dumps((device, checks))
     try:

@@ -72,6 +72,7 @@ class Check(NamedTuple):
         """Largest difference to plain torch on the host, by the largest number there; sets environment variables."""
         outputs = []
         for where, kernels in ((device, "1"), (torch.device("cpu"), "0")):
+            # Without the host's own kernels either, which would otherwise be compared in plain torch's place.
             os.environ["QUANTKIT_TRITON"], os.environ["QUANTKIT_NATIVE"] = kernels, "0"
             torch.manual_seed(0)
             outputs.append([output.float().cpu() for output in self.run(where)])
@@ -109,6 +110,7 @@ def checks_of(path: Path, asked: EngineConfig, device: torch.device, *, draft: b
         last = LinearScheme(weight=loader.head_scheme(head_dtype, config.hidden_size))
     yield check("ops", config.activation, _Parts.operations)
     yield check("head", _name(last), _Parts.logits, last)
+    # Kernels of the other families are for 16 bits only.
     if dtype == torch.float32:
         return
     for kind in {*kinds, last} - {None}:
@@ -150,6 +152,7 @@ def _attention_kind(
 def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.device | None = None) -> QuantizedTensor:
     """A weight (N, K) of this scheme whose values have the spread of a trained one."""
     values = torch.randn(rows, width, device=device) * width**-0.5
+    # Off centre, so that zero points differ from the middle and a wrong one shows.
     if not scheme.symmetric:
         values += 0.25 * width**-0.5
     return round_to_nearest(values, WeightGrid(scheme, torch.bfloat16))
@@ -163,6 +166,7 @@ def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> C
         num_pages: of each.
         page_size, device: of the cache.
     """
+    # On consecutive pages a kernel that ignores the page table would be right.
     order = torch.randperm(count * num_pages, generator=torch.Generator().manual_seed(0)).view(count, -1).tolist()
     holders: list[Any] = [SimpleNamespace(id=i, row=i, pages=own, num_table_entries=0) for i, own in enumerate(order)]
     build = BatchBuilder(max_sequences=count, max_pages=num_pages, page_size=page_size, device=device).build
@@ -190,6 +194,7 @@ class _Parts:
     device: torch.device
 
     def random(self, *shape: int) -> Tensor:
+        # Drawn on the host: a device's generator gives other numbers for the same seed.
         return torch.randn(shape).to(self.device, self.dtype)
 
     def linear(self, scheme: LinearScheme | None, times: int = 1) -> Linear:

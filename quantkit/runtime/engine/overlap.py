@@ -93,10 +93,12 @@ class Overlap:
     def _follow(self, step: InFlightStep, alive: Container[int]) -> InFlightStep | None:
         """Launch the step after one that has not been read; None where that cannot be."""
         for sequence in step.sequences:
+            # At the limit the token that has not been read is the last one, and the batch is about to change.
             if sequence.id not in alive or len(sequence.ids) + 1 >= sequence.limit:
                 return None
         if len(self._scheduler.running) != len(step.sequences) or self._scheduler.waiting:
             return None
+        # One token for the step that has not been read, and one for the step behind it.
         if not self._scheduler.reserve((sequence, sequence.num_computed + 2) for sequence in step.sequences):
             return None
         self.num_followed += 1
@@ -111,4 +113,5 @@ class Overlap:
             # What the host does not know is read from the device instead.
             chunks.append(ScheduledChunk(sequence, sequence.ids[start : start + 1] or [0], start, 1))
         logits = self._runner.step(chunks, tokens)
+        # `ahead` gives each draw the key of its position, although the token before it is not in `ids` yet.
         return InFlightStep(sequences, choose(logits, [(sequence, ahead) for sequence in sequences]))

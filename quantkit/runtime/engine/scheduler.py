@@ -78,6 +78,7 @@ class Scheduler:
             lengths: sequences and their numbers of tokens.
         """
         asked = list(lengths)
+        # Checked for all first: pages that some had already taken would lie idle when the step is not launched.
         if sum(max(0, self._missing(*each)) for each in asked) > self._pool.num_free:
             return False
         return all(self._grow(*each) for each in asked)
@@ -101,7 +102,9 @@ class Scheduler:
         """Work of the sequences with one token to feed, the sequences with more, and what is left of the budget."""
         work: Work = []
         prefills: list[Sequence] = []
+        # Drafts share what is left when each running sequence has its token, so none waits for another's guesses.
         spare = self._config.token_budget - len(self.running)
+        # A copy, as taking pages may preempt and so change the list.
         for sequence in tuple(self.running):
             if sequence.row < 0:
                 continue  # preempted by an older one just now
@@ -127,11 +130,13 @@ class Scheduler:
     def _admit(self, prefills: list[Sequence], budget: int) -> list[Sequence]:
         """Let waiting sequences run while there are rows, pages and tokens for them; those that now do."""
         demand = sum(self._first_chunk(sequence) for sequence in prefills)
+        # Pages that prompts get chunk by chunk count as taken now, or too many would be admitted and preempted later.
         promised = sum(max(0, self._missing(sequence, sequence.num_needed)) for sequence in prefills)
         num_growing = sum(sequence.draws for sequence in self.running)
         computing = {key for s in prefills for key in self._scored_keys(s, s.num_published)}
         admitted: list[Sequence] = []
         overtaken: list[Sequence] = []
+        # More prompts than a step has tokens for would hold pages without using them.
         while self.waiting and self._rows and demand < budget:
             sequence = self.waiting[0]
             hits = self._prefix.match(sequence)
@@ -148,6 +153,7 @@ class Scheduler:
             # Hits that nobody references are on the free list, but using them takes them off it.
             available = self._pool.num_free - sum(map(self._pool.is_free, hits)) - promised
             # Some for the others to grow into, or the newcomer would soon be preempted again.
+            # Nor is anybody behind it admitted: overtaken by short prompts, a long one might wait without end.
             if needed + (num_growing + 3) // 4 > available:
                 break
             self._start(self.waiting.popleft(), hits)
@@ -156,6 +162,7 @@ class Scheduler:
             demand += self._first_chunk(sequence)
             promised += needed
             num_growing += sequence.draws
+        # Back in front, in order of arrival.
         self.waiting.extendleft(reversed(overtaken))
         return admitted
 
@@ -169,6 +176,7 @@ class Scheduler:
         return [] if sequence.params.scoring is None else self._prefix.missing_keys(sequence, num_known)
 
     def _first_chunk(self, sequence: Sequence) -> int:
+        # A page is the least that a prompt gets while it shares a step; scored ones take all that they need in turn.
         count, is_whole = self._next_chunk(sequence)
         return count if is_whole or sequence.params.scoring else min(count, self._page_size)
 
@@ -191,9 +199,11 @@ class Scheduler:
     def _prefill(self, work: Work, prefills: list[Sequence], budget: int) -> None:
         """Add a chunk for each sequence, as far as the budget and the pages go."""
         for sequence, (count, is_whole) in zip(prefills, self._shares(prefills, budget), strict=True):
+            # Without a row it has just lost its pages to an older prompt of the same step.
             if count <= 0 or sequence.row < 0:
                 continue
             if not self._take_pages(sequence, sequence.num_computed + count):
+                # A part of a chunk is better than none: free pages are used for as many tokens as they hold.
                 fitting = (len(sequence.pages) + self._pool.num_free) * self._page_size
                 count = min(count, fitting - sequence.num_computed)
                 if count <= 0 or is_whole:

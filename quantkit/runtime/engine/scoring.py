@@ -35,6 +35,7 @@ class ScoringInput:
     def params(self, chunk_size: int | None) -> SamplingParams:
         """What to ask the engine: as many tokens as the text needs whose scoring begins first, and each last token."""
         scoring = PromptScoring(
+            # Less one: the last token of a text is not fed but scored as a continuation.
             num_tokens=max(text.num_scored for _, text in self.texts) - 1,
             continuations=tuple(text.ids[-1] for _, text in self.texts),
             chunk_size=chunk_size,
@@ -64,6 +65,7 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
             )
         fed = text.ids[:-1]
         inputs.setdefault(fed, ScoringInput(fed)).texts.append((number, text))
+    # Side by side they find the pages of their common beginning before these are reused.
     return [inputs[fed] for fed in sorted(inputs)]
 
 

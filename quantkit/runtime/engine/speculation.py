@@ -164,12 +164,14 @@ class DraftModelProposer:
         ready = self._caught_up(sequences, count)
         while ready:
             logits = self._runner.step([chunk for _, _, chunk in ready])
+            # With the sequence's own keys: draft and target then draw with the same variates and agree more often.
             tokens = sample(logits, [(sequence, len(sequence.drafts)) for sequence, _, _ in ready])
             step, ready = ready, []
             for (sequence, shadow, chunk), token in zip(step, tokens, strict=True):
                 shadow.num_computed = chunk.start + len(chunk.tokens)
                 sequence.drafts.append(token)
                 if len(sequence.drafts) < _useful(sequence, count):
+                    # The last draft is not fed: nobody asks the draft model what would follow it.
                     shadow.fed.append(token)
                     ready.append((sequence, shadow, ScheduledChunk(shadow, [token], shadow.num_computed, 1)))
 
@@ -201,6 +203,7 @@ class DraftModelProposer:
         shadow.sync(sequence.ids)
         missing = self._config.pages_for(num_tokens) - len(shadow.pages)
         if missing > self._pool.num_free or num_tokens > self.model.max_length:
+            # Nobody is preempted for drafts; the sequence goes on without them and may be followed again later.
             self.forget(sequence.id)
             return None
         if missing > 0:

@@ -68,6 +68,7 @@ class SpeculationController:
         if len(record.drafted) < _MIN_DRAFTED:
             return self._max_drafts
         gain, best = self._best(record)
+        # The choice that loses is still tried now and then: texts, and with them acceptance, change.
         turn = record.turn % _PERIOD
         if gain > 1:
             return 0 if turn == 0 else best
@@ -95,6 +96,7 @@ class SpeculationController:
             record.plain.append(seconds)
 
     def _record(self, num_sequences: int) -> _Record:
+        # Batches within a factor of two share a record, or each size would have to be measured anew.
         return self._records.setdefault(num_sequences.bit_length(), _Record())
 
     def _best(self, record: _Record) -> tuple[float, int]:
@@ -102,6 +104,7 @@ class SpeculationController:
 
         With acceptance a of each draft, k drafts yield 1 + a + ... + a^k tokens; time grows evenly with k.
         """
+        # Medians: one step in which the machine was busy with something else must not decide.
         plain = median(record.plain)
         seconds, share, length = (median(values) for values in zip(*record.drafted, strict=True))
         chance = self.chance

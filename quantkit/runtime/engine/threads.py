@@ -80,6 +80,7 @@ def thread_limit() -> int:
     quota = cgroup_quota(Path("/sys/fs/cgroup"))
     if quota is not None:
         limits.append(quota)
+    # It may list a number for each level of nesting; the first is that of the outermost.
     openmp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if openmp.isdigit():
         limits.append(int(openmp))
@@ -98,6 +99,7 @@ def cgroup_quota(root: Path) -> int | None:
         else:
             quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
             period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        # Rounded down: a thread too many uses up the quota early, and then all of them stand still.
         return max(1, int(quota) // int(period)) if int(quota) > 0 else None
     except (OSError, ValueError):  # not there, or "max"
         return None

@@ -61,16 +61,19 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         schemes, note = read_cache_schemes(reader.config, count), ""
     except SchemeError as error:
         schemes, note = None, f"the KV cache of the checkpoint is not followed, keys and values stay 16 bits: {error}"
+    # Scales stand in the attention module, beside its projections.
     attention = config.family.parts.output.rpartition(".")[0]
     names = [f"{config.family.layers}.{index}.{attention}" for index in range(count)]
     try:
         scales = tuple(read_scales(name, config.num_kv_heads, reader.__contains__, reader.tensor) for name in names)
     except CheckpointError as error:
+        # Scales that config.json announces are needed; others only earn a note.
         if schemes is not None:
             raise
         scales, note = (None,) * count, note or f"scales of the KV cache, which config.json does not announce: {error}"
     for index, pair in enumerate(scales):
         is_announced = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
+        # Layers with a window are never quantized and so need no scales.
         if is_announced and pair is None and config.windows[index] is None:
             raise CheckpointError(
                 f"{reader.path}: config.json announces fixed scales of the KV cache, but {names[index]}.k_scale and "

@@ -52,6 +52,7 @@ class TransformersModel(Model):
             vocab_size=table.shape[0] if head is None else head.weight.shape[0],
             max_length=max_length,
             eos_ids=eos_ids,
+            # A step looks up a few rows of the embedding; it reads the whole table only where that is the head too.
             stored_bytes=num_bytes if shared else num_bytes - table.nbytes,
             num_bytes=num_bytes,
             dtype=table.dtype,

@@ -53,6 +53,7 @@ class LayerNorm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         if self.weight.dim() > 1:
+            # torch's layer norm knows no weight per head, and in float32 norm and weight are rounded once, together.
             return (ops.layer_norm(total.float(), None, None, self.eps) * self.weight).to(x.dtype), total
         return ops.layer_norm(total, self.weight, self.bias, self.eps), total
 
@@ -206,6 +207,7 @@ class Block:
     rope: int | None
 
     def __post_init__(self) -> None:
+        # The input norm may quantize only for all its readers, and a parallel MLP without a norm is one of them.
         shared = [self.mlp] if self.parallel and self.mlp_norm is None else []
         self.input_norm = norm_for(self.input_norm, [self.attention.qkv, *shared])
         self.mlp_norm = norm_for(self.mlp_norm, [self.mlp])
@@ -229,6 +231,7 @@ class Block:
         if self.scale != 1.0:
             attended = attended * self.scale
         if self.parallel:
+            # `x` is the stream as attention read it: what attention gives joins it only with the MLP's output.
             entered = entered if self.mlp_norm is None else self.mlp_norm(x)[0]
         else:
             entered, x = add_and_norm(self.mlp_norm, x, attended)

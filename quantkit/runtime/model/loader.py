@@ -134,6 +134,7 @@ def load_native(
 def build_parts(weights: Weights) -> dict[str, Any]:
     """What a `NativeModel` is made of by the names of its fields, but for the head."""
     config = weights.config
+    # Equal rotary embeddings once, in order: layers share their tables of angles.
     ropes = list(dict.fromkeys(filter(None, config.ropes)))
     embedding = f"{config.family.embedding}.weight"
     # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
@@ -141,6 +142,7 @@ def build_parts(weights: Weights) -> dict[str, Any]:
     blocks = []
     for index in range(config.num_layers):
         blocks.append(build_block(weights, index, ropes))
+        # After each layer: what reading it has freed would stay with the C library and add up.
         release_freed_memory()
     return {"embedding": table, "blocks": blocks, "ropes": ropes, "final_norm": weights.norm(config.family.final_norm)}
 
@@ -229,6 +231,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
     biases = weights.biases([name], [weight])
     rounded = weight if head_dtype is None else _round_head(weight, head_dtype)
     head = weights.build(rounded, None if biases is None else biases[0])
+    # In any other layout or dtype the head is a converted copy, which takes memory of its own.
     is_shared = head_dtype is None and isinstance(head, DenseLinear) and table.dtype == weights.dtype
     weights.num_bytes += 0 if is_shared else head.stored_bytes
     weights.stored_bytes += head.stored_bytes
@@ -237,6 +240,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
 
 def head_scheme(dtype: str, width: int) -> WeightScheme:
     """What a head (N, K) of this width K is rounded to."""
+    # The widest group that divides the width has the fewest scales; without one each output has a single scale.
     group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
     return WeightScheme(dtype=find_dtype(dtype), group_size=group)
 

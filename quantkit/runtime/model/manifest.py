@@ -80,6 +80,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
                 )
             reader.check_shape(f"{name}.weight", (rows, width))
     for name in reader.names:
+        # A tensor that nothing computes with would make the output wrong without a word.
         if name not in known and not _IGNORED.fullmatch(name):
             raise CheckpointError(
                 f"{reader.path}: tensor {name} {reader.info(name).shape} has no place in the model that config.json "
@@ -89,6 +90,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
 
 def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
     """How a linear with these tensors is stored as codes; None = as values."""
+    # A scheme may match more linears than are quantized; which tensors there are decides.
     return scheme.find(name) if scheme is not None and set(local) - {"weight", "bias"} else None
 
 
@@ -126,6 +128,7 @@ def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.dev
         info = reader.info(name)
         converted = info.dtype in _FLOATS
         sizes.append(math.prod(info.shape) * dtype.itemsize if converted else info.num_bytes)
+    # The largest twice, as it is there both as read and as laid out until the former is freed.
     needed, available = sum(sizes) + max(sizes, default=0), free_bytes(device)
     if needed > available:
         raise ResourceError(

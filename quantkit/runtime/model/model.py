@@ -106,6 +106,7 @@ class NativeModel(Model):
         x = embedding(batch.token_ids, self.embedding).to(self.dtype)  # (T, H)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        # Once per step for all layers that share a rotary embedding.
         angles = [table.gather(batch) for table in self._tables]
         pending: Tensor | None = None
         for block in self.blocks:
@@ -133,6 +134,7 @@ class NativeModel(Model):
         if not len(rows):
             return Logits(torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device))
         if len(rows) < len(x):
+            # Before norm and head, which then work on the wanted rows only; of a prompt that is mostly one.
             x, pending = x[rows], None if pending is None else pending[rows]
         normed, _ = add_and_norm(self.final_norm, x, pending)
         return logits(self.head, normed, scale=self.config.logits_scale, softcap=self.config.logits_softcap)

@@ -57,6 +57,7 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.width - 1)
+    # The ramp divides by their difference.
     if low == high:
         high += 0.001
     ramp = ((torch.arange(rope.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -107,10 +108,13 @@ class RopeTable:
     def reserve(self, length: int) -> None:
         """Compute the tables as far as this position; they are not moved before it is passed."""
         if length > self._length:
+            # At least doubled: a sequence that grows token by token must not compute a new table in every step.
             self._length = max(length, 2 * self._length)
+            # Length 0: the table serves sequences up to the turning length, all with a short one's wavelengths.
             self._cos, self._sin = self._angles(torch.arange(self._length, device=self.device), 0)
 
     def _angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         (waves,) = send(self.device, frequencies(self.rope, length).numpy())
+        # float32 holds positions below 2**24 exactly; bfloat16 would merge neighbours beyond 256.
         angles = positions.float().unsqueeze(1) * waves  # (T, R/2)
         return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor

@@ -83,6 +83,7 @@ class Weights:
         stored = [self._read(name) for name in names]
         weights, schemes = [weight for weight, _ in stored], [activation for _, activation in stored]
         biases = self.biases(names, weights)
+        # No second references: what is joined or laid out must be freed as soon as it has been copied.
         del stored
         joined: Weight | None = weights[0]
         if len(weights) > 1:  # what differs in how inputs are quantized is not joined; a mixed list gives None too
@@ -167,6 +168,7 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         fused = None if flat else kernel_norms(*norms)
     order = None
     if parts.qkv_by_head:
+        # Attention splits its input into all queries, all keys and all values; here they take turns head by head.
         rows = torch.arange(3 * config.num_heads * config.head_dim, device=weights.device)
         order = rows.view(config.num_heads, 3, config.head_dim).transpose(0, 1).reshape(-1)
     return Attention(
@@ -216,6 +218,7 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
 
     return Mixture(
         router=weights.linear([prefix + data.router]),
+        # A new iterator: the first may be partly used up when stacking turns out to be impossible.
         experts=_stack(weights, config, experts()) or tuple(experts()),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
@@ -238,6 +241,7 @@ def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> St
     )
     if not isinstance(stacked, str):
         return stacked
+    # The experts are read once more, one by one, and must not be counted twice.
     weights.num_bytes, weights.stored_bytes = before
     note = f"experts run one after another, as the host asks who is chosen: {stacked}"
     if note not in weights.notes:

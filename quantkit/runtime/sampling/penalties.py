@@ -37,6 +37,7 @@ def apply_penalties(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
     )
     repetition, presence, frequency = table.unbind(-1)
     values = logits[where, tokens]
+    # Dividing a negative logit by more than one would make its token likelier.
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= presence * (counts > 0)
     values -= frequency * counts
