@@ -54,6 +54,7 @@ class Measured:
     def check(self, choice: Choice) -> str:
         known = _spilling_kernels(self._device)
         try:
+            # `measuring` raises what Triton refuses; otherwise torch takes over and passes for the kernel.
             with kernels.measuring(), configs.forced(choice):
                 out = self._calls[0]().float()
             wait_for(self._device)
@@ -116,6 +117,7 @@ def _product(work: ProductWork, device: torch.device, dtype: torch.dtype) -> tup
     expected = inputs @ weight.dequantize().t()
     linears = []
     for _ in range(num_copies(weight.stored_bytes, str(device))):
+        # Calls rotate through copies, so that a weight comes from memory and not from the L2 cache.
         copy = dataclasses.replace(weight, codes=weight.codes.clone())
         linears.append(build_linear(copy, activation=activation, dtype=dtype, device=device))
     return [lambda linear=linear: linear(x) for linear in linears], expected  # type: ignore[misc]

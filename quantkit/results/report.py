@@ -177,6 +177,7 @@ class Report(Record):
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "report") -> Report:
         """See `Record`; `metrics` is computed, and written for readers of the JSON only."""
         known = {key: value for key, value in data.items() if key != "metrics"}
+        # Not `super()`, which refers to the class as it was before slots were added.
         return super(Report, cls).from_dict(known, where=where)
 
     @property
