@@ -6,8 +6,6 @@ Sources: Nemhauser and Ullmann 1969, Discrete dynamic programming and capital al
 Efficient bit allocation for an arbitrary set of quantizers.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Sequence
@@ -135,7 +133,7 @@ class _State:
     weight: float
     value: float
     number: int
-    before: _State | None
+    before: "_State | None"
 
 
 def _search(points: Sequence[Points], limit: float, price: float, start: list[int]) -> Choice:

@@ -51,6 +51,7 @@ def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (),
 def memory_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
     """Bytes per second of reading a buffer much larger than the caches; on a GPU the better of reading and copying."""
     buffer = torch.ones(_BUFFER_BYTES // 4, dtype=torch.float32, device=device)
+    # Decoding reads weights and writes next to nothing, so reading is what bounds it.
     best = _BUFFER_BYTES / _shortest(buffer.sum, device, repeats)
     if device.type != "cpu":
         target = torch.empty_like(buffer)
@@ -60,6 +61,7 @@ def memory_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, *, repeats: int = 5) -> float:
     """Operations per second of one matrix product of random data; zeros would flatter."""
+    # A GPU reaches its rate only with products that fill all of its processors.
     size = _GEMM_ROWS if device.type == "cpu" else 8 * _GEMM_ROWS
     if dtype == torch.int8:
         codes = torch.randint(-128, 128, (2, size, size), device=device, dtype=dtype)
@@ -73,6 +75,7 @@ def _shortest(work: Callable[[], object], device: torch.device, repeats: int) ->
     """Seconds of the fastest of several runs, the first of which only warms up."""
     seconds = []
     for _ in range(repeats + 1):
+        # Both ends of the interval wait, because a launch on a GPU returns before its work is done.
         wait_for(device)
         start = time.perf_counter()
         work()

@@ -58,6 +58,7 @@ class Cost:
 
     def weight_bytes(self, tokens: int) -> int:
         """Bytes of weights that a step of so many tokens reads, when each token picks its experts by chance."""
+        # Expected share of experts that any of the tokens picks, over that of one token.
         grown = (1 - (1 - self.expert_share) ** tokens) / self.expert_share
         return round(self.read_bytes + self.expert_bytes * (grown - 1))
 
@@ -110,6 +111,7 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
     layers = [
         LayerCost(
             token_bytes=layout.page_bytes / layout.page_size,
+            # Per head one product with the key and one weighted value, each of head_dim multiply-adds.
             pair_flops=2 * config.num_heads * 2 * layout.head_dim,
             window=window,
         )

@@ -35,6 +35,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
     findings = [] if baseline is None else _compared(result, baseline)
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
     if runs:
+        # Arrivals by chance have no concurrency; they stand for the request alone only where there is nothing else.
         alone = min(runs, key=lambda run: run.workload.concurrency or 1_000_000)
         decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
         prefill = next((r for r in result.roofline if r.phase == "prefill"), None)
@@ -142,6 +143,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
     )
     if record.in_caches and record.mbu <= 1:
         evidence += "; so few bytes may partly come from the processor's caches, which are faster"
+    # First: where a step takes far longer than its floor, neither ceiling explains it.
     if reached < _BOUND:
         statement = (
             f"Overhead binds decoding at batch {batch}: memory and arithmetic explain only {as_percent(reached)} of a "
@@ -175,6 +177,7 @@ def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tupl
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
         if kv_cache not in _SMALL_CACHES:
+            # Half of 16 bits, less what the scales add.
             return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
         return ("Take --kv-cache int4." if kv_cache != "int4" else "Shorten contexts."), cached * 0.45
     linears = weights - cost.head_bytes
@@ -222,6 +225,7 @@ def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -
     if fitted is not None:
         slope, error = fitted.coefficients[1], fitted.standard_errors[1]
         grows = f"{duration(1000 * slope)} (+/- {duration(1000 * error)}) per 1,000 tokens of context"
+        # Two standard errors: about where the 95 % interval of the slope excludes zero.
         evidence += f"; ITL grows by {grows}" if slope > 2 * error else "; ITL does not measurably grow with context"
     read = f"{as_percent(share)} of what a step reads at batch {record.batch}"
     if share < 0.3:
@@ -251,6 +255,7 @@ def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[Bench
     (slowest, fastest), (slow, fast) = _spread(runs, large.batch), _spread(runs, small.batch)
     least, most = gain * slowest / fast, gain * fastest / slow
     brings = f"{times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
+    # No verdict where the spread of the steps includes both answers.
     if least <= _PAYS * ideal < most:
         statement = (
             f"Whether batching pays is not known: {times(least)} to {times(most)} the tokens per second at batch "
@@ -270,6 +275,7 @@ def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[Bench
 def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
     """How far rates of steps of this batch go below and above that of the median step: quartiles, as factors."""
     seconds = [step.seconds for run in runs for step in decode_steps(run) if step.batch == batch]
+    # Quartiles of fewer steps are single steps.
     if len(seconds) < 4:
         return 1.0, 1.0
     low, middle, high = (percentile(seconds, at) for at in (25, 50, 75))

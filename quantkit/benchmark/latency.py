@@ -51,6 +51,7 @@ class Driver:
             arrived_s: when it was due; None = now.
         """
         now = self.clock()
+        # The clock is read before, so that the engine's own admission counts for the request.
         number = self._engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
         self._under_way[number] = (now if arrived_s is None else arrived_s), []
 
@@ -100,11 +101,13 @@ def run_load(
         driver.send(*requests.popleft())
     while driver.num_under_way:
         driver.step()
+    # Warm-up pays for first-time work such as compilation, which says nothing about serving.
     driver.finished.clear()
     if load.due_s:
         _arrive(driver, requests, load.due_s)
     else:
         _in_a_loop(driver, requests, load.workload.concurrency or 1, static)
+    # By number, because requests do not end in the order in which they were sent, and rounds are split by position.
     timings = sorted(driver.finished, key=lambda timing: timing.request_id)
     return BenchmarkRun(workload=load.workload, requests=tuple(timings))
 
@@ -127,6 +130,7 @@ def _arrive(driver: Driver, requests: Requests, due_s: Sequence[float]) -> None:
     waiting = deque(start + due for due in due_s)
     while waiting or driver.num_under_way:
         while waiting and waiting[0] <= driver.clock():
+            # From when it was due: counted from when it was sent, a slow engine hides the queue that it makes.
             driver.send(*requests.popleft(), arrived_s=waiting.popleft())
         if driver.num_under_way:
             driver.step()

@@ -54,6 +54,7 @@ def quantized_bytes(
     group, kind = width // groups, scheme.weight.dtype
     if not kernels.native:
         return _torch_bytes(rows, width, scheme, bias, kernels)
+    # Native kernels read inputs in pairs; an odd group splits one between two scales, so they keep values instead.
     if groups > 1 and group % 2:
         return dense_bytes(rows, width, bias, kernels.dtype, kernels)
     integer = kind.name == "int8" and scheme.activation is not None and scheme.activation.dtype.name == "int8"

@@ -94,6 +94,7 @@ def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOp
 
     def largest_step() -> None:
         for _ in range(count):
+            # Two tokens: the prefill makes the first, a decode step of the whole batch the second.
             engine.add([1] * options.prompt_tokens, SamplingParams(max_tokens=2, ignore_eos=True))
         while engine.has_work:
             engine.step()
@@ -155,6 +156,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
+            # Views and tied weights share a storage, which counts once.
             sizes["storage", storage.data_ptr()] = storage.nbytes()
         else:  # a layout of oneDNN's own
             sizes["tensor", id(tensor)] = tensor.numel() * tensor.element_size()

@@ -164,6 +164,7 @@ class _HeaderWeights(Weights):
     def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
         kinds = [(self._scheme(name), self.stored(f"{name}.weight")) for name in names]
         bias = any(f"{name}.bias" in self.reader for name in names)  # zero where only others have one
+        # Linears are fused only where they are stored alike, as the loader does.
         for group in [names] if len(set(kinds)) == 1 else [[name] for name in names]:
             rows, width = sum(self._sizes[name][0] for name in group), self._sizes[group[0]][1]
             scheme, stored = kinds[names.index(group[0])]

@@ -16,6 +16,7 @@ from quantkit.results import SWEEP_NAME, BenchmarkRun, RooflineRecord
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:
     """The typical decode step of a run; None when it has none that only decoded."""
     step = typical_step(run)
+    # The sweep mixes lengths, so none of its steps is typical.
     if step is None or run.workload.name == SWEEP_NAME:
         return None
     context = round(step.context / step.batch)

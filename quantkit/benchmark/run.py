@@ -76,6 +76,7 @@ def load_target(
         RequestError: the prompts are too long; otherwise what `LLM` raises.
     """
     path, prediction = check_target(model, options, engine)
+    # Static batches send the same prompts again, which a prefix cache does not compute a second time.
     llm = LLM(path, **{"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})})
     check_capacity(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
@@ -152,6 +153,7 @@ def _finish(
     return BenchmarkResult(
         model=target.name,
         runs=runs,
+        # After the timed runs, since following every tensor slows the steps down.
         memory=memory_records(target.llm, target.prediction, options),
         roofline=tuple(records.values()),
         kv_cache=target.llm.kv_type,

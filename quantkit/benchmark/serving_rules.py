@@ -31,6 +31,7 @@ def busy(run: BenchmarkRun) -> Iterator[Finding]:
 def stalls(run: BenchmarkRun) -> Iterator[Finding]:
     """The tail of ITL lies far above its median."""
     gaps = run.inter_token_s
+    # Below, the 99th percentile lies between the two largest gaps: a single stall decides.
     if len(gaps) < 100:
         return
     middle, tail = percentile(gaps, 50), percentile(gaps, 99)

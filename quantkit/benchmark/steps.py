@@ -49,6 +49,7 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
     """The median step of the largest batch that came up often: at least in a tenth of the steps; None without steps."""
     steps = decode_steps(run)
     counts = Counter(step.batch for step in steps)
+    # The beginning and the end of a run have smaller batches, and a rare larger one is a median of few.
     often = [batch for batch, count in counts.items() if 10 * count >= len(steps)]
     if not often:
         return None
@@ -71,6 +72,7 @@ def fit_ttft(result: BenchmarkResult) -> PolynomialFit | None:
 
     A straight line where there are too few lengths for a curve; None where there are too few for that.
     """
+    # Requests of a batch wait for each other, which bends the curve.
     alone = [timing for run in result.runs if run.workload.concurrency == 1 for timing in run.requests]
     points = [(timing.prompt_tokens, timing.ttft_s) for timing in alone if timing.ttft_s is not None]
     return fit_polynomial(points, degree=2 if len({length for length, _ in points}) >= 4 else 1)

@@ -48,6 +48,7 @@ def record(calls: Calls, device: str) -> Recorded:
     for call in calls:
         call()
     torch.cuda.synchronize()
+    # Short calls repeat within one graph, so that launching the graph does not show.
     rounds = max(1, 32 // len(calls)) if _quick(calls) else 1
     run, how = _captured(calls, rounds)
     for _ in range(3):
@@ -66,6 +67,7 @@ def in_turns(recorded: Sequence[Recorded], device: str, repeats: int) -> list[li
     order = list(zip(recorded, marks, strict=True))
     for turn in range(repeats):
         for item, samples in order if turn % 2 == 0 else reversed(order):
+            # Nothing waits in here: a host that does lets the device run idle between samples.
             begin = _mark(on_gpu)
             item.run()
             samples.append((begin, _mark(on_gpu)))

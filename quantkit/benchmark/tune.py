@@ -123,6 +123,7 @@ def search_choices(case: Case, problem: Problem, is_over: Callable[[], bool] = l
         for choice in choices:
             if choice in tried:
                 continue
+            # A check compiles a kernel, which may take seconds.
             if is_over():
                 raise OutOfTime
             tried.add(choice)
@@ -141,6 +142,7 @@ def search_choices(case: Case, problem: Problem, is_over: Callable[[], bool] = l
             order = sorted(range(len(choices)), key=times.__getitem__)
             order = [index for index in order if times[index] <= _HOPELESS * times[order[0]]]
             choices = [choices[index] for index in order[: max(keep, len(choices) // 2)]]
+            # Few samples drop what is clearly slow; those that are left lie closer together and need more.
             samples = min(2 * samples, _MOST_SAMPLES)
         return choices
 
@@ -156,6 +158,7 @@ def search_choices(case: Case, problem: Problem, is_over: Callable[[], bool] = l
 def _compared_with_default(case: Case, problem: Problem, winner: Choice) -> tuned.TunedChoice:
     """The winner if it beats the default, else the default."""
     before, *after = problem.times(list(dict.fromkeys([case.default, winner])), _LAST_SAMPLES)
+    # Neighbours in time share the state of the clocks, so drift cancels in their ratio and not in two medians.
     ratio = median(old / new for old, new in zip(before, after[0], strict=True)) if after else 1.0
     is_better = ratio > LEAST_GAIN
     return tuned.TunedChoice(
@@ -213,6 +216,7 @@ def tune(
             with open_problem(case) as problem:
                 outcome = search_choices(case, problem, is_over)
         except OutOfTime:
+            # No break: further cases may be in the file already, and count as kept.
             num_left += 1
             continue
         except torch.OutOfMemoryError:

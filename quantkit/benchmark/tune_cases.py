@@ -124,6 +124,7 @@ def shapes_of_model(path: Path) -> Shapes:
     """
     config, linears = quantized_linears(path)
     distinct = {(rows, width, scheme): None for name, rows, width, scheme in linears if not _EXPERT.search(name)}
+    # The largest first: they take most of a step, and the time for the search may run out.
     ordered = sorted(distinct, key=lambda linear: -linear[0] * linear[1])
     heads = {"query_heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     return Shapes(linears=tuple(ordered), **heads)

@@ -61,6 +61,7 @@ def tune_device(options: TuneOptions, *, report: CaseReport = lambda outcome, nu
     cases, problems = cases_of(shapes, options, chip), opener(gpu_device, torch.bfloat16)
     with torch.inference_mode(), torch.cuda.device(gpu_device):
         tuning = tune(cases, problems, fresh, seconds=options.seconds, again=options.again, report=report)
+    # Choices are cached in the process, and the file has just changed.
     configs.forget()
     return tuning
 
@@ -81,6 +82,7 @@ def find_gpu(name: str) -> torch.device:
 
 def versions() -> dict[str, str]:
     """Of what a measurement depends on."""
+    # Another compiler may make another choice the fastest, so figures of different versions are not mixed.
     others = {name: installed_version(name, "not installed") for name in ("quantkit", "triton")}
     return {"torch": str(torch.__version__), **others}
 

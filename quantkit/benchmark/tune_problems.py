@@ -54,6 +54,7 @@ class Measured:
     def check(self, choice: Choice) -> str:
         known = _spilling_kernels(self._device)
         try:
+            # `measuring` raises what Triton refuses; otherwise torch takes over and passes for the kernel.
             with kernels.measuring(), configs.forced(choice):
                 out = self._calls[0]().float()
             wait_for(self._device)
@@ -114,6 +115,7 @@ def _product(work: ProductWork, device: torch.device, dtype: torch.dtype) -> tup
     x = torch.randn(work.rows, work.inputs, device=device).to(dtype)
     inputs = x.float() if activation is None else fake_quantize_inputs(x.float(), activation)
     expected = inputs @ weight.dequantize().t()
+    # Calls rotate through copies, so that a weight comes from memory and not from the L2 cache.
     copies = num_copies(weight.stored_bytes, str(device))
     weights = (dataclasses.replace(weight, codes=weight.codes.clone()) for _ in range(copies))
     linears = [build_linear(copy, activation=activation, dtype=dtype, device=device) for copy in weights]

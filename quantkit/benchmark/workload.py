@@ -86,6 +86,7 @@ def make_load(
         turn: number of the repetition; each gets other prompts, of the same lengths.
     """
     key = request_key(workload)
+    # Two generators, so that lengths stay the same over turns while prompts change.
     lengths = random.Random(f"{key} lengths")
     chance = random.Random(f"{key} tokens {turn}")
     tokens = sorted(set(range(vocab_size)).difference(avoid))
@@ -127,6 +128,7 @@ def _lengths(workload: Workload, number: int, chance: random.Random, spread: flo
     """Tokens of prompt and answer of a request; numbers below 0 are warm-up."""
     if workload.name == SWEEP_NAME:
         step = max(0, number) % (2 * _SWEEP_PARTS)
+        # Up and down again: otherwise a drift of the machine passes for a slope.
         part = step + 1 if step < _SWEEP_PARTS else 2 * _SWEEP_PARTS - step  # 1 .. 6, 6 .. 1
         return max(1, workload.prompt_tokens * part // _SWEEP_PARTS), workload.new_tokens
     sizes = workload.prompt_tokens, workload.new_tokens

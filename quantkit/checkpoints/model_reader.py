@@ -6,8 +6,6 @@ way back, for tensors that are written in the layout in which they came.
 Shapes: E experts, I width of an expert, H hidden width.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -64,7 +62,7 @@ class ModelReader(CheckpointReader):
         self._view(family)
 
     @classmethod
-    def of(cls, reader: CheckpointReader, family: Family) -> ModelReader:
+    def of(cls, reader: CheckpointReader, family: Family) -> "ModelReader":
         """A view of what another reader has opened."""
         view = cls.__new__(cls)
         # Headers have been read and checked already; the view shares what came of it.

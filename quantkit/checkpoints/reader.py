@@ -4,8 +4,6 @@ No memory map: pages of a mapped file count as resident memory of the process fo
 memory must be bounded by one layer. Every call opens the file, reads its bytes into memory of its own, and closes it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -53,7 +51,7 @@ class CheckpointReader:
         self._stamps = {path: _stamp(path) for path in self._sources()}
 
     @classmethod
-    def of_file(cls, file: Path) -> CheckpointReader:
+    def of_file(cls, file: Path) -> "CheckpointReader":
         """The tensors of one safetensors file of a checkpoint."""
         reader = cls.__new__(cls)
         reader.path, reader.config, reader.files = file.parent, {}, (file,)

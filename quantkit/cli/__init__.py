@@ -51,6 +51,7 @@ class _Commands(CommandGroup):
         failure: BaseException | None = None
         result: Any = 0
         try:
+            # click's standalone mode prints errors and exits itself, past the codes that are promised here.
             result = super().main(words, standalone_mode=False, **extra)
         except SystemExit:
             if sys.stdout is stdout:
@@ -61,7 +62,9 @@ class _Commands(CommandGroup):
         failure = end_output() or failure
         if failure is None:
             sys.exit(result if isinstance(result, int) else 0)
+        # Behind `--` words are arguments, even those that look like flags.
         flags = words[: words.index("--")] if "--" in words else words
+        # From the raw words, because a usage error comes before options are parsed.
         sys.exit(report_error(failure, as_json="--json" in flags, verbose="--verbose" in flags))
 
 

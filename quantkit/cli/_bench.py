@@ -99,6 +99,7 @@ def _fit_line(name: str, variable: str, fit: PolynomialFit | None) -> str:
         return f"{name} fit: too few different lengths"
     text = name
     for power, (value, error) in enumerate(zip(fit.coefficients, fit.standard_errors, strict=True)):
+        # Seconds to milliseconds, and each power of tokens to thousands.
         scale = 1000 * 1000**power
         sign = "=" if power == 0 else "-" if value < 0 else "+"
         size = value if power == 0 else abs(value)
@@ -134,6 +135,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> RichTable:
         if finding.advice:
             text.append(f"\nTry: {finding.advice}")
         if finding.expected_gain:
+            # chr(10), since Python before 3.12 allows no backslash in the braces of an f-string.
             text.append(f"{' ' if finding.advice else chr(10)}Expected: {finding.expected_gain}.")
         table.add_row(f"{position}.", text)
     return table

@@ -47,6 +47,7 @@ def end_output() -> BaseException | None:
         sys.stdout.flush()
     except OSError as error:
         with contextlib.suppress(OSError, ValueError):  # a stream in memory has no number
+            # Python flushes stdout once more at exit, which cannot fail on the null device.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())
             os.close(null)
@@ -111,6 +112,7 @@ def explain(error: BaseException) -> tuple[int, str]:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error and what it was raised from: libraries wrap what they cannot import in errors of their own."""
     seen: list[BaseException] = []
+    # Causes may form a ring.
     while error is not None and error not in seen:
         yield error
         seen.append(error)
@@ -130,6 +132,7 @@ def _is_memory(error: BaseException) -> bool:
 
 def _one_line(text: str) -> str:
     """A text of at most some screens, without what terminals obey."""
+    # Cut before it is split: a message may quote megabytes of a file.
     line = " ".join(text[: 2 * _LONGEST_LINE].split())
     shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
     return shown if len(shown) <= _LONGEST_LINE else f"{shown[: _LONGEST_LINE - 3]}..."

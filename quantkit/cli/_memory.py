@@ -30,6 +30,7 @@ class _Guard(MetaPathFinder):
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
         """Raise MemoryError where the import of a heavy library would not end well."""
         if name in _HEAVY:
+            # First of all: the child imports the same modules, and asks this finder again otherwise.
             sys.meta_path.remove(self)
             if not ends_well(lambda: list(map(importlib.import_module, _HEAVY)), seconds=_TIMEOUT_S):
                 raise MemoryError(f"{self._limit} bytes (ulimit -v) are too few to import {name}")

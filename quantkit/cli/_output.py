@@ -119,4 +119,5 @@ def plain_console(*, stderr: bool = False) -> Console:
     """
     from rich.console import Console
 
+    # To rich's markup a name in brackets, as in recovery[task], may be a style, and is not printed.
     return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=False)

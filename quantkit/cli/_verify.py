@@ -23,6 +23,7 @@ gate_option = click.option(
     "gates",
     multiple=True,
     metavar="GATE",
+    # None, not an empty tuple: without --gate those of the recipe count.
     callback=lambda _ctx, _option, gates: gates or None,
     help="What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]",
 )
@@ -48,6 +49,7 @@ def verify_options(
         text=text,
         bench=BENCH if bench else None,
         engine=engine,
+        # Quoted, so that it can be pasted into a shell again.
         command=shlex.join(["quantkit", *sys.argv[1:]]),
         **what,
     )
@@ -161,6 +163,7 @@ def verify_result(
     options = verify_options({}, {name: value for name, value in how.items() if name == "device"})
     report = verify_pair(pair, options, progress=output_to.tell)
     if not report.held:
+        # Renamed first, so that the report is written into the checkpoint that it is about.
         report, path = set_aside(report, path)
         output_to.tell(f"the checkpoint failed and is kept as {path}")
     files, problem = write_files(report, path)

@@ -77,7 +77,9 @@ def _progress(output_to: Output) -> Any:
     """Writes the layer in work over the last one, on a terminal's stderr."""
 
     def show(done: int, total: int, name: str) -> None:
+        # In a file carriage returns erase nothing.
         if output_to.shows_progress and sys.stderr.isatty():
+            # Erases the rest of the line, since the name before may have been longer.
             click.echo(f"\r{done}/{total} {name}\x1b[K" + ("\n" if done == total else ""), nl=False, err=True)
 
     return show

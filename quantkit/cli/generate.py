@@ -53,6 +53,7 @@ def command(
     params = SamplingParams(**{"seed": 0, **sampling})  # bad values are refused before a model is loaded
     if system is not None and not chat:
         raise click.UsageError("--system is a message of a conversation; give --chat too")
+    # Arguments that are no valid text arrive with surrogates; fsencode gives the shell's bytes back.
     text = _text(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals that do not know every character
@@ -106,6 +107,7 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
 
     timing = completion.timing
     gap = median(timing.inter_token_s)
+    # The mean context while tokens were generated, as traffic grows linearly with it.
     context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
     read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
     bandwidth = memory_bandwidth(llm.device)

@@ -65,6 +65,7 @@ def show_command(output_to: Output, *, name: str) -> None:
     if output_to.as_json:
         output_to.result(lambda: {"description": recipe.description, "gates": list(recipe.gates), **recipe.source})
     else:
+        # The file itself: what was parsed has lost its comments.
         click.echo(read_text(shipped().get(name, Path(name)), RecipeError), nl=False)
 
 

@@ -15,6 +15,7 @@ LEDGER_TEXT = "demo/demo_text.txt"
 def speaks_demo(llm: LLM) -> bool:
     """Whether a model is of the demo language: the demo model, or whatever was made from it."""
     tokenizer = llm.path / "tokenizer.json"
+    # Compression changes names and weights, but not the tokenizer: its bytes identify the language.
     return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO_MODEL / "tokenizer.json").read_bytes()
 
 
@@ -25,6 +26,7 @@ def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
         pattern: path below the folder; `*` stands for any name.
         folders: where to look, in order.
     """
+    # Sorted: the order of glob depends on the file system, and items must be numbered alike everywhere.
     items = (sorted(map(str, folder.expanduser().glob(pattern))) for folder in folders)
     return next(filter(None, items), [])
 
@@ -40,6 +42,7 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
     """
     path = bundled_folder("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
     if not path.is_file():
+        # glob raises for an absolute pattern instead of finding nothing.
         texts = find_items(name, folders) if not path.is_absolute() else []
         if not texts:
             looked = ", ".join(map(str, folders)) or "no --data folder was given"

@@ -22,6 +22,7 @@ def load_llm(path: str | None = None, **settings: Any) -> LLM:
     given = {name: value for name, value in settings.items() if value is not None}
     # Scales of quantized keys may be per page, so there the page is the one that serving uses.
     asked = given.get("kv_cache", "auto")
+    # `auto` is whatever the checkpoint declares, which may be a quantized cache.
     quantized = asked not in UNQUANTIZED or (asked == "auto" and path is not None and follows_checkpoint(resolve(path)))
     pages = {} if quantized else {"page_size": PAGE_SIZE}
     defaults = {"max_sequences": MAX_SEQUENCES, "token_budget": TOKEN_BUDGET, **pages}

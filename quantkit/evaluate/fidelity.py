@@ -41,6 +41,7 @@ class Distances:
     @property
     def mean(self) -> float:
         """Mean KL per position."""
+        # In float64: a float32 sum over thousands of tiny values loses digits of the mean.
         return float(self.kl.double().mean())
 
     @property
@@ -96,6 +97,7 @@ def fidelity(
     check_vocabulary(llm, original)
     parts = [
         distances(p, q)
+        # Grouped by the original's step and used for both, so that windows stay paired.
         for group in batches(original, windows)
         for p, q in zip(window_logits(original, group), window_logits(llm, group), strict=True)
     ]
@@ -150,6 +152,7 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
     kl, agrees = [], []
     for start in range(0, len(reference), _BLOCK_ROWS):
         p, q = reference[start : start + _BLOCK_ROWS], value[start : start + _BLOCK_ROWS]
+        # log_softmax, not the logarithm of softmax: probabilities that underflow give infinite terms.
         before, after = p.float().log_softmax(-1), q.float().log_softmax(-1)
         # Never negative but for rounding, which a mean of tiny values would show.
         kl.append((before.exp() * (before - after)).sum(-1).clamp_min(0))
@@ -168,6 +171,7 @@ def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple
     if count < 1 or longest < 1:
         return ()
     prompts = [list(ids[: min(GREEDY_CONTEXT, longest)]) for ids in windows[:GREEDY_PROMPTS]]
+    # Past EOS too, so that both texts have the same length and can be compared by position.
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     texts = [[done.token_ids for done in side.generate(prompts, params)] for side in (llm, original)]
     pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(*texts, strict=True))

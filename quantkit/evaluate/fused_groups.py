@@ -6,8 +6,6 @@ where another linear does by least squares against the original weight, whose ro
 N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +80,7 @@ def swapped(groups: list[FusedGroup]) -> Iterator[None]:
             setattr(*group.part, group.replacement)
         yield
     finally:
+        # Also after an error: the same original serves every further measurement.
         for group, value in zip(groups, kept, strict=True):
             setattr(*group.part, value)
 
@@ -100,13 +99,14 @@ def find_fused_groups(llm: LLM, original: LLM) -> list[FusedGroup]:
         raise ModelError(
             f"{llm.path}: a sensitivity map needs models that run natively, and this one runs by transformers"
         )
+    # In another arithmetic a swapped group carries rounding of its own into the KL.
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
     sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.family.layers)
     return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 
 
-def _layer_groups(sources: _Sources, ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[FusedGroup]:
+def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[FusedGroup]:
     """The fused groups of one layer."""
     family = ours.config.family
     parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
@@ -173,6 +173,7 @@ class _Sources:
         """The linear, made to fit between what the original has before and after it."""
         prefix = f"{self.layers}.{index}."
         home = next((group for group in sets if set(names) & set(group.linears)), None)
+        # Without a smoothing step no scales were moved, so the quantized linear fits as it is.
         if home is None or self._smoothed is False:
             return linear
         inputs = None if home.source is None else self._norm_ratio(prefix + home.source)
@@ -180,10 +181,12 @@ class _Sources:
             return linear  # nothing says that anything was moved
         feeds = {group.source for group in sets}
         source = f"{prefix}{home.source}.weight"
+        # A norm stores a vector, a linear a matrix: the shape tells which of them feeds this one.
         is_linear = home.source is not None and source in self.original and len(self.original.info(source).shape) > 1
         if inputs is None and is_linear and len(names) == 1:
             inputs = _ratio(*self._pair(prefix + names[0]), dim=0)
         outputs = None
+        # A linear that feeds a smoothed one carries the inverse factors on its own rows.
         if feeds & set(names):
             outputs = torch.cat([self._row_ratio(prefix + name, inputs, name in feeds) for name in names])
         if inputs is None and outputs is None:
@@ -198,10 +201,12 @@ class _Sources:
         before, after = self.original.tensor(name).float(), self.quantized.tensor(name).float()
         if torch.equal(before, after):
             return None
+        # A channel that the norm switches off is zero in the original, whatever its factor.
         return torch.where(before == 0, torch.ones_like(before), after / before)
 
     def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:
         """(N,) factors of the outputs."""
+        # Of fused linears only some feed another one, as values of q/k/v do; the others keep their scale.
         if not scaled:
             return torch.ones(self.original.info(f"{module}.weight").shape[0])
         weight, target = self._pair(module)
@@ -221,6 +226,7 @@ class _Sources:
 def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
     """The factor of each row (dim 1) or column (dim 0) of a weight that brings it nearest to another."""
     norm = (weight * weight).sum(dim)
+    # Least squares for a single factor has this closed form; a weight of zeros leaves the factor open.
     return torch.where(norm == 0, torch.ones_like(norm), (weight * target).sum(dim) / norm)
 
 

@@ -151,7 +151,9 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
         """Contexts and continuations, split where the context's own tokens end; all in one call of the tokenizer."""
+        # As HFLM: trailing spaces go to the continuation, since tokenizers join a space to the word after it.
         split = [(context + continuation, context.rstrip()) for context, continuation in pairs]
+        # A context repeats for each of its choices, so every distinct text is tokenized once.
         texts = list(dict.fromkeys(text for both in split for text in both))
         ids = dict(zip(texts, self._encode(texts), strict=True))
         return [(ids[context], ids[whole][len(ids[context]) :]) for whole, context in split]
@@ -176,6 +178,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
                     f"a continuation has {len(continuation)} tokens after {len(context)} of context; at least one of "
                     f"each is needed, and {self.max_length} fit"
                 )
+            # One token more than the context holds: the last one is scored but never read.
             ids = (context + continuation)[-(self.max_length + 1) :]
             texts.append(ScoredText(ids=tuple(ids), num_scored=len(continuation)))
         return self.llm.score_tokens(texts, progress=self.answered)
@@ -188,6 +191,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return self._remembered("loglikelihood_rolling", [request.args[:1] for request in requests], answers)
 
     def _windows(self, ids: Tokens) -> list[tuple[Tokens, Tokens]]:
+        # As HFLM: windows are disjoint but for the one token that each is conditioned on.
         rolling = get_rolling_token_windows(
             token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
         )
@@ -197,6 +201,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         """See lm-eval's `LM`: texts up to a stop text, all requests in one continuous batch."""
         generations = [_Generation(dict(request.args[1]), self) for request in requests]
         prompts = self._encode([request.args[0] for request in requests])
+        # As HFLM from the left: the question stands at the end of a prompt.
         kept = [ids[-(self.max_length - each.max_tokens) :] for ids, each in zip(prompts, generations, strict=True)]
         completions = self.llm.generate(kept, [each.params for each in generations]) if requests else []
         texts = [self.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in completions]
@@ -238,6 +243,7 @@ class _Generation:
             stop=tuple(text for text in self.stops if text),
             **{name: options[name] for name in drawn if options.get(name) is not None},
         )
+        # As HFLM the text of EOS stops too; the engine needs no such text, since it ends at the token itself.
         self.stops.append(model.tokenizer.decode(model.eot_token_id))
 
     def cut(self, text: str) -> str:

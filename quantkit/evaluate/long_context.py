@@ -88,12 +88,15 @@ def _needles(
     tokenizer = llm.tokenizer
     for depth in depths:
         for sample in range(samples):
+            # One generator per text: another length, depth or sample leaves all other texts as they are.
             rng = random.Random(f"{seed} {length} {depth} {sample}")
+            # verbose=False: the tokenizer warns about every text that is longer than its nominal limit.
             yield write(rng, depth, lambda text: len(tokenizer(text, verbose=False)["input_ids"]) <= length)
 
 
 def _ask(llm: LLM, task: str, needles: Sequence[Needle]) -> TaskResult:
     """Generate all answers and compare."""
+    # A fact ends at the first punctuation, so generating further only takes time.
     params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
     completions = llm.generate([needle.prompt for needle in needles], params)
     records = tuple(
@@ -115,6 +118,7 @@ def _ask(llm: LLM, task: str, needles: Sequence[Needle]) -> TaskResult:
         task=task,
         metric="acc",
         value=value,
+        # As lm-eval's standard error of a mean: the variance of 0/1 scores, with n - 1 in its denominator.
         stderr=(value * (1 - value) / max(1, len(records) - 1)) ** 0.5,
         num_samples=len(records),
         samples=records,
@@ -157,6 +161,7 @@ def ledger_writer(items: Path) -> Writer:
 
     def write(rng: random.Random, depth: float, fits: Callable[[str], bool]) -> Needle:
         pairs = rng.sample(rng.choice(ledgers), LEDGER_PAIRS)
+        # One pair is answered in the question, which shows the form of an answer; the other is asked for.
         shown, asked = rng.sample(pairs, 2)
         key, answer = asked.split(" ", 1)
         filler = rng.sample(clauses, len(clauses))
@@ -176,4 +181,5 @@ def _most(fits: Callable[[int], bool]) -> int:
     high = 1
     while fits(high):
         high *= 2
+    # Length grows with the count, so the outcomes are sorted and can be bisected.
     return bisect_left(range(1, high), True, key=lambda count: not fits(count))

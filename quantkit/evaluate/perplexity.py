@@ -75,6 +75,7 @@ def perplexity(
         window=window,
         stride=stride,
         through=through,
+        # fsum, because paired windows are subtracted later and the error of a float32 sum shows in their difference.
         window_nll=tuple(-math.fsum(score.logprobs.tolist()) for score in scores),
         window_tokens=tuple(item.num_scored for item in windows),
     )
@@ -93,6 +94,7 @@ def cut_windows(ids: Sequence[int], *, num_text: int, stride: int, bos: tuple[in
     scored = 0  # tokens before this one have been scored, or never can be
     for start in range(0, len(ids), stride):
         end = min(start + num_text, len(ids))
+        # Without BOS nothing precedes the first token of a window, so it cannot be scored there.
         first = max(scored, start if bos else start + 1)
         if end > first:
             windows.append(ScoredText(ids=(*bos, *ids[start:end]), num_scored=end - first))
@@ -105,6 +107,7 @@ def cut_windows(ids: Sequence[int], *, num_text: int, stride: int, bos: tuple[in
 def adds_bos(tokenizer: Any) -> bool:
     """Whether a tokenizer puts BOS in front of texts."""
     bos = getattr(tokenizer, "bos_token_id", None)
+    # By trying: what the tokenizer puts in front is decided by more than the flags of its configuration.
     return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 

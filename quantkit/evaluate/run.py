@@ -116,6 +116,7 @@ def _perplexities(
             llm,
             text,
             data=part.text,
+            # One suite serves models of different contexts: a window is shortened to the context, not refused.
             window=None if part.window is None else min(part.window, llm.engine.capacity),
             stride=part.stride,
             through=through,
@@ -154,6 +155,7 @@ def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, sa
         model = language_model(llm, add_bos_token=options.add_bos)
         model.answered = _counter(say)
         results = _simple_evaluate(model, loaded, asked.limit, options, seed)
+    # Lengths of answers without BOS: special tokens were not generated.
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
 
 
@@ -166,10 +168,12 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: E
         return simple_evaluate(
             model,
             tasks=tasks,
+            # The tasks are loaded already; reading lm-eval's own list takes seconds.
             task_manager=TaskManager(include_defaults=False),
             limit=limit,
             num_fewshot=options.num_fewshot,
             apply_chat_template=options.chat_template,
+            # Some metrics have no closed-form standard error, and lm-eval's default of 100,000 resamples takes long.
             bootstrap_iters=1000,
             **dict.fromkeys(seeds, seed),
         )
@@ -201,6 +205,7 @@ def _quiet() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
+        # Progress bars bypass logging and write to stderr, so the stream itself is exchanged.
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:

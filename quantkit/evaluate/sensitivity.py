@@ -49,6 +49,7 @@ class Goal:
 
     def reached(self, measured: Distances) -> bool:
         """Whether measured distances are within the goal, with a margin to spare."""
+        # The margin applies to disagreement, which a repair reduces as it reduces KL.
         agrees = not self.top1 or 1 - measured.top1 <= MARGIN * (1 - self.top1)
         return measured.mean <= MARGIN * self.kl and measured.p99 <= self.kl_p99 and agrees
 
@@ -119,9 +120,12 @@ def propose(
         the proposal, or None when only ignoring everything would do.
     """
     gain = {id(group): record.kl for group, record in zip(groups, measured.records, strict=True)}
+    # Greedy, as for a knapsack: what a group mends for each byte that it costs.
     order = sorted(groups, key=lambda group: gain[id(group)] / max(1, _extra_bytes(group)), reverse=True)
+    # The parts seldom add up exactly; the whole is taken to shrink in proportion to their sum.
     scale = measured.total_kl / measured.sum_kl if measured.sum_kl > 0 else 1.0
     rest = measured.sum_kl
+    # Without the last group: a model that ignores every group is not compressed.
     for count, group in enumerate(order[:-1], start=1):
         rest -= gain[id(group)]
         if rest * scale > MARGIN * goal.kl:
@@ -160,6 +164,7 @@ def few(
     """
     if not windows:
         raise InputError("a sensitivity map needs text; give at least one window")
+    # Four bytes per logit, since the reference is kept in float32.
     limit = min(max_tokens, reference_bytes // (4 * vocab_size))
     fitting = sum(total <= limit for total in accumulate(map(len, windows)))
     return windows[: max(1, fitting)]
@@ -175,6 +180,7 @@ class Probe:
 
     def __init__(self, original: LLM, windows: Windows) -> None:
         self._original, self._groups = original, list(batches(original, windows))
+        # Kept, because every group is compared with it: computing it anew doubles the passes.
         self._reference: list[list[Tensor]] = [window_logits(original, group) for group in self._groups]
 
     def measure(self, groups: list[FusedGroup]) -> Distances:

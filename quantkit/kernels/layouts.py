@@ -14,8 +14,6 @@ INT4 packs channel i and channel i + D/2 into byte i, so that a score is two hal
 Source: Lin et al. 2024, QServe (scales in the page); Liu et al. 2024, KIVI (keys per channel, values per token).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +85,7 @@ class KVViews:
             position p in slot p % residual_tokens; None unless keys are quantized per channel.
     """
 
-    layout: KVLayout
+    layout: "KVLayout"
     pool: Tensor
     key: PagedArray
     value: PagedArray

@@ -4,8 +4,6 @@ Protocols here are what `kernels.torch`, `kernels.cpu` and `kernels.gpu` impleme
 Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rotate, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -247,6 +245,6 @@ class Logits(NamedTuple):
     values: Tensor
     best: Tensor | None = None
 
-    def first(self, count: int) -> Logits:
+    def first(self, count: int) -> "Logits":
         """Of the first rows."""
         return Logits(self.values[:count], None if self.best is None else self.best[:count])

@@ -7,8 +7,6 @@ Shapes: N outputs, K inputs, G groups per row, g = K / G.
 Source: Nagel et al. 2021, A White Paper on Neural Network Quantization, sections 2 and 3.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,7 +50,7 @@ class WeightGrid:
     scale_dtype: torch.dtype
     tensor_largest: Tensor | None = None
 
-    def completed(self, weight: Tensor) -> WeightGrid:
+    def completed(self, weight: Tensor) -> "WeightGrid":
         """With the largest magnitude of this weight, where one is needed and none is given."""
         if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
             return self

@@ -3,8 +3,6 @@
 Shapes: N outputs, K inputs, G scales per row, g = K / G.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +58,7 @@ class QuantizedTensor:
         """In which loaders compute the values, usually the model's."""
         return self.value_dtype or self.scale.dtype
 
-    def take_rows(self, rows: Tensor) -> QuantizedTensor:
+    def take_rows(self, rows: Tensor) -> "QuantizedTensor":
         """The same weight with these outputs, in this order."""
         rows = rows.to(self.codes.device)
         return replace(

@@ -87,6 +87,7 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
     if len(reports) < 2:
         raise ReportError(f"a comparison needs two reports or more, found {len(reports)}")
     metrics = [gate_numbers(report) for report in reports]
+    # The first number that all reports have: entries that are ranked by different ones share no axis.
     quality, label, higher = next((q for q in QUALITIES if all(q[0] in values for values in metrics)), QUALITIES[0])
     workload = _shared_workload(reports)
 
@@ -128,6 +129,7 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
 def front(points: Sequence[tuple[float, ...]]) -> list[bool]:
     """Which points no other dominates, where less is better in every coordinate."""
     return [
+        # Equal points do not dominate each other, so twins are both on the front.
         not any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
         for point in points
     ]
@@ -203,6 +205,7 @@ def _plot(
         if (x := cost(entry)) is not None and entry.quality is not None
     ]
     higher = comparison.higher_is_better
+    # Dominance is defined for costs, so a quality of which more is better changes its sign.
     best = front([(x, -y if higher else y) for _, _, x, y in known])
     points = [(*point, chosen) for point, chosen in zip(known, best, strict=True)]
     return pareto_plot(name, points, x_label=x_label, y_label=comparison.quality_label, higher=higher)
@@ -210,6 +213,7 @@ def _plot(
 
 def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[ComparedCheckpoint]:
     """The entries, knowing whether they are on the front of those whose size and quality are known."""
+    # Speed counts only where every entry has it: one that was not timed wins or loses by default.
     timed = all(e.itl_s is not None for e in entries)
     costs = {
         e: (float(e.num_bytes), -e.quality if higher else e.quality, *([e.itl_s or 0.0] if timed else []))

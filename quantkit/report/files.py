@@ -40,6 +40,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
             "junit": _write(directory / "junit.xml", render_junit(report)),
             "card": _write(directory / "README.md", render_markdown(report)),
         }
+        # The page comes last, because it alone may fail for want of a package.
         try:
             return {**files, "html": _write(directory / "report.html", render_html(report))}, ""
         except ReportError as error:
@@ -49,6 +50,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """Another process that writes its report there waits, so that files of two reports do not mix."""
+    # The directory itself is locked, so that no lock file stays in a checkpoint.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every file system can
@@ -60,6 +62,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 def _write(path: Path, text: str) -> Path:
     """Whole or not at all: a reader never sees half a file."""
+    # In the same directory: a rename is atomic within one file system only.
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     return partial.replace(path)

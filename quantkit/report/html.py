@@ -51,9 +51,11 @@ def _environment() -> Any:
         raise ReportError(f"report.html needs jinja2, which is not installed; {INSTALL}") from None
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("quantkit.report", "templates"),
+        # Names and texts come from checkpoints of strangers.
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        # A misspelt name in the template is an error, not an empty place on the page.
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["together"] = keep_together

@@ -18,6 +18,7 @@ from quantkit.untrusted import read_object
 def dumps(report: Report) -> str:
     """A report as JSON text; equal reports give equal bytes."""
     document = {**report.to_dict(), "metrics": gate_numbers(report)}
+    # `NaN` is no JSON, and strict readers refuse the whole document because of it.
     return json.dumps(json_ready(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 

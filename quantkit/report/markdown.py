@@ -33,6 +33,7 @@ LOADERS = {  # title, language and code, of each engine that a format may name
 
 def render_markdown(report: Report) -> str:
     """The model card of a checkpoint, front matter included."""
+    # A card is published: directories tell user names and mean nothing elsewhere.
     report = _without_paths(report)
     model, original = report.model, report.baseline_model
     source = original.name if original else (report.compression.model if report.compression else "another model")
@@ -93,6 +94,7 @@ def _front_matter(report: Report) -> str:
     format_ = _format(model.format)
     tags = ["quantkit", "quantized", model.format, *model.scheme.split()[:1]]
     lines = []
+    # The hub resolves `base_model`: a local name there points at a stranger's model or at none.
     if original is not None and original.hub_id:
         lines += [f"base_model: {json.dumps(original.hub_id)}", "base_model_relation: quantized"]
     if known:
@@ -107,6 +109,7 @@ def markdown_table(table: Table) -> str:
     """A table as GitHub's Markdown writes it."""
     rules = ("---" if column.is_text else "---:" for column in table.columns)
     rows = [[column.title for column in table.columns], rules, *table.cells]
+    # A bar inside a cell begins another column.
     text = "\n".join("| " + " | ".join(plain(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
     return "\n\n".join(part for part in (table.title and f"{table.title}:", text, table.note) if part)
 

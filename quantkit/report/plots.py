@@ -32,9 +32,11 @@ def accuracy_plot(report: Report) -> str | None:
             if row.recovery_low is not None and row.recovery_high is not None:
                 axes.plot([row.recovery_low, row.recovery_high], [position, position], color=MODEL, linewidth=2.4)
             axes.plot([row.recovery], [position], "o", color=MODEL, markersize=6.5)
+        # An empty line for the legend: interval and point are drawn apart, and once for every row.
         axes.plot([], [], "o-", color=MODEL, linewidth=2.4, label="model, 95 % interval")
         axes.set_yticks(range(len(rows)), [_short(row.subject) for row in rows])
         axes.grid(axis="y", visible=False)
+        # Upside down, so that the first row of the table is the topmost of the plot.
         axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="per cent of the original")
         figure.legend(**LEGEND)
         spoken = "; ".join(f"{row.subject} {percent(row.recovery)}" for row in rows)
@@ -50,6 +52,7 @@ def sensitivity_plot(sensitivity: SensitivityMap) -> str:
         from matplotlib.patches import Patch, Rectangle
 
         for record in sensitivity.records:
+            # Rectangles, not an image: only vectors can take the colours of the page's theme.
             corner = (record.layer - 0.5, groups.index(record.group) - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=HEAT[heat_step(record.kl, edges)], edgecolor="none"))
         axes.set(xlim=(-0.5, layers - 0.5), ylim=(len(groups) - 0.5, -0.5), xlabel="decoder layer")
@@ -67,6 +70,7 @@ def heat_edges(values: Sequence[float]) -> list[float]:
     """Limits between the six shades, in equal ratios from the lower quartile to the largest."""
     ordered = sorted(max(value, 1e-12) for value in values)
     low, high = percentile(ordered, 25), max(ordered[-1], 1e-12)
+    # Equal values give edges without distance, hence labels that repeat.
     high = max(high, 2 * low)
     steps = len(HEAT) - 1
     return [low * (high / low) ** (i / steps) for i in range(steps)]
@@ -96,9 +100,11 @@ def latency_plot(report: Report, quantity: str) -> str | None:
         return None
     with new_figure(5.2, 3.0) as (figure, axes):
         for label, values, (colour, dash, _) in sides:
+            # At most 201 points: one for each gap makes the page large and the curve no sharper.
             kept = values if len(values) < 200 else [percentile(values, p / 2) for p in range(201)]
             share = [100 * (i + 1) / len(kept) for i in range(len(kept))]
             axes.step([1000 * v for v in kept], share, where="post", color=colour, linestyle=dash, label=label, lw=2)
+        # One stall squeezes everything else to the left, so the axis ends a little beyond the 99th percentile.
         axes.set(xlim=(0, 1080 * max(percentile(values, 99) for _, values, _ in sides)), ylim=(0, 102))
         axes.set(xlabel=f"{meaning}, ms", ylabel="% at most so long")
         figure.legend(**LEGEND)
@@ -212,6 +218,7 @@ def pareto_plot(name: str, points: Sequence[Point], *, x_label: str, y_label: st
         return None
     with new_figure(5.2, 3.4) as (figure, axes):
         front = sorted((x, y) for _, _, x, y, best in points if best)
+        # Steps, not straight lines: nothing between two checkpoints is on offer.
         axes.step([x for x, _ in front], [y for _, y in front], where="post", color=MUTED, linestyle=":", lw=1.6)
         for _, _, x, y, best in points:
             axes.plot([x], [y], "o", color=MODEL if best else MUTED, markersize=8 if best else 6)

@@ -148,6 +148,7 @@ def _roofline_row(label: str, r: RooflineRecord) -> tuple[object, ...]:
 
 def _ceilings(records: list[RooflineRecord]) -> str:
     """What was measured, and what the words mean that stand for shares above 100 %."""
+    # All records of a run carry the same ceilings, so any of them serves.
     rates = f"{records[-1].copy_bytes_per_s / 1e9:.1f} GB/s, {records[-1].gemm_flops_per_s / 1e9:.0f} GFLOP/s"
     text = f"MBU and MFU are shares of the ceilings measured in this run: {rates}."
     words = {"caches": "reads faster than memory", "busy": "the machine was busier while its ceilings were measured"}

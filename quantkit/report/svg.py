@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Placeholder -> CSS variable and what it is in a viewer without the page's style.
 COLOURS = {
+    # Near-black values that matplotlib does not write by itself, so replacing them hits nothing else.
     "#010203": ("--ink", "#1c2127"),
     "#010204": ("--muted", "#59636e"),
     "#010205": ("--line", "#d5dae0"),
@@ -36,7 +37,9 @@ COLOURS = {
 INK, MUTED, LINE, MODEL, ORIGINAL, BAD, *HEAT = COLOURS
 
 STYLE: dict[str, Any] = {
+    # Ids are hashes: without a fixed salt every run writes other bytes.
     "svg.hashsalt": "quantkit",
+    # Text as text can be searched, copied and read aloud; as outlines it cannot.
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 11,
@@ -68,8 +71,10 @@ def new_figure(width: float = 5.2, height: float = 3.2) -> Iterator[tuple[Figure
     except ImportError:
         raise ReportError(f"report.html needs matplotlib, which is not installed; {INSTALL}") from None
     defaults: Any = matplotlib.rcParamsDefault
+    # From the defaults: a user's matplotlibrc changes fonts and sizes, and with them the bytes.
     settings: Any = {**defaults, **STYLE, "backend": "svg"}
     with matplotlib.rc_context(settings):
+        # `Figure`, not pyplot, which keeps figures alive in a global list.
         figure = Figure(figsize=(width, height))
         yield figure, figure.subplots()
 
@@ -84,6 +89,7 @@ def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
         description: what there is to see, for people who cannot see it.
     """
     buffer = io.StringIO()
+    # A date changes the bytes of equal reports.
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = "<svg" + buffer.getvalue().partition("<svg")[2]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
@@ -97,6 +103,7 @@ def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
 
 def _own_ids(text: str, name: str) -> str:
     """Prefix the ids that are referred to, and drop the others."""
+    # Several figures share one page, and matplotlib gives equal elements of different figures equal ids.
     used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r"href=\"#([^\"]+)\"", text))
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
     text = re.sub(r"href=\"#([^\"]+)\"", rf'href="#{name}-\1"', text)
@@ -106,6 +113,7 @@ def _own_ids(text: str, name: str) -> str:
 def _open_tag(text: str, name: str, title: str, description: str) -> str:
     tag, rest = text.split(">", 1)
     width, height = (float(value) for value in re.findall(r" (?:width|height)=\"([\d.]+)pt\"", tag))
+    # Without width and height a figure scales with its column; the viewBox keeps its proportions.
     opening = (
         f'<svg class="plot" viewBox="0 0 {width:g} {height:g}" role="img" '
         f'aria-labelledby="{name}-title {name}-desc" xmlns="http://www.w3.org/2000/svg" '

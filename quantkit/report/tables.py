@@ -109,6 +109,7 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
 def _first_divergence(fidelity: FidelityResult) -> str:
     """Median position of the first greedy token that differs."""
     length = fidelity.greedy_tokens
+    # A prompt that agrees throughout counts with its whole length: it is censored there, which a median bears.
     middle = median([length if d is None else d for d in fidelity.first_divergence])
     return MISSING if middle is None else f"{middle:g} of {length}"
 
@@ -139,6 +140,7 @@ def _additivity_note(sensitivity: SensitivityMap) -> str:
     if sensitivity.additivity is None:
         return ""
     sums = f"All at once: KL {number(sensitivity.total_kl)}; sum of the parts: {number(sensitivity.sum_kl)}"
+    # 1.4 is about 1 / 0.7: a ratio is as far off in both directions.
     adds_up = 0.7 <= sensitivity.additivity <= 1.4
     reading = "so the parts add up" if adds_up else "so the groups interact: read single ones with care"
     return f"{sums} ({percent(100 * sensitivity.additivity, 0)}), {reading}."

@@ -48,7 +48,9 @@ def _drawn(table: Table, positions: Sequence[int]) -> RenderableType:
         drawn.add_column(
             column.title,
             justify="left" if column.is_text else "right",
+            # A number that is broken over two lines is misread; text may wrap.
             no_wrap=not column.is_text or names_rows,
+            # An ellipsis swallows the ends of paths, which are there to be copied.
             overflow="fold",
             style="bold" if names_rows else "",
         )

@@ -55,6 +55,7 @@ def remedies(gates: Sequence[GateResult]) -> list[str]:
 
 def chance_note(num_tasks: int) -> str:
     """A reminder for tables of many tests; empty for few."""
+    # With fewer rows less than a quarter of a false alarm is expected, which needs no note.
     if num_tasks < 5:
         return ""
     return (

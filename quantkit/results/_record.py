@@ -116,8 +116,10 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return kind.from_dict(value, where=where)
     if origin is typing.Literal and value not in inner:
         raise ReportError(f"{where}: {value!r} is not one of {', '.join(map(repr, inner))}")
+    # JSON has one number type, and writers of it may shorten 1.0 to 1.
     if kind is float and (value is None or type(value) is int):
         return float("nan" if value is None else value)  # the writer stores null for what JSON cannot say
+    # Exact types: to `isinstance` a flag is an integer, and one in place of a number is a mistake.
     if kind is Any or origin is typing.Literal or type(value) is kind:
         return value
     raise ReportError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {value!r}")

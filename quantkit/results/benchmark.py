@@ -127,6 +127,7 @@ class BenchmarkRun(Record):
     @property
     def context_gaps(self) -> tuple[tuple[int, float], ...]:
         """(tokens in the cache when the step ran, gap) of all requests: what ITL = a + b * context is fitted to."""
+        # The step behind gap i had the prompt and i new tokens before it.
         return tuple((t.prompt_tokens + i, gap) for t in self.requests for i, gap in enumerate(t.inter_token_s, 1))
 
     @property
@@ -232,6 +233,7 @@ class RooflineRecord(Record):
         """
         if share <= 1.005:
             return f"{100 * share:.0f} %"
+        # Caches explain more than the whole bandwidth, never more than the whole matrix-product rate.
         return "caches" if self.in_caches and share == self.mbu else "busy"
 
     @property

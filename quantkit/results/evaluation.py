@@ -108,6 +108,7 @@ class PerplexityResult(Record):
     def perplexity(self) -> float:
         """exp(nll per token); infinite when it exceeds a float."""
         mean = self.nll / self.num_tokens
+        # exp overflows a float from about 709 on.
         return math.exp(mean) if mean < 700 else math.inf
 
 

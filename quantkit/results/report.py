@@ -1,7 +1,5 @@
 """One document about one checkpoint: what was made, how it answers, how fast it is, and whether that is good enough."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -174,9 +172,10 @@ class Report(Record):
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, where: str = "report") -> Report:
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "report") -> "Report":
         """See `Record`; `metrics` is computed, and written for readers of the JSON only."""
         known = {key: value for key, value in data.items() if key != "metrics"}
+        # Not `super()`, which refers to the class as it was before slots were added.
         return super(Report, cls).from_dict(known, where=where)
 
     @property

@@ -4,8 +4,6 @@ States are kept in batches (B, T, D) of samples of equal length. In memory mode 
 folder once per layer, so that an interrupted run can go on; in disk mode they live only there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -40,7 +38,7 @@ class ActivationStore:
         self._keep(batches, "the embedding", 0)
 
     @classmethod
-    def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> ActivationStore:
+    def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> "ActivationStore":
         """The states that an interrupted run saved before `layer`.
 
         Raises:

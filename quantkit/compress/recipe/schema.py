@@ -3,8 +3,6 @@
 Not the recipe itself: `load` turns these into the objects that the pipeline uses.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -156,7 +154,7 @@ class Override(RecipeSection):
     skip: Literal[True] | None = None
 
     @model_validator(mode="after")
-    def _check_one(self) -> Override:
+    def _check_one(self) -> "Override":
         if (self.weights is None) == (self.skip is None):
             raise ValueError("give either 'weights' or 'skip: true', not both and not neither")
         return self

@@ -27,6 +27,7 @@ def model_facts(path: Path, name: str) -> ModelFacts:
         name: as it should be printed; the id on the hub where it is one.
     """
     summary = inspect(path)
+    # The scheme is named after the largest kind of linear; embedding and head may be stored otherwise.
     linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
     largest = max(linears, key=lambda row: row.num_parameters, default=None)
     alike = ("format", "num_parameters", "num_bytes", "bits_per_weight", "architecture")
@@ -56,6 +57,7 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
         text: that fidelity was measured on.
         said: the other fields, which are known where the models ran.
     """
+    # Sorted: the hash must not depend on the order in which shards are listed.
     files = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
     hashed = {"checkpoint": files, "text": text}
     hashes = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in hashed.items()}

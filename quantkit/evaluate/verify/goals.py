@@ -43,8 +43,10 @@ def _share(report: Report, gate: GateResult) -> float | None:
     if gate.metric == "recovery":
         return _ratio(100 - gate.limit, 100 - gate.value)
     if gate.metric == "perplexity_ratio":
+        # The logarithm of a perplexity ratio is a loss in nats per token, the unit of KL.
         return _ratio(_log(gate.limit), _log(gate.value))
     of_text = gate.metric == "perplexity"
+    # A gate may name no subject; the value that it was judged on tells which comparison was meant.
     alike = (c for c in report.comparisons if c.value == gate.value and c.metric.startswith("perplexity") == of_text)
     comparison = next(alike, None)
     if comparison is None:

@@ -66,14 +66,17 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         CheckpointError: a file is damaged, or not the one that was written.
         GateError: a gate that cannot be read.
     """
+    # The user's own gates come first: a typing error is told before gigabytes are hashed.
     given = None if gates is None else check_gates(gates)
     path = resolve(str(checkpoint))
     reader = CheckpointReader(path)
     manifest, made = read_manifest(path), read_manifest(path, RUN)
     name, source = _baseline(path, baseline, made)
     original = CheckpointReader(source)
+    # Beside itself a checkpoint shows no loss, whatever it has lost.
     if path.resolve() == source.resolve():
         raise ModelError(f"{path} is its own baseline; give the model that it was made from")
+    # Headers before hashes: a wrong pair is told without reading the weights.
     _check_vocabularies(reader, original)
     hashes, notes = check_files(reader, manifest)
     return Pair(
@@ -114,6 +117,7 @@ def check_files(reader: CheckpointReader, manifest: Mapping[str, Any]) -> tuple[
     known = section(manifest, "files")
     if not known:
         note = f"{reader.path.name} has no {MANIFEST} with hashes, so its files could not be checked."
+        # Hashed all the same, so that the report identifies the files that it is about.
         return {file.name: file_digest(file) for file in reader.files}, (note,)
     return {file.name: _checked_digest(file, section(known, file.name)) for file in reader.files}, ()
 
@@ -177,6 +181,7 @@ def check_output(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise OutputError(f"output {path} is a file; give a directory for the report")
     for name, sign in SIGNS.items():
+        # lexists: a dangling link of that name is somebody's too, and must not be written through.
         if os.path.lexists(path / name):
             with writing(path):
                 check_text(path / name, sign)

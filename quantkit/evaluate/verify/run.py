@@ -96,6 +96,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
         for path, engine in verification.sides:
             check_target(path, bench, engine)
     report, text = verification.answers()
+    # What only the collector frees shares the memory of the models that are timed.
     gc.collect()
     release_freed_memory()
     if bench is not None:
@@ -103,6 +104,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return replace(
         report,
+        # Judged again: gates about speed and memory have their numbers only now.
         gates=tuple(evaluate_gates(report, pair.gates)),
         environment=environment(
             pair,
@@ -162,6 +164,7 @@ class _Verification:
             noise_fidelity=noise_fidelity,
             notes=(*pair.notes, *note, *llm.model.notes),
         )
+        # Judged before anything is timed: a failed gate about accuracy decides whether a map is made.
         report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
         return self._with_sensitivity(llm, original, windows, report), text
 
@@ -184,6 +187,7 @@ class _Verification:
                 llm, original, windows, data=data, goal=goal, ignored=ignored, progress=self.progress
             )
         except ModelError as error:
+            # A map that nobody asked for is a help: that it cannot be made is a note, not an error.
             if asked:
                 raise
             return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
@@ -215,6 +219,7 @@ def _find_text(original: LLM, options: VerifyOptions) -> tuple[str, str, tuple[s
         try:
             return name, read_named_text(name, asked.data), ()
         except DataError:
+            # A text that the user names must be there; in place of a suite's the shipped one is read.
             if name in (options.text, *asked.texts):
                 raise
     note = (

@@ -10,8 +10,6 @@ Not here: few tokens, see `expert_rows`. Source: as `w4a16`; Gale et al. 2022, M
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,7 +71,7 @@ class ExpertWeights:
         """Tensors in the order in which kernels take them."""
         return self.words, self.scale, self.zero, self.outer
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> ExpertWeights:
+    def each(self, change: Callable[[Tensor], Tensor]) -> "ExpertWeights":
         """The same with its tensors changed, those that there are."""
         names = "words", "scale", "zero", "outer"
         changed: dict[str, Any] = {name: change(one) for name in names if (one := getattr(self, name)) is not None}

@@ -51,6 +51,7 @@ def _judge(report: Report, gate: Gate) -> GateResult:
 def _pick(gate: Gate, values: Values) -> float | None:
     """The gate's number; without a subject the first one, or the worst of answer lengths and texts."""
     if gate.subject is not None:
+        # A number that was not measured at all fails the gate; a subject missing among others is a typing error.
         if values and gate.subject not in values:
             raise GateError(
                 f"gate {gate.text!r}: no {gate.metric} of {gate.subject!r}{suggestion(gate.subject, values)}; "
@@ -60,6 +61,7 @@ def _pick(gate: Gate, values: Values) -> float | None:
     if not values:
         return None
     if gate.metric in WORST_COUNTS:
+        # The worst is whatever comes nearest to breaking the gate: the least one where the limit is a lower one.
         return (min if gate.operator.startswith(">") else max)(values.values())
     return next(iter(values.values()))
 
@@ -67,6 +69,7 @@ def _pick(gate: Gate, values: Values) -> float | None:
 def _doubt(report: Report, gate: Gate, values: Values) -> str:
     """That the interval includes the limit, if it does."""
     subject = gate.subject or next(iter(values), "")
+    # Only recovery has its interval in the units of its gate.
     comparison = report.find_comparison(subject) if gate.metric == "recovery" else None
     if comparison is None or comparison.recovery_low is None or comparison.recovery_high is None:
         return ""

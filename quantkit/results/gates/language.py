@@ -53,11 +53,13 @@ def parse_gate(text: str) -> Gate:
         limit = float(written)
     except ValueError:
         raise GateError(f"gate {text!r}: {written!r} is not a number") from None
+    # `top1>=98%` means the share 0.98; recovery is in per cent already.
     if percent and name not in IN_PER_CENT:
         limit /= 100
     metric = METRICS[name]
     if not metric.low <= limit <= metric.high:
         raise GateError(f"gate {text!r}: {name} is {metric.unit}, so a limit of {limit:g} is probably mistaken")
+    # Written anew from what was read, so that equal gates are equal texts.
     plain = f"{name}[{subject}]" if subject else name
     return Gate(text=f"{plain}{sign}{limit:g}", metric=name, subject=subject, operator=sign, limit=limit)
 

@@ -102,6 +102,7 @@ def _size_ratio(report: Report) -> dict[str, float | None]:
 
 
 METRICS = {  # of texts and tasks the worst counts, of workloads the first, unless a subject is given
+    # Limits notice a wrong unit: recovery>=0.97 is a share where per cent is meant, perplexity_ratio<=105 the reverse.
     "recovery": Metric("accuracy", _of_comparisons(lambda c: c.recovery), 10, 200, PER_CENT),
     "score": Metric("accuracy", _of_comparisons(lambda c: c.value), unit="a score"),
     "perplexity": Metric("accuracy", _of_comparisons(lambda c: c.value, TEXT), low=1, unit="at least 1"),

@@ -24,6 +24,7 @@ def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
 
 
 def _accuracy_remedy(report: Report) -> str:
+    # A proposal has been measured, the map ranks by output, and errors of single linears say least about it.
     sensitivity = report.sensitivity
     if sensitivity is not None and sensitivity.proposal is not None:
         return describe_proposal(sensitivity.proposal)

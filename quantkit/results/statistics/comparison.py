@@ -45,6 +45,7 @@ def compare_evaluations(
         for text in value.perplexity
         if (original := _find_text(baseline, text)) is not None
     ]
+    # A mean needs one direction and pairs: where lower is better a loss counts as a gain.
     mean = _compare_mean([triple for triple in shared if triple[0].higher_is_better and _paired(*triple[:2])])
     return (*([mean] if mean else []), *tasks, *texts, *(length for length in lengths if length))
 
@@ -57,6 +58,7 @@ def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | No
     floor = None if noise is None or pairs is None else _noise_floor([_paired(noise, baseline)])
     result = _unpaired(value, baseline) if pairs is None else compare_pairs([pairs])
     if not value.higher_is_better:
+        # Inversion turns an interval round: its upper end becomes the lower one.
         low, high = _inverse(result.ratio_high), _inverse(result.ratio_low)
         result = replace(result, ratio=_inverse(result.ratio), ratio_low=low, ratio_high=high)
     return _comparison(result, value.task, value.metric, floor, higher_is_better=value.higher_is_better)
@@ -79,11 +81,13 @@ def compare_perplexity(
     value: PerplexityResult, baseline: PerplexityResult, noise: PerplexityResult | None = None
 ) -> Comparison:
     """Perplexity of one text, window by window: Student's t on the log-ratio, carried over to the perplexities."""
+    # Tested as a logarithm, which is a mean over tokens and nearly normal; a perplexity itself is skewed.
     mean, reach, p_value = _log_ratio(value, baseline)
     before, after = baseline.perplexity, value.perplexity
     floor = None
     if noise is not None:
         shift, spread, _ = _log_ratio(noise, baseline)
+        # Back from the log-ratio to a difference of perplexities, the unit of a floor.
         floor = before * math.expm1(max(abs(shift), spread))
     known = not math.isinf(reach)
     result = PairedResult(
@@ -93,6 +97,7 @@ def compare_perplexity(
         low=before * _expm1(mean - reach) if known else None,
         high=before * _expm1(mean + reach) if known else None,
         p_value=p_value,
+        # Recovery of a perplexity is the original's over the model's, hence the sign.
         ratio=math.exp(-mean),
         ratio_low=math.exp(-(mean + reach)) if known else None,
         ratio_high=math.exp(-(mean - reach)) if known else None,
@@ -115,6 +120,7 @@ def _log_ratio(value: PerplexityResult, baseline: PerplexityResult) -> tuple[flo
     if count < 2:
         return mean, math.inf, None
     rows = zip(value.window_nll, baseline.window_nll, value.window_tokens, strict=True)
+    # Residuals around the common rate: windows with more tokens weigh more, as in the mean itself.
     squares = math.fsum((after - before - mean * n) ** 2 for after, before, n in rows)
     error = math.sqrt(squares * count / (count - 1)) / tokens
     tail = student_cdf(-abs(mean) / error, count - 1) if error > 0 else (0.5 if mean == 0 else 0.0)
@@ -158,6 +164,7 @@ def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
     changes = [[v - b for b, v in zip(*pairs, strict=True)] for pairs in known]
     shift = abs(math.fsum(math.fsum(change) / len(change) for change in changes)) / len(changes)
     spread = math.sqrt(math.fsum(math.fsum(c * c for c in change) / len(change) ** 2 for change in changes))
+    # A shift may be zero by luck while many items flip; the spread is what so many flips give by chance.
     return max(shift, NORMAL.inv_cdf(0.5 + CONFIDENCE / 2) * spread / len(changes))
 
 
@@ -218,6 +225,7 @@ def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
 
 
 def _verdict(difference: float, p_value: float | None, floor: float | None, *, higher_is_better: bool) -> Verdict:
+    # Before the p-value: a significant change that arithmetic alone makes is no effect of the compression.
     if floor is not None and abs(difference) <= floor and difference != 0:
         return "noise"
     if p_value is None or p_value >= SIGNIFICANCE:

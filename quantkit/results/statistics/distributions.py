@@ -21,6 +21,7 @@ def bisect(function: Callable[[float], float], low: float, high: float, *, steps
     """
     for _ in range(steps):
         middle = (low + high) / 2
+        # The bracket holds no further float: the middle is one of its ends.
         if not low < middle < high:
             break
         low, high = (middle, high) if function(middle) > 0 else (low, middle)
@@ -29,6 +30,7 @@ def bisect(function: Callable[[float], float], low: float, high: float, *, steps
 
 def binomial_pmf(successes: int, trials: int, chance: float = 0.5) -> float:
     """Probability of exactly that many successes, 0 < chance < 1."""
+    # In logarithms: factorials beyond 170 overflow a float.
     ways = math.lgamma(trials + 1) - math.lgamma(successes + 1) - math.lgamma(trials - successes + 1)
     return math.exp(ways + successes * math.log(chance) + (trials - successes) * math.log1p(-chance))
 
@@ -64,6 +66,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     front = math.exp(
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     )  # symmetric under (a, x) <-> (b, 1 - x)
+    # The fraction converges fast on this side only; the other side follows by symmetry.
     if x < (a + 1) / (a + b + 2):
         return front * _beta_fraction(a, b, x) / a
     return 1 - front * _beta_fraction(b, a, 1 - x) / b
@@ -71,6 +74,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
 
 def _beta_fraction(a: float, b: float, x: float) -> float:
     """Lentz's evaluation of the continued fraction."""
+    # Lentz: a denominator of zero is replaced by something tiny, which cancels one step later.
     tiny = 1e-300
     c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
     value = d

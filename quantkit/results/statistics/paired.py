@@ -87,6 +87,7 @@ class Counts:
         n = self.total
         won, lost, neither = self.won / n, self.lost / n, self.neither / n
         before, after = self.means
+        # The likeliest share of lost items if the ratio of the two means is fixed: a root of a quadratic, as above.
         root = (after - ratio**2 * before) ** 2 + 4 * ratio**2 * won * lost
         top = -after + ratio**2 * (before + 2 * won) + math.sqrt(root)
         likely_lost = top / (2 * ratio * (ratio + 1)) if ratio > 0 else 0.0
@@ -132,14 +133,17 @@ def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
     count = len(strata)
     baseline = math.fsum(s.means[0] for s in strata) / count
     value = math.fsum(s.means[1] for s in strata) / count
+    # Normal where all tasks are shares, as score intervals are; Student's t as soon as a variance is estimated.
     critical = student_quantile(0.5 + CONFIDENCE / 2, _freedom(strata))
 
     def gap(difference: float) -> float:
+        # Tasks have items of their own, so variances add, and that of the mean is their sum over the count squared.
         variance = math.fsum(s.difference_variance(difference) for s in strata) / count**2
         return _studentize(value - baseline - difference, variance)
 
     def ratio_gap(ratio: float) -> float:
         variance = math.fsum(s.ratio_variance(ratio) for s in strata) / count**2
+        # Linear in the ratio, as in Fieller's interval: there is no division by a baseline that may be near zero.
         return _studentize(value - ratio * baseline, variance)
 
     low, high = _interval(gap, value - baseline, critical, *_difference_range(strata))
@@ -182,6 +186,7 @@ def mcnemar(lost: int, won: int) -> float:
 def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Moments:
     if len(baseline) != len(value) or not baseline:
         raise ValueError(f"pairs need as many scores on both sides, at least one: {len(baseline)} and {len(value)}")
+    # Decided by the scores and not by the metric's name: whatever is right or wrong gets the score interval.
     if {*baseline, *value} <= {0.0, 1.0}:
         return count_pairs(baseline, value)
     total = len(baseline)
@@ -200,6 +205,7 @@ def _studentize(gap: float, variance: float) -> float:
     """Gap in standard errors; infinite where nothing varies."""
     if variance > 0:
         return gap / math.sqrt(variance)
+    # Equal means may differ in their last digit once they are averaged over tasks.
     return 0.0 if abs(gap) < 1e-12 else math.copysign(math.inf, gap)
 
 
@@ -209,6 +215,7 @@ def _interval(
     """Every value the test would not reject. `gap` falls; `high` None is searched for by doubling."""
     if high is None:
         high = 2 * max(estimate, 1e-9)
+        # A baseline near zero bounds the ratio nowhere, so the search has an end of its own.
         while gap(high) > -critical and high < 1e6:
             high *= 2
     lower = bisect(lambda x: gap(x) - critical, low, estimate) if estimate > low else low
@@ -227,13 +234,16 @@ def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]
 
 def _freedom(strata: Sequence[Counts | Moments]) -> float:
     """Degrees of freedom: those of the smallest scored task; infinite for shares."""
+    # The smallest task knows its variance worst; an interval that is too wide is the safer mistake.
     return min((max(1, s.total - 1) for s in strata if isinstance(s, Moments)), default=math.inf)
 
 
 def _p_value(strata: Sequence[Counts | Moments], gap: float) -> float:
+    # The exact test needs no large counts; in its plain form it rejects too seldom, hence mid-p.
     if len(strata) == 1 and isinstance(strata[0], Counts):
         return mcnemar(strata[0].lost, strata[0].won)
     freedom = _freedom(strata)
+    # Nothing varies and yet the means differ: without a true difference this is impossible.
     if math.isinf(gap):
         return 0.0
     tail = NORMAL.cdf(-abs(gap)) if math.isinf(freedom) else student_cdf(-abs(gap), freedom)

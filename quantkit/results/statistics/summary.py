@@ -97,7 +97,9 @@ def fit_polynomial(points: Points, *, degree: int = 1) -> PolynomialFit | None:
     residuals = [y - first.at(x) for x, y in points]
     centre = statistics.median(residuals)
     spread = NORMAL_PER_MAD * statistics.median(abs(r - centre) for r in residuals)
+    # Where over half of the points lie on the curve the spread is zero, and any limit drops all others.
     limit = centre + OUTLIER_DEVIATIONS * spread if spread else math.inf
+    # Upwards only: a stall adds time, and nothing makes a step faster than it is.
     kept = [point for point, residual in zip(points, residuals, strict=True) if residual <= limit]
     if len(kept) == len(points) or not _are_enough(kept, degree):
         return first
@@ -105,6 +107,7 @@ def fit_polynomial(points: Points, *, degree: int = 1) -> PolynomialFit | None:
 
 
 def _are_enough(points: Points, degree: int) -> bool:
+    # One point more than coefficients, or no residual is left to estimate errors from.
     return len(points) >= degree + 2 and len({x for x, _ in points}) > degree
 
 

@@ -1,7 +1,5 @@
 """How many pages the KV pool has, decided before it is allocated, and how many tokens a sequence may have then."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +59,7 @@ class Capacity:
     max_length: int
 
     @classmethod
-    def of(cls, config: EngineConfig, model_length: int, num_pages: int) -> Capacity:
+    def of(cls, config: EngineConfig, model_length: int, num_pages: int) -> "Capacity":
         """What a model of this context length and a pool of so many pages hold."""
         length = config.context_length(model_length)
         return cls(num_tokens=min(length, num_pages * config.page_size), max_length=length)

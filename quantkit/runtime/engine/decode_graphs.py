@@ -7,8 +7,6 @@ sequences that have no token: kernels skip them, and their slots, -1, store noth
 Not here: what a step computes (`model`), and batches with prompts or drafts, which `runner` runs launch by launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,7 +107,7 @@ class DecodeGraphs:
             inputs.batch.token_ids[:count].copy_(tokens)
         return replay().first(count)
 
-    def _captured(self, sequences: int, pages: int) -> tuple[_Inputs, Callable[[], Logits]]:
+    def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Logits]]:
         inputs = _Inputs(sequences, pages, self._cache.page_size, self._model.device)
         inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
         inputs.send()
