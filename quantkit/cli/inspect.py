@@ -32,7 +32,6 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
       quantkit inspect demo-int8 --json
       quantkit quantize --recipe rtn-int4 -o demo-int4
       quantkit inspect demo-int8 demo-int4
-      quantkit inspect --device
     """
     if device is not None and checkpoint is None:
         _show_kernels(output_to, device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.quantities import parse_bytes
 from quantkit.settings import setting
 
@@ -46,7 +47,7 @@ class EngineConfig:
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
     )
     num_pages: int | None = setting(None, "Pages of the KV cache; wins over its memory.")
-    page_size: int = setting(64, "Tokens per page of the KV cache.")
+    page_size: int = setting(DEFAULT_PAGE_SIZE, "Tokens per page of the KV cache.")
     max_sequences: int = setting(32, "Requests that are computed at the same time.")
     token_budget: int = setting(
         TOKEN_BUDGET["cpu"], "New tokens per step, of all requests together; 2048 on CUDA devices if not given."

@@ -1,4 +1,4 @@
-"""Models that no file in `architectures` describes: what they are made of, found by running them on random numbers.
+"""Models that no file in `models.families` describes: what they are made of, found by running them on random numbers.
 
 The layers are those that hidden states pass through; linears that read the same tensor are one set; the norm or linear
 that produced it takes a smoothing scale, if folding one in leaves the layer's output as it was. Each kind of layer is
