@@ -140,15 +140,15 @@ def search(
         recovery: per cent of the original's task scores at least.
         overrides: recipe fields to replace, by dotted path.
         progress: told what is going on, in lines.
-        how: further fields of `quantkit.allocation.options.SearchOptions`: candidates, text, work, checkpoint ...
+        how: further fields of `quantkit.bit_search.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:
         what was chosen, expected and measured; `reached` says whether the target is met.
     Raises:
         QuantkitError: see `quantkit.errors`; a GateFailure where no choice can meet the target.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.allocation.options import SearchOptions, SearchTarget
-    from quantkit.allocation.run import search_recipe
+    from quantkit.bit_search.options import SearchOptions, SearchTarget
+    from quantkit.bit_search.run import search_recipe
 
     target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
     file = None if output is None else Path(output)

@@ -19,7 +19,7 @@ LAYERS = {
     "__main__": 12,  # python -m quantkit
     "cli": 11,
     "api": 11,
-    "allocation": 10,  # compresses and runs to find what to compress to
+    "bit_search": 10,  # compresses and runs to find what to compress to
     "evaluate.verify": 10,  # asks everything below what a checkpoint is worth
     "": 9,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "evaluate": 9,

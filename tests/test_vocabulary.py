@@ -20,7 +20,7 @@ PACKAGE = ROOT / "quantkit"
 # As parts of names, in lower case and the singular: what is said instead, and in which rooms (all, if there is none).
 NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "damage": ("sensitivity", ()),
-    "unit": ("fused group", ("allocation", "compress", "evaluate", "models", "results", "planning")),
+    "unit": ("fused group", ("bit_search", "compress", "evaluate", "models", "results", "planning")),
     "upstream": ("asymmetric calibration", ()),
     "left_alone": ("ignored", ()),
     "starved": ("under-calibrated expert", ()),

@@ -26,8 +26,8 @@ from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.expected_tensors import manifest_of, stored_scheme
 from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, read_headers
-from quantkit.runtime.model.manifest import manifest_of, stored_scheme
 from quantkit.runtime.model.model import config_layouts
 from quantkit.runtime.model.weights import Weights
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo, read_header
-from quantkit.checkpoints.links import check_links, check_pointers
+from quantkit.checkpoints.symlinks import check_links, check_pointers
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.quantities import byte_size
 from quantkit.untrusted import MAX_TEXT_BYTES, read_object, shorten

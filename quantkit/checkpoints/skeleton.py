@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import rebuild_layer, set_parameter
-from quantkit.checkpoints.passing import Recorder, build_model, pass_through
+from quantkit.checkpoints.layer_inputs import Recorder, build_model, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.family import Family

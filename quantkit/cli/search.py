@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.allocation.options import SearchOptions, SearchTarget
+from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.cli._options import RUN, option_group, set_option, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, elapsed
@@ -48,11 +48,11 @@ def command(
     """
     if len(target) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
-    from quantkit.allocation import run as allocation
+    from quantkit.bit_search import run
     from quantkit.compress.recipe import load
 
     options = SearchOptions(recipe=load(recipe, changes), engine=engine, **how)
-    result = allocation.search_recipe(model, SearchTarget(**target), options, progress=output_to.tell)
+    result = run.search_recipe(model, SearchTarget(**target), options, progress=output_to.tell)
     output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
     output_to.require(result.reached, lambda: _missed(result))
 

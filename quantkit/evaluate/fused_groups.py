@@ -21,9 +21,9 @@ from quantkit.inspection import read_manifest
 from quantkit.kernels.types import Linear, WrappedLinear
 from quantkit.models.linear_sets import LinearSet
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.expected_tensors import local_names, stored_scheme
 from quantkit.runtime.model.layers import MLP
 from quantkit.runtime.model.loader import find_format
-from quantkit.runtime.model.manifest import local_names, stored_scheme
 from quantkit.runtime.model.model import NativeModel
 
 _SMOOTHING_STEPS = ("awq", "smoothquant")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.attention import AttentionShape
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import Experts, Family
 from quantkit.models.layer_tensors import layer_tensors

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quantkit.models.attention import AttentionShape
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.linear_sets import EXPERT, at
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quantkit.models.attention import AttentionShape
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import KVForm
 from quantkit.models.family import Family
 from quantkit.models.tensors import LayerTensors

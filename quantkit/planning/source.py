@@ -9,8 +9,8 @@ from typing import Any
 
 from quantkit.checkpoints.folder import checked_names, find_tensors, weight_files
 from quantkit.checkpoints.header import TensorInfo
-from quantkit.checkpoints.links import check_links
 from quantkit.checkpoints.source import download, is_hub_id, resolve
+from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import ModelError, SchemeError, suggestion
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.description import ModelDescription, describe

@@ -1,9 +1,6 @@
 """What a number is: records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
 
 from quantkit.results._record import SCHEMA_VERSION as SCHEMA_VERSION
-from quantkit.results.allocation import CandidateRecord as CandidateRecord
-from quantkit.results.allocation import GroupChoice as GroupChoice
-from quantkit.results.allocation import SearchResult as SearchResult
 from quantkit.results.benchmark import SWEEP_NAME as SWEEP_NAME
 from quantkit.results.benchmark import BenchmarkResult as BenchmarkResult
 from quantkit.results.benchmark import BenchmarkRun as BenchmarkRun
@@ -37,3 +34,6 @@ from quantkit.results.report import GateResult as GateResult
 from quantkit.results.report import ModelFacts as ModelFacts
 from quantkit.results.report import Report as Report
 from quantkit.results.report import Verdict as Verdict
+from quantkit.results.search import CandidateRecord as CandidateRecord
+from quantkit.results.search import GroupChoice as GroupChoice
+from quantkit.results.search import SearchResult as SearchResult

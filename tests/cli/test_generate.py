@@ -181,7 +181,7 @@ def test_shapes_against_the_config(run, tmp_path, monkeypatch):
 
 def test_a_model_too_large_for_memory(run, tmp_path, monkeypatch):
     model = make_model(tmp_path / "model")
-    monkeypatch.setattr("quantkit.runtime.model.manifest.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("quantkit.runtime.model.expected_tensors.free_bytes", lambda device: 1000)
     no_weights_read(monkeypatch)
     refused(run, 5, "memory", options=(model, "--prompt", "a"))
 

@@ -9,8 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.benchmark.options import BenchmarkOptions, TuneOptions
+from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.quantities import parse_bytes

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from quantkit.allocation import run as allocation
+from quantkit.bit_search import run as bit_search
 from quantkit.cli import main
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 
@@ -50,7 +50,7 @@ def run(monkeypatch):
     calls = []
 
     def invoke(*args, **changes):
-        monkeypatch.setattr(allocation, "search_recipe", lambda *a, **k: calls.append(a) or result(**changes))
+        monkeypatch.setattr(bit_search, "search_recipe", lambda *a, **k: calls.append(a) or result(**changes))
         return CliRunner().invoke(main, ["search", *args]), calls
 
     return invoke

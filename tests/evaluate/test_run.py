@@ -17,8 +17,8 @@ from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.pairing import check_same_language, other_arithmetic
 from quantkit.evaluate.run import check_evaluation, evaluate
+from quantkit.evaluate.same_vocabulary import check_same_language, other_arithmetic
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
 from quantkit.results.statistics.comparison import compare_evaluations

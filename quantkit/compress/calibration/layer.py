@@ -23,7 +23,7 @@ from quantkit.compress.calibration.expert_inputs import (
     removed_after,
     token_rows,
 )
-from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
+from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.models.linear_sets import LinearSet, find_expert

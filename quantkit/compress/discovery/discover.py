@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from quantkit.checkpoints.layer_inputs import build_model
 from quantkit.checkpoints.model_reader import ModelReader
-from quantkit.checkpoints.passing import build_model
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.calibration.layer import hidden_states

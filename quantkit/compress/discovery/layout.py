@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quantkit.checkpoints.experts import set_parameter
-from quantkit.checkpoints.passing import pass_through
+from quantkit.checkpoints.layer_inputs import pass_through
 from quantkit.compress.calibration.expert_inputs import removed_after
 from quantkit.errors import ModelError, first_line
 from quantkit.models.family import Family

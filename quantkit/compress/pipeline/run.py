@@ -23,7 +23,7 @@ from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.layer_state import LayerData
+from quantkit.compress.calibration.layer_data import LayerData
 from quantkit.compress.convert import convert
 from quantkit.compress.convert.gguf import check_model
 from quantkit.compress.convert.source import open_source

@@ -15,7 +15,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.writer import writing
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
-from quantkit.evaluate.pairing import check_same_language
+from quantkit.evaluate.same_vocabulary import check_same_language
 from quantkit.inspection import read_manifest, section
 from quantkit.report.files import SIGNS
 from quantkit.results.gates.language import parse_gates

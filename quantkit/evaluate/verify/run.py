@@ -22,8 +22,8 @@ from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.pairing import other_arithmetic
 from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
+from quantkit.evaluate.same_vocabulary import other_arithmetic
 from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
 from quantkit.evaluate.verify.facts import compression, environment, model_facts

@@ -5,7 +5,7 @@ Source: transformers `models/deepseek_v4/` for names, shapes and defaults.
 """
 
 from quantkit.errors import ModelError
-from quantkit.models.attention import AttentionShape
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import SHARED_EXPERTS, Family
 from quantkit.models.tensors import LayerTensors, Matrix

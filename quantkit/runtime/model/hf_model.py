@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.passing import config_and_class
+from quantkit.checkpoints.layer_inputs import config_and_class
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.types import Logits
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.model.manifest import check_memory
+from quantkit.runtime.model.expected_tensors import check_memory
 from quantkit.runtime.model.model import Model
 
 # Layers whose state is keys and values by position, so that its end can be cut off.

@@ -29,7 +29,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.config import HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
-from quantkit.runtime.model.manifest import check_memory, check_tensors
+from quantkit.runtime.model.expected_tensors import check_memory, check_tensors
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.untrusted import read_object

@@ -22,9 +22,9 @@ from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.expected_tensors import local_names, stored_scheme
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
-from quantkit.runtime.model.manifest import local_names, stored_scheme
 
 Weight = Tensor | QuantizedTensor
 

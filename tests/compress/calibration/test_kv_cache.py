@@ -12,7 +12,7 @@ from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.cache_statistics import CacheStatistics
 from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, choose_scheme, noise
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.layer_state import LayerData
+from quantkit.compress.calibration.layer_data import LayerData
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.kernels.reference.kv_codes import codes_of, states_of
 from quantkit.numerics.kv_cache import (

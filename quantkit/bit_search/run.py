@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quantkit.allocation.candidates import (
+from quantkit.bit_search.candidates import (
     SKIP,
     Candidate,
     base_groups,
@@ -23,14 +23,14 @@ from quantkit.allocation.candidates import (
     read_candidates,
     usable,
 )
-from quantkit.allocation.choose import Progress, within_budget, within_kl
-from quantkit.allocation.options import SearchOptions, SearchTarget
-from quantkit.allocation.outputs import Outputs, open_outputs
-from quantkit.allocation.recipe_file import default_candidate, overrides, remarks_on, write_recipe
-from quantkit.allocation.recovery import Judge
-from quantkit.allocation.sensitivities import TrialRunner, measure_groups
-from quantkit.allocation.solve import Choice
-from quantkit.allocation.state import SearchState
+from quantkit.bit_search.choose import Progress, within_budget, within_kl
+from quantkit.bit_search.options import SearchOptions, SearchTarget
+from quantkit.bit_search.outputs import Outputs, open_outputs
+from quantkit.bit_search.recipe_file import default_candidate, overrides, remarks_on, write_recipe
+from quantkit.bit_search.recovery import Judge
+from quantkit.bit_search.sensitivities import TrialRunner, measure_groups
+from quantkit.bit_search.solve import Choice
+from quantkit.bit_search.state import SearchState
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.pipeline.identity import describe_versions

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantkit.allocation.solve import Choice, Option, least_cost, least_sensitivity, total
+from quantkit.bit_search.solve import Choice, Option, least_cost, least_sensitivity, total
 from quantkit.errors import GateFailure
 
 if TYPE_CHECKING:
-    from quantkit.allocation.sensitivities import MeasuredGroups
+    from quantkit.bit_search.sensitivities import MeasuredGroups
 
 _ROUNDS = 3  # of moving every group; each measures the model about twice per group
 _PAIRS = 6  # of moves that are measured where all of them together do not help

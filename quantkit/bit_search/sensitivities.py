@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quantkit.allocation.candidates import Candidate, uniform
-from quantkit.allocation.solve import Choice, Option, total
-from quantkit.allocation.state import SearchState
+from quantkit.bit_search.candidates import Candidate, uniform
+from quantkit.bit_search.solve import Choice, Option, total
+from quantkit.bit_search.state import SearchState
 from quantkit.compress.pipeline import quantize
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError, ResumeError

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from quantkit.allocation.candidates import Candidate, override
-from quantkit.allocation.sensitivities import MeasuredGroup
-from quantkit.allocation.solve import Choice
+from quantkit.bit_search.candidates import Candidate, override
+from quantkit.bit_search.sensitivities import MeasuredGroup
+from quantkit.bit_search.solve import Choice
 from quantkit.checkpoints.writer import write_text
 from quantkit.compress.recipe import Recipe
 from quantkit.models.linear_sets import common_owner

@@ -9,12 +9,12 @@ import shutil
 import pytest
 
 import quantkit
-from quantkit.allocation import run as module
-from quantkit.allocation.candidates import Candidate, default_candidates, read_candidates, usable
-from quantkit.allocation.options import SearchOptions, SearchTarget
-from quantkit.allocation.recipe_file import _patterns
-from quantkit.allocation.recovery import Judge
-from quantkit.allocation.run import search_recipe
+from quantkit.bit_search import run as module
+from quantkit.bit_search.candidates import Candidate, default_candidates, read_candidates, usable
+from quantkit.bit_search.options import SearchOptions, SearchTarget
+from quantkit.bit_search.recipe_file import _patterns
+from quantkit.bit_search.recovery import Judge
+from quantkit.bit_search.run import search_recipe
 from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, OutputError, RecipeError, ResumeError
 from quantkit.evaluate.engine import load_llm

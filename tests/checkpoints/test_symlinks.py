@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoints.folder import metadata_files
-from quantkit.checkpoints.links import check_links
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.symlinks import check_links
 from quantkit.cli import main
 from quantkit.errors import ModelError
 from quantkit.hub import find_origin, push

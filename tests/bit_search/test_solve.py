@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quantkit.allocation.solve import Option, least_cost, least_sensitivity, total
+from quantkit.bit_search.solve import Option, least_cost, least_sensitivity, total
 
 
 def instance(seed, *, ties=False, increasing=False):

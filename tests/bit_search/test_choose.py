@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from quantkit.allocation.choose import steps, within_budget, within_kl
-from quantkit.allocation.options import SearchTarget
-from quantkit.allocation.solve import Option, total
+from quantkit.bit_search.choose import steps, within_budget, within_kl
+from quantkit.bit_search.options import SearchTarget
+from quantkit.bit_search.solve import Option, total
 from quantkit.errors import GateFailure, InputError
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from quantkit.allocation.state import SearchState
+from quantkit.bit_search.state import SearchState
 from quantkit.errors import ResumeError
 
 

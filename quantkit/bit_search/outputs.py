@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.allocation.options import SearchOptions
+from quantkit.bit_search.options import SearchOptions
 from quantkit.checkpoints.replaceable import check_regular
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.work_folder import WorkFolder, work_folder
