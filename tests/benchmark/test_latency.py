@@ -91,6 +91,7 @@ def gaps_of(times):
     return [after - before for before, after in pairwise(times)]
 
 
+@pytest.mark.slow
 def test_a_slow_model_by_two_clocks(demo, monkeypatch):
     """bench and a stopwatch around `LLM.stream` in turns, on a model that takes 120 ms and then 50 ms a token."""
 

@@ -96,6 +96,7 @@ def test_the_file_says_what_was_expected_and_measured(searched):
     assert load(folder / "mine.yaml").name == "mine"
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on_and_ends_the_same(searched, tiny_llama, options, tmp_path, monkeypatch):
     result, _ = searched
     calls = []

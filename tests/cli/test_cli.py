@@ -244,6 +244,7 @@ def test_streams_that_fail_and_too_little_memory_are_one_line_at_most(line, code
     assert (exit_code, bool(re.fullmatch(message, error, flags=re.IGNORECASE))) == (code, True), error
 
 
+@pytest.mark.slow
 def test_progress_that_nobody_reads_ends_no_work(tmp_path):
     line = f"quantkit quantize --recipe rtn-int8 -o {tmp_path / 'out'}"
     assert piped(f"{line} 2>&1 >/dev/null | sleep 0; exit ${{PIPESTATUS[0]}}") == (0, "")

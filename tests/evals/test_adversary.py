@@ -19,11 +19,12 @@ def attack(*options):
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_nothing_is_found_in_some_runs():
-    code, (*findings, summary) = attack("--commands", QUICK, "--runs", "25", "--seed", "300")
-    assert (code, findings, summary["runs"]) == (0, [], 25)
+@pytest.mark.parametrize("runs", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_nothing_is_found_in_some_runs(runs):
+    code, (*findings, summary) = attack("--commands", QUICK, "--runs", str(runs), "--seed", "300")
+    assert (code, findings, summary["runs"]) == (0, [], runs)
     refused = sum(count for outcome, count in summary["outcomes"].items() if outcome.endswith(": 4"))
-    assert refused > 6  # what is changed is noticed
+    assert refused > runs / 5  # what is changed is noticed
 
 
 PLANTED = {

@@ -169,6 +169,7 @@ def programmed(data, tmp_path):
     return folder, trace
 
 
+@pytest.mark.slow
 def test_python_of_a_task_runs_for_a_folder_that_the_user_has_named_and_for_no_other(programmed, monkeypatch):
     folder, trace = programmed
     monkeypatch.chdir(folder)

@@ -341,7 +341,10 @@ def write_constant(folder: Path, like: Path, dtype: torch.dtype, hidden: int, wi
     return folder
 
 
-@pytest.mark.parametrize(("dtype", "quantized"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "quantized"),
+    [pytest.param("float32", False, marks=pytest.mark.slow), ("bfloat16", False), ("bfloat16", True)],
+)
 def test_loading_never_holds_two_copies(llama, tmp_path, dtype, quantized):
     hidden, width, heads = 512, 1024, 8
     large = write_constant(tmp_path / "large", llama, getattr(torch, dtype), hidden, width, heads)

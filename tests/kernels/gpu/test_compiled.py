@@ -101,6 +101,7 @@ print(wrong, [target for _, target in chosen][0], len(chosen) < 0.75 * len(launc
 """
 
 
+@pytest.mark.slow
 def test_every_launch_is_compiled_for_hopper_and_every_kind_of_one_for_all_chips(tmp_path):
     done = run("-c", COVERED, cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -125,6 +126,7 @@ compile_check.main()
 """
 
 
+@pytest.mark.slow
 def test_each_compiler_has_a_table_that_can_be_taken_up_again(tmp_path):
     """A compiler without a table is said to be one; a killed run leaves what it has compiled to the next."""
     shutil.copytree(ROOT / "evals/gpu", tmp_path / "evals/gpu")
@@ -206,6 +208,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes(tmp_path):
     """Only prefetches come before; and there is no such kernel for chips before Hopper."""
     done = run("-c", DEPENDENT, cache=tmp_path)

@@ -39,6 +39,7 @@ def test_kernels_are_interpreted_beside_a_gpu():
     assert "skipped" not in said
 
 
+@pytest.mark.slow
 @needs_triton
 def test_steps_wait_for_nothing_and_graphs_compile_nothing_of_their_own():
     files = [f"tests/kernels/gpu/{name}.py" for name in ("no_sync", "graph_launches")]

@@ -46,7 +46,8 @@ def make(folder, kv_cache, **options):
     return LLM(folder, dtype="float16", kv_cache=kv_cache, page_size=16, max_length=64, threads=1, **options)
 
 
-@pytest.mark.parametrize("kv_cache", [pytest.param("auto", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache", ["auto", "int4"])
 def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch, kv_cache):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=2)
     monkeypatch.setattr(gpu, "is_used", lambda device: True)

@@ -59,7 +59,12 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("family", PLANTED)
+SLOW = {"quantized_linear", "experts"}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in PLANTED]
+)
 def test_one_number_that_is_wrong_is_found(checks, monkeypatch, family):
     module, name = PLANTED[family]
     launch = getattr(module, name)
@@ -91,6 +96,7 @@ kernels.gated = lambda *given: right(*given) + 1
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_run_by_torch_where_a_kernel_is_wrong(family_models, monkeypatch, tmp_path):
     """The whole way: a load finds it in a child, and tokens are those of a run without kernels."""
     path, settings = family_models["llama"], {"device": "cpu", "dtype": "fp32", "threads": 1}
