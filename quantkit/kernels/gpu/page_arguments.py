@@ -21,8 +21,8 @@ from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 _KINDS: dict[DType | None, int] = {None: 0, FP8: 1, INT8: 2, INT4: 3}
 _GRANULARITIES = {"tensor": 0, "head": 0, "token": 1, "channel": 2}
 
-FP8_CAPABILITY = 89
-"""From which on a chip converts e4m3 itself."""
+FP8_CAPABILITY = 90
+"""From which on e4m3 is converted by the chip. Ada can too, but triton 3.6 asks it for an instruction of Hopper's."""
 
 _BY_HAND = 256.0  # what e4m3 dequantized by hand is too small by
 
