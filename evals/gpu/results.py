@@ -305,7 +305,8 @@ def unpack(source: Path) -> None:
     brought |= {path: _cache() for path in sorted(source.glob("kernels-*.tar.gz"))}
     for path, target in brought.items():
         target.mkdir(parents=True, exist_ok=True)
-        here = {one.name for one in target.iterdir()}
+        # A kernel's group file comes last: a folder without it is left of a compilation that ended early.
+        here = {one.name for one in target.iterdir() if target != _cache() or any(one.glob("__grp__*"))}
         try:
             with tarfile.open(path) as tar:
                 new = [member for member in tar if member.name.partition("/")[0] not in here]
