@@ -441,6 +441,7 @@ def test_bfloat16_decodes_on_the_gpu():
 
 def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     """`quantkit tune` on a small model: no candidate computes something else, and launches take what was found."""
+    from quantkit.benchmark.options import TuneOptions
     from quantkit.benchmark.tune import tune
     from quantkit.benchmark.tune_cases import Shapes, cases_of
     from quantkit.benchmark.tune_problems import opener
@@ -450,7 +451,7 @@ def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     scheme = LinearScheme(weight=WeightScheme(dtype=DTYPES["int4"], group_size=128))
     shapes = Shapes(linears=((512, 1024, scheme),), query_heads=8, kv_heads=2, head_dim=64)
     chip, name = configs.capability(CUDA), torch.cuda.get_device_name()
-    cases = cases_of([shapes], rows=(1, 16), batches=(2,), context=200, kv_types=("int8",), chip=chip)
+    cases = cases_of([shapes], TuneOptions(rows=(1, 16), batches=(2,), context=200, kv_types=("int8",)), chip)
     monkeypatch.setenv("QUANTKIT_TUNE_DIR", str(tmp_path))
     actual = tune(
         cases,
