@@ -160,7 +160,10 @@ def test_examples_are_commands_that_parse(run, command):
         group.make_context(name, words)
 
 
-RUN = [one for one in COMMANDS if one != ("bench",)]  # whose own take minutes
+LONG = {("quantize",)}
+RUN = [
+    pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in COMMANDS if one != ("bench",)
+]  # whose own take minutes
 
 
 @pytest.mark.usefixtures("short_samples", "three_items", "quick_ceilings")

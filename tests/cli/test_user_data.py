@@ -194,6 +194,7 @@ def verified(tmp_path):
     return tmp_path / "v"
 
 
+@pytest.mark.slow
 def test_a_page_replaces_nothing_unless_it_is_one_and_asked_for(run, verified, tmp_path):
     page, note, link = tmp_path / "page.html", tmp_path / "note.html", tmp_path / "link.html"
     note.write_text("<p>my own</p>")

@@ -19,7 +19,8 @@ def attack(*options):
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("runs", [8, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [40])
 def test_nothing_is_found_in_some_runs(runs):
     code, (*findings, summary) = attack("--commands", QUICK, "--runs", str(runs), "--seed", "300")
     assert (code, findings, summary["runs"]) == (0, [], runs)

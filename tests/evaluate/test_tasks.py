@@ -209,6 +209,7 @@ def test_a_missing_item_file_names_itself(data, tmp_path):
         one("local_piqa", data=(tmp_path,))
 
 
+@pytest.mark.slow
 def test_an_unknown_task_and_unreachable_items():
     with pytest.raises(DataError, match=r"unknown task 'demo_fact' \(did you mean 'demo_facts'\?\)"):
         one("demo_fact")

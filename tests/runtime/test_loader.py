@@ -343,7 +343,11 @@ def write_constant(folder: Path, like: Path, dtype: torch.dtype, hidden: int, wi
 
 @pytest.mark.parametrize(
     ("dtype", "quantized"),
-    [pytest.param("float32", False, marks=pytest.mark.slow), ("bfloat16", False), ("bfloat16", True)],
+    [
+        pytest.param("float32", False, marks=pytest.mark.slow),
+        pytest.param("bfloat16", False, marks=pytest.mark.slow),
+        ("bfloat16", True),
+    ],
 )
 def test_loading_never_holds_two_copies(llama, tmp_path, dtype, quantized):
     hidden, width, heads = 512, 1024, 8

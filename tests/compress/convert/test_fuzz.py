@@ -12,7 +12,8 @@ import pytest
 SEED, SECONDS = 20261121, 120
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [150, 2000])
 def test_mutated_files_are_refused_or_read(tmp_path, count):
     command = [sys.executable, "-m", "tests.compress.convert.fuzz", str(tmp_path), str(SEED), str(count)]
     root = Path(__file__).parents[3]

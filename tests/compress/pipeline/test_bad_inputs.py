@@ -298,6 +298,7 @@ def test_a_really_full_disk(tiny_llama, tmp_path):
     assert done.stdout.splitlines()[-1] == "out"
 
 
+@pytest.mark.slow
 def test_a_folder_without_write_permission(tiny_llama, tmp_path):
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)

@@ -81,6 +81,7 @@ def keep_outputs(step):
 MIXED = ({"temperature": 0.9, "seed": 3}, {}, {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "seed": 5})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [pytest.param(GREEDY, marks=pytest.mark.slow), MIXED], ids=("greedy", "mixed"))
 def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds):
     """A packed head finds the likeliest itself; the next step is launched before the last tokens are read."""

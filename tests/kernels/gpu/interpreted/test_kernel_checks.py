@@ -59,7 +59,7 @@ PLANTED = {
 }
 
 
-SLOW = {"quantized_linear", "experts"}
+SLOW = {"quantized_linear", "experts", "attention"}
 
 
 @pytest.mark.parametrize(
