@@ -21,6 +21,7 @@ LAYERS = {
     "api": 11,
     "bit_search": 10,  # compresses and runs to find what to compress to
     "evaluate.verify": 10,  # asks everything below what a checkpoint is worth
+    "server": 10,  # HTTP around the engine
     "": 9,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "evaluate": 9,
     "benchmark": 9,

@@ -118,21 +118,23 @@ class LLM:
             raise RequestError("the prompt is empty and the tokenizer has no BOS token to begin with; give some text")
         return [self.tokenizer.bos_token_id]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for the answer.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
+            variables: what else the template may use, such as `tools`.
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
         """
-        tokenizer = self._need_tokenizer()
+        tokenizer = self.need_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
         try:
             # A template comes with the checkpoint; the sandbox it runs in bounds neither its time nor its memory.
             with bounded():
-                text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+                options = {"add_generation_prompt": True, **variables, "tokenize": False}
+                text = tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
         # The template writes BOS itself; the tokenizer would add a second one.
@@ -286,7 +288,7 @@ class LLM:
                 self._inboxes.pop(number, None)
 
     def _tokenized(self, text: str, **options: bool) -> list[int]:
-        tokenizer = self._need_tokenizer()
+        tokenizer = self.need_tokenizer()
         try:
             text.encode()
         except UnicodeEncodeError:  # from a terminal or a pipe may come bytes that are no text, kept as half characters
@@ -294,7 +296,12 @@ class LLM:
         with self._lock:  # not verbose: that a prompt is too long is for the engine to say
             return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
-    def _need_tokenizer(self) -> Any:
+    def need_tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            RequestError: the directory has none that can be used.
+        """
         if self.tokenizer is None:
             raise RequestError(f"{self.path} has no usable tokenizer ({self._no_tokenizer}); give token ids")
         return self.tokenizer

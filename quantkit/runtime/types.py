@@ -28,6 +28,7 @@ class PromptScoring:
     Args:
         num_tokens: log-probabilities of so many of the last prompt tokens; fewer than the prompt has.
         continuations: tokens that might follow the prompt, each scored.
+        top: at each scored prompt token also this many likeliest tokens.
         logits: whole rows of logits, after every prompt token. They are computed from the model as it is now: nothing
             is taken from the prefix cache or given to it.
         chunk_size: prompt tokens per step at most; 1 takes the decode path, which reads all other tokens from the
@@ -38,11 +39,13 @@ class PromptScoring:
 
     num_tokens: int = 0
     continuations: tuple[int, ...] = ()
+    top: int = 0
     logits: bool = False
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_integer("num_tokens", self.num_tokens, 0, "leave it out for none")
+        _check_integer("top", self.top, 0, "leave it out for none")
         _check_integer("chunk_size", self.chunk_size, 1, "None for as many as a step takes")
         if not (self.num_tokens or self.continuations or self.logits):
             raise RequestError("nothing is to be scored; give num_tokens, continuations or logits")
@@ -155,11 +158,13 @@ class PromptScores:
     Args:
         logprobs: (num_tokens + len(continuations),) float32 on the CPU, of each token given all before it.
         greedy: likewise bool, whether it was the likeliest.
+        top: `top` likeliest tokens and their log-probabilities at each, (num_tokens + len(continuations), top).
         logits: (T, V) float32 on the CPU, row t predicts token t + 1; None = not asked for.
     """
 
     logprobs: Tensor
     greedy: Tensor
+    top: tuple[Tensor, Tensor] | None = None
     logits: Tensor | None = None
 
 
@@ -196,12 +201,14 @@ class StepOutput:
         request_id: as `Engine.add` returned it.
         token_ids: new tokens, in order.
         text: new text that no later token can change; may lag behind the tokens.
+        logprobs: of the new tokens, if asked for.
         completion: the whole request, when it has finished.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
     completion: Completion | None = None
 
 

@@ -28,6 +28,11 @@ class PagePool:
         """Pages that can be allocated, those with known contents included."""
         return len(self._blank) + len(self._cached)
 
+    @property
+    def num_cached(self) -> int:
+        """Free pages that can still be found by their key."""
+        return len(self._cached)
+
     def is_free(self, page: int) -> bool:
         """Whether nobody references the page."""
         return self._counts[page] == 0

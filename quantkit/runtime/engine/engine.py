@@ -6,6 +6,7 @@ has ended. It belongs to one thread; a server calls it from its own.
 
 import time
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from itertools import accumulate
 from operator import index
 from typing import Any
@@ -97,7 +98,7 @@ class Engine:
             RequestError: an empty prompt, unknown tokens, more tokens than ever fit (the message says how many do),
                 more to be scored than there are, or stop texts without a tokenizer.
         """
-        ids = self._checked(prompt_ids, params)
+        ids = self.check(prompt_ids, params)
         number = self._num_added
         self._num_added += 1
         decode = None if params.max_tokens == 0 else self._decode
@@ -118,7 +119,12 @@ class Engine:
         self.scheduler.add(sequence)
         return number
 
-    def _checked(self, prompt_ids: Many[int], params: SamplingParams) -> list[int]:
+    def check(self, prompt_ids: Many[int], params: SamplingParams) -> list[int]:
+        """The tokens of a prompt that `add` would take; any thread may ask.
+
+        Raises:
+            RequestError: see `add`.
+        """
         try:
             # operator.index takes numpy's integers and refuses floats, which int() would cut off.
             ids = [index(token) for token in prompt_ids]
@@ -263,7 +269,7 @@ class Engine:
     ) -> StepOutput:
         """Add tokens until one ends the request; the news."""
         reason: FinishReason | None = None
-        text, stopped, first = "", False, len(sequence.ids)
+        text, stopped, first, scored = "", False, len(sequence.ids), len(sequence.logprobs)
         for number, token in enumerate(tokens):
             sequence.ids.append(token)
             sequence.token_times.append(now)
@@ -289,10 +295,11 @@ class Engine:
             if sequence.text is not None and not stopped:
                 rest, stopped = sequence.text.flush()
                 text, reason = text + rest, "stop" if stopped else reason
-            return self._end(sequence, reason, added, text)
+            return replace(self._end(sequence, reason, added, text), logprobs=tuple(sequence.logprobs[scored:]))
         if text:
             sequence.deltas.append(text)
-        return StepOutput(request_id=sequence.id, token_ids=added, text=text)
+        logprobs = tuple(sequence.logprobs[scored:])
+        return StepOutput(request_id=sequence.id, token_ids=added, text=text, logprobs=logprobs)
 
     def _end(self, sequence: Sequence, reason: FinishReason, added: tuple[int, ...], text: str) -> StepOutput:
         """Take a request out; its pages are free afterwards."""

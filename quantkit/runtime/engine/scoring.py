@@ -71,10 +71,11 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
 
 def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> PromptScores:
     """Where the scores of a prompt of so many tokens go."""
-    count = scoring.num_tokens + len(scoring.continuations)
+    count, top = scoring.num_tokens + len(scoring.continuations), min(scoring.top, vocab_size)
     return PromptScores(
         logprobs=torch.empty(count, dtype=torch.float32),
         greedy=torch.empty(count, dtype=torch.bool),
+        top=(torch.empty(count, top, dtype=torch.int64), torch.empty(count, top)) if top else None,
         logits=torch.empty(num_prompt, vocab_size, dtype=torch.float32) if scoring.logits else None,
     )
 
@@ -110,10 +111,16 @@ def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChu
     if not tokens:
         return
     row, token = send(logits.device, np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64))
-    logprobs = logits.log_softmax(-1)[row, token].cpu()
+    table = logits.log_softmax(-1)
+    logprobs = table[row, token].cpu()
     greedy = (logits.argmax(-1)[row] == token).cpu()
+    # As many as the widest wish, for all that wish any; each then takes its share.
+    most = max(0 if scores.top is None else scores.top[0].shape[1] for scores, _ in slices)
+    values, ids = (part.cpu() for part in table[row].topk(most)) if most else (None, None)
     at = 0
     for scores, part in slices:
-        count = part.stop - part.start
-        scores.logprobs[part], scores.greedy[part] = logprobs[at : at + count], greedy[at : at + count]
-        at += count
+        own = slice(at, at := at + part.stop - part.start)
+        scores.logprobs[part], scores.greedy[part] = logprobs[own], greedy[own]
+        if scores.top is not None and ids is not None and values is not None:
+            width = scores.top[0].shape[1]
+            scores.top[0][part], scores.top[1][part] = ids[own, :width], values[own, :width]

@@ -1,0 +1,83 @@
+"""`quantkit serve`: the engine behind the API that OpenAI's clients speak."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._output import Command, Output
+from quantkit.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """How a server is reached. What each means stands beside it."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
+    api_key: str | None = setting(
+        None, "Key that clients must send.", flag="--api-key KEY", kind=str, shown="$QUANTKIT_API_KEY, or none"
+    )
+    no_api_key: bool = setting(False, "Listen on a public address without a key.", flag="--no-api-key")
+    served_name: str | None = setting(
+        None, "What clients call the model.", flag="--served-name NAME", kind=str, shown="the checkpoint's"
+    )
+    max_running: int = setting(32, "Requests that are computed together.", flag="--max-running", minimum=1)
+    max_waiting: int = setting(256, "Requests that may wait; more get status 429.", flag="--max-waiting", minimum=0)
+    max_prompt: int | None = setting(
+        None, "Tokens of a prompt, at most.", flag="--max-prompt", minimum=1, shown="what fits"
+    )
+    log_requests: bool = setting(False, "A line per request on stderr, without its text.", flag="--log-requests")
+
+
+@click.command("serve", cls=Command, short_help="Serve a model over HTTP to OpenAI clients.")
+@click.argument("checkpoint", required=False)
+@option_group("options", settings_of(ServeOptions))
+@runtime_options
+def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None, options: dict[str, Any]) -> None:
+    """Serve CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
+
+    Runs until SIGTERM or Ctrl-C; requests under way are answered first. `/health`, `/ready` and `/metrics` are for
+    operators, `/openapi.json` describes the rest.
+
+    \b
+    Examples:
+      quantkit serve
+      quantkit serve demo-awq-int4 --port 8080 --kv-cache int8
+      quantkit serve demo-awq-int4 --host 0.0.0.0 --api-key "$KEY"
+    """
+    _serve(output_to, engine, checkpoint, ServeOptions(**options))
+
+
+def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, options: ServeOptions) -> None:
+    import os
+    from pathlib import Path
+
+    from quantkit.cli._errors import say
+    from quantkit.errors import InputError
+
+    try:
+        from quantkit.server.app import Server
+        from quantkit.server.bridge import Bridge
+        from quantkit.server.run import HttpServer, bind, is_public
+    except ModuleNotFoundError as error:
+        raise InputError(f"serving needs {error.name}; pip install 'quantkit[serve]'") from None
+    from quantkit.runtime.llm import LLM
+
+    key = options.api_key or os.environ.get("QUANTKIT_API_KEY") or None
+    if key is None and is_public(options.host) and not options.no_api_key:
+        raise InputError(
+            f"{options.host} can be reached by others and no key is set; give --api-key, or --no-api-key to let "
+            "anybody use the model"
+        )
+    llm = LLM(checkpoint, lazy=True, max_sequences=options.max_running, **engine)
+    bridge = Bridge(llm, max_waiting=options.max_waiting, say=say)
+    server = Server(
+        bridge=bridge,
+        name=options.served_name or ("demo" if checkpoint is None else Path(checkpoint).name),
+        max_prompt=options.max_prompt,
+        key=key,
+        log=say if options.log_requests else None,
+    )
+    HttpServer(server, output_to.tell).run_until_ended(bind(options.host, options.port))

@@ -1,0 +1,127 @@
+"""Answers in OpenAI's shapes, as plain data. They are built for every token of every client, so they are dictionaries."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.runtime.types import Completion, TokenLogprob
+from quantkit.server.vocabulary import Vocabulary
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """What every part of an answer repeats.
+
+    Args:
+        kind: `text_completion`, `chat.completion` or `chat.completion.chunk`.
+        model: the served name.
+        prefix: of the id.
+    """
+
+    kind: str
+    model: str
+    prefix: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def around(self, choices: list[Json], **further: Any) -> Json:
+        """The answer with these choices."""
+        own = {"id": f"{self.prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
+        return {**own, "choices": choices, **further}
+
+
+def usage(completions: Iterable[Completion], new_tokens: int | None = None) -> Json:
+    """Tokens of a request.
+
+    Args:
+        completions: of all its prompts.
+        new_tokens: shown of them; None = all.
+    """
+    several = list(completions)
+    prompt = sum(len(each.prompt_token_ids) for each in several)
+    new = sum(len(each.token_ids) for each in several) if new_tokens is None else new_tokens
+    cached = sum(each.timing.cached_tokens for each in several)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def error(text: str, *, kind: str = "invalid_request_error", field: str | None = None, code: str | None = None) -> Json:
+    """Why there is no answer."""
+    return {"error": {"message": text, "type": kind, "param": field, "code": code}}
+
+
+def event(data: Json) -> bytes:
+    """A server-sent event."""
+    # Separators without spaces: these bytes are written for every token.
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class TextLogprobs:
+    """Log-probabilities of a text completion, over its parts. *Mutable*: keeps where in the text it is.
+
+    Args:
+        vocabulary: of the model.
+        context: tokens before the text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, context: Sequence[int]) -> None:
+        self._vocabulary = vocabulary
+        self._stream, self._offset = vocabulary.stream(context), 0
+
+    def _part(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Any]) -> Json:
+        """Of the next tokens; log-probabilities and (token, log-probability) pairs are None where nothing is before."""
+        piece, offsets = self._vocabulary.piece, []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._stream.push(token))
+        return {
+            "tokens": [piece(token) for token in tokens],
+            "token_logprobs": list(logprobs),
+            # Reversed: of two tokens that show the same text the likelier one is kept.
+            "top_logprobs": [None if top is None else {piece(t): value for t, value in reversed(top)} for top in tops],
+            "text_offset": offsets,
+        }
+
+    def of_new(self, logprobs: Sequence[TokenLogprob]) -> Json:
+        """Of generated tokens."""
+        tokens = [each.token_id for each in logprobs]
+        return self._part(tokens, [each.logprob for each in logprobs], [each.top for each in logprobs])
+
+    def of_prompt(self, completion: Completion) -> Json:
+        """Of the prompt's tokens, the first of which has none."""
+        ids, scores = completion.prompt_token_ids, completion.scores
+        values: list[float] = [] if scores is None else scores.logprobs.tolist()
+        tops: list[Any] = [()] * len(values)
+        if scores is not None and scores.top is not None:
+            pairs = zip(scores.top[0].tolist(), scores.top[1].tolist(), strict=True)
+            tops = [list(zip(*pair, strict=True)) for pair in pairs]
+        return self._part(ids, [None, *values], [None, *tops])
+
+
+def joined(parts: Sequence[Json]) -> Json:
+    """Log-probabilities of several parts as one."""
+    return {key: [item for part in parts for item in part[key]] for key in parts[0]}
+
+
+def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> Json:
+    """Log-probabilities of an answer's tokens in a conversation."""
+
+    def entry(token: int, value: float) -> Json:
+        text = vocabulary.piece(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {**entry(each.token_id, each.logprob), "top_logprobs": [entry(*pair) for pair in each.top]}
+            for each in logprobs
+        ]
+    }

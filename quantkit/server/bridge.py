@@ -1,0 +1,221 @@
+"""Between the asyncio side, which talks to clients, and the one thread that loads the model and computes its steps.
+
+What the asyncio side wants (requests, cancellations) goes through one list under a lock; what a step brought goes back
+in one call of the event loop, however many requests it has news of. News that nobody reads yet wait in a mailbox, which
+holds at most the request's own tokens: a client that reads slowly keeps nothing from the others.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quantkit.errors import QuantkitError, RequestError, first_line
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams, StepOutput
+
+# One failing step may be one bad batch; so many in a row are a device or a model that is lost.
+_LOST_AFTER = 3
+
+News = tuple[int, StepOutput]
+
+
+class Busy(QuantkitError):
+    """As many requests wait as may."""
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+@dataclass(eq=False, slots=True)
+class Mailbox:
+    """What becomes of the prompts of one HTTP request. *Mutable*; read on the asyncio side only.
+
+    Args:
+        num_open: prompts that have not ended.
+        numbers: of the prompts in the engine by index; the computing thread's.
+    """
+
+    num_open: int = 0
+    numbers: dict[int, int] = field(default_factory=dict)
+    _news: list[News] = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _closed: bool = False
+
+    def put(self, index: int, output: StepOutput) -> None:
+        """Keep news of a prompt until they are read."""
+        self.num_open -= output.completion is not None
+        self._news.append((index, output))
+        self._wake.set()
+
+    def close(self) -> None:
+        """The client has gone: whoever reads is told."""
+        self._closed = True
+        self._wake.set()
+
+    async def read(self) -> list[News]:
+        """All news since the last time, at least one: index of a prompt, and what a step added to it.
+
+        Raises:
+            ClientGone: see `close`.
+        """
+        await self._wake.wait()
+        if self._closed:
+            raise ClientGone
+        self._wake.clear()
+        news, self._news = self._news, []
+        return news
+
+
+class Bridge:
+    """The computing thread and its door. *Mutable*.
+
+    Args:
+        llm: not loaded yet: threads of kernels belong to the thread that loads, which is the one that computes.
+        max_waiting: requests that may wait beside those that are computed.
+        say: told what the operator should know, a line each.
+    Attributes:
+        failure: what ended the thread, such as a model that cannot be loaded; None = nothing so far.
+        num_open: requests that have not ended.
+    """
+
+    def __init__(self, llm: LLM, *, max_waiting: int, say: Callable[[str], None]) -> None:
+        self.llm = llm
+        self.failure: BaseException | None = None
+        self.num_open = 0
+        self.num_failed_steps = 0  # in a row
+        self._capacity = llm.config.max_sequences + max_waiting
+        self._say = say
+        self._engine: Engine | None = None
+        self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # by number in the engine; the computing thread's
+        self._wishes: list[Callable[[Engine], None]] = []
+        self._wanted = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is loaded."""
+        return self._engine is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether steps fail one after another."""
+        return self.num_failed_steps >= _LOST_AFTER
+
+    @property
+    def engine(self) -> Engine:
+        """What computes; for reading its figures."""
+        assert self._engine is not None, "asked before the model was loaded"
+        return self._engine
+
+    def start(self, loaded: Callable[[], None]) -> None:
+        """Load the model and begin to compute.
+
+        Args:
+            loaded: called on the event loop when that is done, and when `failure` is set.
+        """
+        self._loop, self._loaded = asyncio.get_running_loop(), loaded
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its step; requests that are still there are lost."""
+        with self._wanted:
+            self._closing = True
+            self._wanted.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Mailbox:
+        """Queue prompts, all or none.
+
+        Args:
+            prompts: tokens, and how to continue them.
+        Raises:
+            RequestError: see `Engine.add`, or there are more than ever fit at once.
+            Busy: too many wait.
+        """
+        for ids, params in prompts:
+            self.engine.check(ids, params)
+        if len(prompts) > self._capacity:
+            raise RequestError(f"prompt holds {len(prompts)} prompts; this server takes {self._capacity} at once")
+        if self.num_open + len(prompts) > self._capacity:
+            raise Busy(f"{self.num_open} requests are computed or wait, as many as may; try again later")
+        mailbox = Mailbox(num_open=len(prompts))
+        self.num_open += len(prompts)
+
+        def add(engine: Engine) -> None:
+            for index, (ids, params) in enumerate(prompts):
+                number = mailbox.numbers[index] = engine.add(ids, params)
+                self._mailboxes[number] = mailbox, index
+
+        self._wish(add)
+        return mailbox
+
+    def cancel(self, mailbox: Mailbox) -> None:
+        """End what is left of an HTTP request: its pages are free before the next step."""
+        self.num_open -= mailbox.num_open
+        if not mailbox.num_open:
+            return
+        mailbox.num_open = 0
+
+        def cancel(engine: Engine) -> None:
+            for number in mailbox.numbers.values():
+                if self._mailboxes.pop(number, None):
+                    engine.cancel(number)
+
+        self._wish(cancel)
+
+    def _wish(self, wish: Callable[[Engine], None]) -> None:
+        with self._wanted:
+            self._wishes.append(wish)
+            self._wanted.notify()
+
+    def _run(self) -> None:
+        try:
+            engine = self._engine = self.llm.engine
+            self._tell(self._loaded)
+            while not self._closing:
+                self._turn(engine)
+        except BaseException as error:  # told by the main thread, with the exit code of its kind
+            self.failure = error
+            self._tell(self._loaded)
+
+    def _turn(self, engine: Engine) -> None:
+        """Do what is wanted, then one step; waits while there is neither."""
+        with self._wanted:
+            while not (self._wishes or engine.has_work or self._closing):
+                self._wanted.wait()
+            wishes, self._wishes = self._wishes, []
+        for wish in wishes:
+            wish(engine)
+        try:
+            outputs = engine.step()
+            self.num_failed_steps = 0
+        except Exception as error:  # the next step says which requests have ended with it
+            self.num_failed_steps += 1
+            self._say(f"a step failed, its requests end with an error: {type(error).__name__}: {first_line(error)}")
+            return
+        news = []
+        for output in outputs:
+            number = output.request_id
+            # Popped with the last news: numbers of what has ended must not pile up over months.
+            entry = self._mailboxes.pop(number, None) if output.completion else self._mailboxes.get(number)
+            if entry is not None:
+                news.append((*entry, output))
+        if news:
+            self._tell(self._deliver, news)
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop has ended before this thread
+            self._closing = True
+
+    def _deliver(self, news: list[tuple[Mailbox, int, StepOutput]]) -> None:
+        for mailbox, index, output in news:
+            if mailbox.num_open:  # else cancelled since
+                self.num_open -= output.completion is not None
+                mailbox.put(index, output)

@@ -1,0 +1,114 @@
+"""The life of a server: bind, load, serve, drain, end."""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from quantkit.errors import InputError
+from quantkit.server.app import Server
+from quantkit.server.bridge import Bridge
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        InputError: there is no such address, or somebody has it.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)  # type: ignore[arg-type]
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise InputError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from None
+
+
+def is_public(host: str) -> bool:
+    """Whether others than this machine may reach an address."""
+    with contextlib.suppress(ValueError):
+        return not ipaddress.ip_address(host).is_loopback
+    return host != "localhost"
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn around a server; signals end it in order and with exit code 0.
+
+    Args:
+        server: with a bridge that has not been started.
+        say: told when the model is loaded, and when the end begins.
+    """
+
+    def __init__(self, server: Server, say: Callable[[str], None]) -> None:
+        config = uvicorn.Config(
+            server.app(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=75,  # longer than load balancers keep theirs
+            h11_max_incomplete_event_size=1 << 16,
+        )
+        super().__init__(config)
+        self._server, self._say = server, say
+
+    def run_until_ended(self, listening: socket.socket) -> None:
+        """Load the model and serve until SIGTERM or SIGINT; what is under way is answered first.
+
+        A second SIGINT ends the process at once.
+
+        Args:
+            listening: socket to serve on.
+        Raises:
+            BaseException: whatever ended the computing thread, such as a model that cannot be loaded.
+        """
+        asyncio.run(self._run(listening))
+        if self._server.bridge.failure is not None:
+            raise self._server.bridge.failure
+
+    def end(self) -> None:
+        """Take no more requests, answer those under way, and return from `run_until_ended`."""
+        if not self.should_exit:
+            self._say(f"ending: {self._server.bridge.num_open} requests are answered first; Ctrl-C ends at once")
+        self._server.is_ending = self.should_exit = True
+
+    async def _run(self, listening: socket.socket) -> None:
+        bridge = self._server.bridge
+        host, port = listening.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+
+        def loaded() -> None:
+            if bridge.failure is not None:
+                self.should_exit = self.force_exit = True
+            else:
+                self._say(f"{self._server.name} is ready at http://{address}:{port}/v1")
+
+        bridge.start(loaded)
+        await self.serve(sockets=[listening])
+        bridge.close()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """While open, the signals of the end are ours; uvicorn would raise them again after a clean end."""
+        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+            yield
+            return
+        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.should_exit:
+            os._exit(_INTERRUPTED)
+        self.end()

@@ -1,0 +1,215 @@
+"""What clients may ask: OpenAI's requests, and the sampling fields that vLLM and llama.cpp added to them.
+
+Every field that is not here is refused by name, and so is a value that would have to be ignored. Defaults are OpenAI's,
+which draws where quantkit's command line is greedy.
+Source: https://platform.openai.com/docs/api-reference
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from quantkit.errors import RequestError
+from quantkit.runtime.types import PromptScoring, SamplingParams
+from quantkit.untrusted import shorten
+
+MOST_PROMPTS, MOST_STOPS, MOST_LOGPROBS, MOST_MESSAGES = 1024, 64, 20, 4096
+DEFAULT_COMPLETION_TOKENS = 16
+
+Ids = list[int]
+Text = Annotated[str, Field(max_length=1 << 22)]
+Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MOST_STOPS)]
+
+
+class Refused(RequestError):
+    """A request that is not served, and the field that is in the way.
+
+    Args:
+        text: one line.
+        field: its name; None = the request as a whole.
+    """
+
+    def __init__(self, text: str, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+class Schema(BaseModel):
+    """Strict: no unknown fields, and no number for a text. Fields that are null count as not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Schema):
+    """Of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class Sampling(Schema):
+    """What both kinds of requests share."""
+
+    model: str | None = Field(None, description="The served name; None = the one there is.")
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = Field(-1, description="-1 or 0 = all.")
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: Annotated[str, Field(min_length=1, max_length=1000)] | Stop = []
+    stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOPS)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Literal[1] = 1
+    user: str | None = Field(None, description="Not used.")
+
+    def params(self, **given: Any) -> SamplingParams:
+        """As the engine wants them.
+
+        Args:
+            given: further fields of `SamplingParams`.
+        Raises:
+            Refused: a value is out of range.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise Refused("stream_options is given without stream; leave it out, or set stream to true", "stream_options")
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+        own = {name: getattr(self, name) for name in (*names, "stop", "stop_token_ids", "ignore_eos")}
+        try:
+            return SamplingParams(**own, top_k=None if self.top_k in (-1, 0) else self.top_k, **given)
+        except RequestError as error:
+            raise Refused(str(error), str(error).split()[0]) from None
+
+
+class CompletionRequest(Sampling):
+    """A text, or several, to be continued."""
+
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=MOST_PROMPTS)]
+    echo: bool = Field(False, description="Whether the prompt and its log-probabilities are part of the answer.")
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    best_of: Literal[1] = 1
+
+    @property
+    def prompts(self) -> list[str | Ids]:
+        """The prompts, one or several, as given."""
+        prompt: Any = self.prompt
+        several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+        if several and not prompt:
+            raise Refused("prompt is an empty list; give a text, token ids, or a list of either", "prompt")
+        return list(prompt) if several else [prompt]
+
+    def params_for(self, num_prompt: int) -> SamplingParams:
+        """Of a prompt of so many tokens; see `params`."""
+        count = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        scores = self.echo and self.logprobs is not None and num_prompt > 1
+        if count == 0 and not self.echo:
+            raise Refused("max_tokens is 0; give at least 1, or set echo", "max_tokens")
+        if count == 0 and not scores:
+            # Nothing is asked of the model, but an answer needs a request: one token, which is not shown.
+            return SamplingParams(max_tokens=1)
+        scoring = PromptScoring(num_tokens=num_prompt - 1, top=self.logprobs or 0) if scores else None
+        return self.params(max_tokens=count, logprobs=self.logprobs, scoring=scoring)
+
+
+class Message(BaseModel):
+    """A message of a conversation. Fields of its own are the template's business."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, Field(min_length=1, max_length=100)]
+    content: Text | list["TextPart"] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As templates want it: content is one text."""
+        parts = self.content if isinstance(self.content, list) else None
+        content = self.content if parts is None else "".join(part.text for part in parts)
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class TextPart(Schema):
+    """A part of a message; others than text are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ResponseFormat(Schema):
+    """What form an answer has."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Sampling):
+    """A conversation to be answered."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="Passed to the chat template.")
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
+
+    def chat_params(self) -> SamplingParams:
+        """See `params`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise Refused("max_tokens and max_completion_tokens are one setting; give one of them", "max_tokens")
+        count = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if count == 0:
+            raise Refused("max_tokens is 0; give at least 1", "max_tokens")
+        return self.params(max_tokens=count, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template, besides the messages."""
+        return {**self.chat_template_kwargs, **({"tools": self.tools} if self.tools else {})}
+
+
+class TokenizeRequest(Schema):
+    """A text, or a conversation in the model's template, whose tokens are wanted."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Schema):
+    """Tokens whose text is wanted."""
+
+    model: str | None = None
+    tokens: Annotated[Ids, Field(max_length=1 << 20)]
+
+
+def explain(error: ValidationError) -> Refused:
+    """The first thing that is wrong with a request, as one line."""
+    # Where a field may be of several types, what is wrong in the one that fits best is the helpful one.
+    errors = error.errors(include_url=False)
+    first = max(errors, key=lambda item: (not item["type"].endswith("_type"), len(item["loc"])))
+    path = [str(part) for part in first["loc"] if not (isinstance(part, str) and not part.isidentifier())]
+    field = path[0] if path else None
+    name = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        return Refused(f"{name} is not supported by this server; leave it out", field)
+    if first["type"] == "missing":
+        return Refused(f"{name} is missing", field)
+    problem = first["msg"].replace("Input should be", "this server supports only" if "literal" in first["type"] else "it should be")
+    text = f"{name} is {shorten(first['input'])}: {problem}" if name else first["msg"].removeprefix("Value error, ")
+    return Refused(text, field)

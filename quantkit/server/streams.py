@@ -1,0 +1,127 @@
+"""Answers on their way to clients: whole, or as server-sent events; both end when the client goes away."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from quantkit.runtime.types import Completion
+from quantkit.server.answers import error, event, usage
+from quantkit.server.bridge import Bridge, ClientGone, Mailbox
+from quantkit.server.shapes import Shape
+
+SEND_SECONDS = 60.0
+"""That a client may take to read what was sent before the next part waits for it."""
+
+FAILED = error("the model failed on this request; the server's log says why", kind="server_error")
+
+OnEnd = Callable[[Completion], None]
+
+
+@contextlib.asynccontextmanager
+async def _watched(receive: Receive, bridge: Bridge, mailbox: Mailbox) -> AsyncIterator[None]:
+    """While open, a client that goes away closes the mailbox; afterwards nothing of the request is computed."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        mailbox.close()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        bridge.cancel(mailbox)
+
+
+async def whole_answer(
+    receive: Receive, bridge: Bridge, mailbox: Mailbox, shape: Shape, on_end: OnEnd, *, hidden: bool = False
+) -> Response:
+    """One JSON object, when all prompts have ended.
+
+    Args:
+        receive: of the request.
+        bridge, mailbox: where it is computed.
+        shape: of the answer.
+        on_end: told of each prompt.
+        hidden: that a token had to be computed is not shown.
+    """
+    done: dict[int, Completion] = {}
+    try:
+        async with _watched(receive, bridge, mailbox):
+            while mailbox.num_open:
+                for index, output in await mailbox.read():
+                    if output.completion is not None:
+                        done[index] = output.completion
+                        on_end(output.completion)
+    except ClientGone:
+        return Response(status_code=499)  # as nginx calls it; nobody reads it
+    if any(completion.finish_reason == "error" for completion in done.values()):
+        return JSONResponse(FAILED, status_code=500)
+    choices = [shape.whole(index, done[index]) for index in sorted(done)]
+    return JSONResponse(shape.head.around(choices, usage=usage(done.values(), 0 if hidden else None)))
+
+
+class EventStream(Response):
+    """Parts of an answer as they are computed, then `[DONE]`.
+
+    Args:
+        bridge, mailbox: where it is computed.
+        shape: of the answer.
+        on_end: told of each prompt.
+        with_usage: a last part counts tokens.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, bridge: Bridge, mailbox: Mailbox, shape: Shape, on_end: OnEnd, *, with_usage: bool) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._bridge, self._mailbox, self._shape = bridge, mailbox, shape
+        self._on_end, self._with_usage = on_end, with_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with contextlib.suppress(ClientGone):
+            async with _watched(receive, self._bridge, self._mailbox):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for body in self._events():
+                    await _sent(send, body)
+                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        shape, done = self._shape, list[Completion]()
+        extra = {"usage": None} if self._with_usage else {}
+        if first := shape.first():
+            yield b"".join(event(shape.head.around([choice], **extra)) for choice in first)
+        while self._mailbox.num_open:
+            body = b""
+            for index, output in await self._mailbox.read():
+                if output.completion is not None:
+                    done.append(output.completion)
+                    self._on_end(output.completion)
+                    if output.completion.finish_reason == "error":
+                        body += event(FAILED)
+                        continue
+                if (choice := shape.part(index, output)) is not None:
+                    body += event(shape.head.around([choice], **extra))
+            if body:
+                yield body
+        if self._with_usage:
+            yield event(shape.head.around([], usage=usage(done)))
+
+
+async def _sent(send: Send, body: bytes) -> None:
+    """Send a part; a client that does not read for long is given up."""
+    task = asyncio.current_task()
+    assert task is not None
+    timer = asyncio.get_running_loop().call_later(SEND_SECONDS, task.cancel)
+    try:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+    finally:
+        timer.cancel()
+
