@@ -193,7 +193,8 @@ class Bridge:
             wish(engine)
         try:
             outputs = engine.step()
-            self.num_failed_steps = 0
+            if any(output.token_ids for output in outputs):
+                self.num_failed_steps = 0
         except Exception as error:  # the next step says which requests have ended with it
             self.num_failed_steps += 1
             self._say(f"a step failed, its requests end with an error: {type(error).__name__}: {first_line(error)}")

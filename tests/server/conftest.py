@@ -24,7 +24,8 @@ from quantkit.server.bridge import Bridge
 from quantkit.server.run import HttpServer, bind
 
 TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'judge' %}{{ raise_exception('no judge here') }}{% endif %}["
+    "{{ message.role }}] {{ message.content }}\n{% endfor %}"
     "{% if tools %}tools: {{ tools | length }}\n{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 

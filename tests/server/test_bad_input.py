@@ -1,0 +1,148 @@
+"""Whatever a client sends gets one line, the status of its kind, and the field; the server lives on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "Hi"}
+
+
+def text(**fields):
+    return TEXT, {"prompt": "Hi", "max_tokens": 2, **fields}
+
+
+def chat(**fields):
+    return CHAT, {"messages": [USER], "max_tokens": 2, **fields}
+
+
+def raw(body: str | bytes, path=TEXT):
+    return path, body if isinstance(body, bytes) else body.encode()
+
+
+# What is sent; status; field; part of the message.
+TABLE = {
+    "no body": (*raw(""), 400, None, "the body is not valid JSON"),
+    "not JSON": (*raw("{prompt: 1}"), 400, None, "the body is not valid JSON"),
+    "not UTF-8": (*raw(b'{"prompt": "\xff"}'), 400, None, "the body is not valid JSON"),
+    "a list": (*raw("[]"), 400, None, "a JSON list, not an object"),
+    "a number": (*raw("1"), 400, None, "a JSON int, not an object"),
+    "deep": (*raw('{"prompt":' + "[" * 5000 + "]" * 5000 + "}"), 400, None, "the body is not valid JSON"),
+    "a number of 5000 digits": (*raw('{"prompt": "a", "seed": ' + "9" * 5000 + "}"), 400, None, "5000 digits"),
+    "half a character": (*raw('{"prompt": "\\ud800"}'), 400, None, "the body is not valid JSON"),
+    "half a character in a stop": (*raw('{"prompt": "a", "stop": "\\udfff"}'), 400, None, "not valid JSON"),
+    "no prompt": (TEXT, {}, 400, "prompt", "prompt is missing"),
+    "prompt is a number": (*text(prompt=5), 400, "prompt", "prompt"),
+    "prompt is an object": (*text(prompt={}), 400, "prompt", "prompt"),
+    "prompt is no prompts": (*text(prompt=[]), 400, "prompt", "empty list"),
+    "prompt without tokens": (*text(prompt=[[]]), 400, None, "empty"),
+    "texts and tokens mixed": (*text(prompt=["a", 1]), 400, "prompt", "prompt"),
+    "tokens that are no integers": (*text(prompt=[1.5]), 400, "prompt", "prompt"),
+    "tokens that are truths": (*text(prompt=[True]), 400, "prompt", "prompt"),
+    "a token below 0": (*text(prompt=[-1]), 400, None, "token -1; the model knows 0 to"),
+    "a token out of range": (*text(prompt=[10**9]), 400, None, "the model knows 0 to"),
+    "a token of 30 digits": (*text(prompt=[10**30]), 400, None, "the model knows 0 to"),
+    "too many prompts": (*text(prompt=["a"] * 200), 400, None, "this server takes 72 at once"),
+    "more prompts than a list may have": (*text(prompt=["a"] * 2000), 400, "prompt", "at most 1024"),
+    "a prompt that is too long": (*text(prompt="a" * 600), 400, None, "512"),
+    "an answer that is too long": (*text(max_tokens=10_000), 400, None, "512"),
+    "no tokens": (*text(max_tokens=0), 400, "max_tokens", "max_tokens is 0"),
+    "fewer than no tokens": (*text(max_tokens=-1), 400, "max_tokens", "max_tokens is -1"),
+    "tokens as text": (*text(max_tokens="5"), 400, "max_tokens", "valid integer"),
+    "half a token": (*text(max_tokens=1.5), 400, "max_tokens", "integer"),
+    "temperature below 0": (*text(temperature=-1), 400, "temperature", "at least 0"),
+    "temperature is text": (*text(temperature="warm"), 400, "temperature", "number"),
+    "temperature is not a number": (*raw('{"prompt": "a", "temperature": NaN}'), 400, "temperature", "nan"),
+    "temperature without end": (*raw('{"prompt": "a", "temperature": 1e999}'), 400, "temperature", "inf"),
+    "top_p is 0": (*text(top_p=0), 400, "top_p", "above 0"),
+    "top_p above 1": (*text(top_p=1.1), 400, "top_p", "at most 1"),
+    "top_k below -1": (*text(top_k=-2), 400, "top_k", "at least 1"),
+    "min_p above 1": (*text(min_p=2), 400, "min_p", "from 0 to 1"),
+    "repetition_penalty is 0": (*text(repetition_penalty=0), 400, "repetition_penalty", "above 0"),
+    "seed below 0": (*text(seed=-1), 400, "seed", "at least 0"),
+    "seed of 65 bits": (*text(seed=2**64), 400, "seed", "below 2**63"),
+    "an empty stop": (*text(stop=""), 400, "stop", "at least 1 character"),
+    "an empty stop in a list": (*text(stop=["a", ""]), 400, "stop", "at least 1 character"),
+    "10,000 stops": (*text(stop=["a"] * 10_000), 400, "stop", "at most 64"),
+    "a stop that is a number": (*text(stop=[1]), 400, "stop", "string"),
+    "a stop token that is a text": (*text(stop_token_ids=["a"]), 400, "stop_token_ids", "integer"),
+    "several answers": (*text(n=2), 400, "n", "this server supports only 1"),
+    "best of several": (*text(best_of=3), 400, "best_of", "this server supports only 1"),
+    "a suffix": (*text(suffix="x"), 400, "suffix", "not supported"),
+    "a bias": (*text(logit_bias={"1": 2}), 400, "logit_bias", "not supported"),
+    "a field that nobody knows": (*text(tempratur=1), 400, "tempratur", "not supported"),
+    "too many log-probabilities": (*text(logprobs=21), 400, "logprobs", "20"),
+    "log-probabilities as truth": (*text(logprobs=True), 400, "logprobs", "integer"),
+    "a stream's options without a stream": (*text(stream_options={}), 400, "stream_options", "without stream"),
+    "a stream's option that is unknown": (
+        *text(stream=True, stream_options={"x": 1}), 400, "stream_options", "stream_options.x is not supported"
+    ),
+    "a stream of an echo's log-probabilities": (
+        *text(stream=True, echo=True, logprobs=1), 400, "echo", "not streamed"
+    ),
+    "stream is a text": (*text(stream="yes"), 400, "stream", "boolean"),
+    "another model": (*text(model="gpt-4"), 404, "model", "'tiny' is"),
+    "model is a number": (*text(model=4), 400, "model", "string"),
+    "no messages": (CHAT, {}, 400, "messages", "messages is missing"),
+    "messages of nothing": (*chat(messages=[]), 400, "messages", "at least 1"),
+    "a message without a role": (*chat(messages=[{"content": "a"}]), 400, "messages", "messages.0.role is missing"),
+    "a message that is a text": (*chat(messages=["Hi"]), 400, "messages", "messages.0"),
+    "content is a number": (*chat(messages=[{"role": "user", "content": 1}]), 400, "messages", "messages.0.content"),
+    "an image": (
+        *chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        400, "messages", "this server supports only 'text'",
+    ),
+    "log-probabilities without being asked": (*chat(top_logprobs=2), 400, "top_logprobs", "without logprobs"),
+    "two numbers of tokens": (*chat(max_completion_tokens=2), 400, "max_tokens", "one of them"),
+    "a tool that must be called": (*chat(tool_choice="required"), 400, "tool_choice", "'auto' or 'none'"),
+    "a role that the template refuses": (*chat(messages=[{"role": "judge", "content": "a"}]), 400, None, "no judge here"),
+    "tools that are no list": (*chat(tools={"a": 1}), 400, "tools", "list"),
+    "tokenize nothing": ("/tokenize", {}, 400, None, "either prompt or messages"),
+    "detokenize what is unknown": ("/detokenize", {"tokens": [1, 99999]}, 400, "tokens", "99999"),
+    "no such page": ("/v1/engines", {}, 404, None, "Not Found"),
+    "shutdown": ("/shutdown", {}, 404, None, "Not Found"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_bad_input(served, case):
+    path, body, status, field, message = TABLE[case]
+    actual, answer = served.ask(path, body)
+    assert actual == status, answer
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert message in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+    assert answer["error"]["param"] == field
+
+
+GOOD = {
+    "an empty prompt is BOS": text(prompt=""),
+    "a prompt of special tokens only": text(prompt=[0, 1, 0]),
+    "nulls are not given": text(suffix=None, seed=None, logit_bias=None, stop=None),
+    "a stop across the border of tokens": text(stop=["ab", "ba", "zz"]),
+    "OpenAI's largest temperature": text(temperature=2),
+    "what clients say about themselves": text(user="me", stream=False, n=1, best_of=1),
+    "a conversation of one text part": chat(messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]),
+    "a message with fields of its own": chat(messages=[{**USER, "name": "Ann"}]),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_good_input(served, case):
+    path, body = GOOD[case]
+    status, answer = served.ask(path, body)
+    assert status == 200, answer
+    assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_too_large_a_body(served):
+    body = json.dumps({"prompt": "a" * (1 << 24)}).encode()
+    assert served.ask(TEXT, body)[0] == 413
+
+
+def test_get_and_post_are_told_apart(served):
+    assert served.ask(TEXT)[0] == 405
+    assert served.ask("/v1/models", {})[0] == 405
