@@ -44,6 +44,7 @@ LAYERS = {
     "runtime.config": 2,
     "runtime.detokenizer": 2,
     "runtime.devices": 4,
+    "remote": 1,  # servers, as their clients see them
     "hub": 5,  # a card says what inspection saw
     "inspection": 4,
     "report": 4,

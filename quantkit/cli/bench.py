@@ -21,6 +21,7 @@ NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 )
 @click.argument("checkpoint", required=False)
 @click.option("--against", metavar="MODEL", help="Measure this one in turns with CHECKPOINT, and compare.")
+@click.option("--url", metavar="URL", help="Measure the server there, over HTTP; CHECKPOINT says what tokens it knows.")
 @click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @runtime_options
@@ -31,6 +32,7 @@ def command(
     engine: dict[str, Any],
     checkpoint: str | None,
     against: str | None,
+    url: str | None,
     no_cache: bool,
     batching: str | None,
     workload: dict[str, Any],
@@ -50,7 +52,12 @@ def command(
       quantkit bench demo-awq-int4 --against quantkit/demo/model
       quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
       quantkit bench --no-cache
+      quantkit bench --url http://127.0.0.1:8000 --batch 1,32
     """
+    if url and (no_cache or against or batching or engine):
+        raise click.UsageError(
+            "--url measures a server as it runs: of the other options only the workload's go with it"
+        )
     if no_cache and against:
         raise click.UsageError("--no-cache compares a model with itself: leave --against out")
     if no_cache:
@@ -58,6 +65,9 @@ def command(
         return
     if "rates" in workload:
         workload.setdefault("concurrencies", ())  # who asks for arrivals alone has no use for closed loops
+    if url:
+        _bench_server(output_to, url, checkpoint, BenchmarkOptions(**workload))
+        return
     if against:  # a ratio says nothing without the spread of its rounds
         workload.setdefault("rounds", ROUNDS_AGAINST)
     models = [checkpoint, against] if against else [checkpoint]
@@ -104,6 +114,28 @@ def _bench_models(
         lambda: roofline_table(("", record) for record in results[0].roofline),
         lambda: show.diagnosis_table(diagnoses[0]),
     )
+
+
+def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: BenchmarkOptions) -> None:
+    """A server, whatever runs it."""
+    from quantkit.benchmark.http import COMMON_TOKENS, measure_server
+    from quantkit.checkpoints.source import resolve
+    from quantkit.checkpoints.tokenizer import load_tokenizer
+    from quantkit.remote import Remote
+    from quantkit.report.speed_tables import throughput_table
+
+    remote, vocab_size, avoid = Remote(url), COMMON_TOKENS, tuple(range(10))  # the first ones are often special
+    if checkpoint is not None:
+        tokenizer = load_tokenizer(resolve(checkpoint))
+        vocab_size, avoid = len(tokenizer), tuple(tokenizer.all_special_ids)
+    measured = measure_server(remote, options, vocab_size=vocab_size, avoid=avoid, progress=output_to.tell)
+    runs = [(run.workload.name, run) for run in measured]
+
+    def data() -> dict[str, Any]:
+        summaries = {run.workload.name: show.summary(run) for run in measured}
+        return {"url": remote.url, "model": remote.model, "runs": [r.to_dict() for r in measured], "summary": summaries}
+
+    output_to.result(data, lambda: show.explained_latency_table(runs), lambda: throughput_table(runs))
 
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:

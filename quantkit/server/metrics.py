@@ -24,7 +24,9 @@ class Metrics:
         self.rejected = Counter(
             "quantkit_requests_rejected", "Requests that were not served, by status.", ["status"], registry=registry
         )
-        self._ended = Counter("quantkit_requests_ended", "Prompts that ended, by reason.", ["reason"], registry=registry)
+        self._ended = Counter(
+            "quantkit_requests_ended", "Prompts that ended, by reason.", ["reason"], registry=registry
+        )
         self._prompt_tokens = Counter("quantkit_prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._new_tokens = Counter("quantkit_generated_tokens", "Tokens generated.", registry=registry)
         self._ttft = Histogram(

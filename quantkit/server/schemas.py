@@ -81,7 +81,9 @@ class Sampling(Schema):
             Refused: a value is out of range.
         """
         if self.stream_options is not None and not self.stream:
-            raise Refused("stream_options is given without stream; leave it out, or set stream to true", "stream_options")
+            raise Refused(
+                "stream_options is given without stream; leave it out, or set stream to true", "stream_options"
+            )
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
         own = {name: getattr(self, name) for name in (*names, "stop", "stop_token_ids", "ignore_eos")}
         try:
@@ -210,6 +212,8 @@ def explain(error: ValidationError) -> Refused:
         return Refused(f"{name} is not supported by this server; leave it out", field)
     if first["type"] == "missing":
         return Refused(f"{name} is missing", field)
-    problem = first["msg"].replace("Input should be", "this server supports only" if "literal" in first["type"] else "it should be")
+    problem = first["msg"].replace(
+        "Input should be", "this server supports only" if "literal" in first["type"] else "it should be"
+    )
     text = f"{name} is {shorten(first['input'])}: {problem}" if name else first["msg"].removeprefix("Value error, ")
     return Refused(text, field)

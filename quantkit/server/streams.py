@@ -124,4 +124,3 @@ async def _sent(send: Send, body: bytes) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
     finally:
         timer.cancel()
-

@@ -131,6 +131,7 @@ def test_a_failing_step_ends_its_requests_alone(checkpoint):
 
 def test_an_error_in_a_stream_is_told(checkpoint):
     with serving(checkpoint) as server:
+
         def fail(chunks, tokens=None):
             raise RuntimeError("planted")
 

@@ -104,7 +104,10 @@ def test_echo_scores_the_prompt(client, llm):
 
 
 def test_chat(client, llm):
-    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
     plain = [messages[0], {"role": "user", "content": "Hi"}]
     expected = llm.chat(plain, SamplingParams(max_tokens=15)).text
     options = {"model": "tiny", "messages": messages, "temperature": 0}

@@ -1,0 +1,112 @@
+"""Sends a load to a server over HTTP and keeps what its client sees, so that engines are measured through one door.
+
+A token's timestamp is the moment at which its event had been read. Where a server sends several tokens in one event,
+as ours does for a client that lags, they share it; where events are fewer than the tokens that the server counts,
+tokens are spread over the events evenly.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from quantkit.benchmark.options import BenchmarkOptions
+from quantkit.benchmark.workload import Load, make_load
+from quantkit.benchmark.compare import join_rounds
+from quantkit.errors import RequestError
+from quantkit.remote import Remote
+from quantkit.results import BenchmarkRun, RequestTiming
+
+COMMON_TOKENS = 1000
+"""So many tokens every model knows: what prompts are made of where no checkpoint says how many there are."""
+
+
+def measure_server(
+    remote: Remote,
+    options: BenchmarkOptions,
+    *,
+    vocab_size: int = COMMON_TOKENS,
+    avoid: Sequence[int] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[BenchmarkRun]:
+    """Measure every workload.
+
+    Args:
+        remote: the server; not open.
+        options: what to measure; static batches are not.
+        vocab_size: prompts hold tokens from 0 to here.
+        avoid: and none of these.
+        progress: called with what is going on.
+    Raises:
+        QuantkitError: the server cannot be reached, refuses a request or fails.
+    """
+    return asyncio.run(_measure(remote, options, vocab_size, avoid, progress))
+
+
+async def _measure(
+    remote: Remote, options: BenchmarkOptions, vocab_size: int, avoid: Sequence[int], progress: Callable[[str], None]
+) -> list[BenchmarkRun]:
+    runs = []
+    async with remote:
+        for workload in options.workloads():
+            rounds = []
+            for turn in range(options.rounds):
+                progress(f"{workload.name}: round {turn + 1} of {options.rounds}")
+                load = make_load(workload, vocab_size, avoid=avoid, spread=options.spread, turn=turn)
+                rounds.append(await run_load(remote, load))
+            runs.append(join_rounds(rounds))
+    return runs
+
+
+async def run_load(remote: Remote, load: Load) -> BenchmarkRun:
+    """Send the requests of a load and time them; see `benchmark.latency.run_load`."""
+    workload, first = load.workload, load.workload.num_warmup
+    requests = list(zip(load.prompts, load.new_tokens, strict=True))
+    await asyncio.gather(*(_timed(remote, number, *request) for number, request in enumerate(requests[:first])))
+    waiting = list(enumerate(requests[first:]))
+    if load.due_s:
+        start = time.perf_counter()
+        sent = [
+            _timed(remote, n, *request, due_s=start + due)
+            for (n, request), due in zip(waiting, load.due_s, strict=True)
+        ]
+        timings = list(await asyncio.gather(*sent))
+    else:
+        timings = []
+
+        async def client() -> None:
+            while waiting:
+                number, request = waiting.pop(0)
+                timings.append(await _timed(remote, number, *request))
+
+        await asyncio.gather(*(client() for _ in range(workload.concurrency or 1)))
+    return BenchmarkRun(workload=workload, requests=tuple(sorted(timings, key=lambda timing: timing.request_id)))
+
+
+async def _timed(
+    remote: Remote, number: int, prompt: Sequence[int], new_tokens: int, due_s: float | None = None
+) -> RequestTiming:
+    """Send a request, when it is due, and time its tokens."""
+    if due_s is not None:
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+    arrived = time.perf_counter() if due_s is None else due_s
+    body = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    times: list[float] = []
+    usage: dict[str, int] = {}
+    async for part in remote.stream("/v1/completions", body):
+        usage = part.get("usage") or usage
+        if any("text" in choice for choice in part.get("choices") or ()):
+            times.append(time.perf_counter())
+    count = int(usage.get("completion_tokens", len(times)))
+    if count != new_tokens or not times:
+        raise RequestError(
+            f"{remote.url} made {count} tokens instead of {new_tokens}; its time would mislead: does it know ignore_eos?"
+        )
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0  # type: ignore[attr-defined]
+    return RequestTiming(
+        request_id=number,
+        prompt_tokens=len(prompt),
+        arrived_s=arrived,
+        token_s=tuple(times[index * len(times) // count] for index in range(count)),
+        finished_s=time.perf_counter(),
+        cached_tokens=cached,
+    )
