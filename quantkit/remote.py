@@ -1,6 +1,7 @@
 """A server that speaks OpenAI's API, as its client sees it: ours, vLLM, llama-server."""
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
@@ -94,8 +95,6 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     if answer.status == 200:
         return
     text = (await answer.text(errors="replace"))[:2000]
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         text = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        pass
     raise RequestError(f"{answer.url}: status {answer.status}: {first_line(ValueError(text))}")

@@ -8,10 +8,11 @@ tokens are spread over the events evenly.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from quantkit.benchmark.compare import join_rounds
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.workload import Load, make_load
-from quantkit.benchmark.compare import join_rounds
 from quantkit.errors import RequestError
 from quantkit.remote import Remote
 from quantkit.results import BenchmarkRun, RequestTiming
@@ -91,7 +92,7 @@ async def _timed(
     arrived = time.perf_counter() if due_s is None else due_s
     body = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     times: list[float] = []
-    usage: dict[str, int] = {}
+    usage: dict[str, Any] = {}
     async for part in remote.stream("/v1/completions", body):
         usage = part.get("usage") or usage
         if any("text" in choice for choice in part.get("choices") or ()):
@@ -99,9 +100,9 @@ async def _timed(
     count = int(usage.get("completion_tokens", len(times)))
     if count != new_tokens or not times:
         raise RequestError(
-            f"{remote.url} made {count} tokens instead of {new_tokens}; its time would mislead: does it know ignore_eos?"
+            f"{remote.url} made {count} tokens instead of {new_tokens}, so its time would mislead"
         )
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0  # type: ignore[attr-defined]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return RequestTiming(
         request_id=number,
         prompt_tokens=len(prompt),

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, as plain data. They are built for every token of every client, so they are dictionaries."""
+"""Answers in OpenAI's shapes, as plain data. Dictionaries, since one is built for every token."""
 
 import json
 import time

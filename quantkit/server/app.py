@@ -110,7 +110,7 @@ class Server:
             "/tokenize": ("POST", self.tokenize),
             "/detokenize": ("POST", self.detokenize),
         }
-        handlers = {kind: self._refuse for kind in (QuantkitError, HTTPException, ClientDisconnect, Exception)}
+        handlers = dict.fromkeys((QuantkitError, HTTPException, ClientDisconnect, Exception), self._refuse)
         app = Starlette(
             routes=[Route(path, route, methods=[method]) for path, (method, route) in routes.items()],
             exception_handlers=handlers,  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ async def _body(request: Request) -> bytes:
 
 
 class _Doorkeeper:
-    """Lets in who brings the key, and logs who came; plain ASGI, since a middleware of Starlette's costs every token."""
+    """Lets in who brings the key, and logs who came; plain ASGI: Starlette's middleware costs every token."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self._server = app, server

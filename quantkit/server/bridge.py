@@ -90,8 +90,8 @@ class Bridge:
         self._say = say
         self._engine: Engine | None = None
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # by number in the engine; the computing thread's
-        self._wishes: list[Callable[[Engine], None]] = []
-        self._wanted = threading.Condition()
+        self._actions: list[Callable[[Engine], None]] = []
+        self._signal = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -122,9 +122,9 @@ class Bridge:
 
     def close(self) -> None:
         """End the thread after its step; requests that are still there are lost."""
-        with self._wanted:
+        with self._signal:
             self._closing = True
-            self._wanted.notify()
+            self._signal.notify()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -151,7 +151,7 @@ class Bridge:
                 number = mailbox.numbers[index] = engine.add(ids, params)
                 self._mailboxes[number] = mailbox, index
 
-        self._wish(add)
+        self._post(add)
         return mailbox
 
     def cancel(self, mailbox: Mailbox) -> None:
@@ -166,12 +166,12 @@ class Bridge:
                 if self._mailboxes.pop(number, None):
                     engine.cancel(number)
 
-        self._wish(cancel)
+        self._post(cancel)
 
-    def _wish(self, wish: Callable[[Engine], None]) -> None:
-        with self._wanted:
-            self._wishes.append(wish)
-            self._wanted.notify()
+    def _post(self, action: Callable[[Engine], None]) -> None:
+        with self._signal:
+            self._actions.append(action)
+            self._signal.notify()
 
     def _run(self) -> None:
         try:
@@ -184,13 +184,13 @@ class Bridge:
             self._tell(self._loaded)
 
     def _turn(self, engine: Engine) -> None:
-        """Do what is wanted, then one step; waits while there is neither."""
-        with self._wanted:
-            while not (self._wishes or engine.has_work or self._closing):
-                self._wanted.wait()
-            wishes, self._wishes = self._wishes, []
-        for wish in wishes:
-            wish(engine)
+        """Do what was asked for, then one step; waits while there is neither."""
+        with self._signal:
+            while not (self._actions or engine.has_work or self._closing):
+                self._signal.wait()
+            actions, self._actions = self._actions, []
+        for action in actions:
+            action(engine)
         try:
             outputs = engine.step()
             if any(output.token_ids for output in outputs):

@@ -14,7 +14,6 @@ import uvicorn
 
 from quantkit.errors import InputError
 from quantkit.server.app import Server
-from quantkit.server.bridge import Bridge
 
 _INTERRUPTED = 128 + signal.SIGINT
 

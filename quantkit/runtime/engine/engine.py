@@ -298,8 +298,8 @@ class Engine:
             return replace(self._end(sequence, reason, added, text), logprobs=tuple(sequence.logprobs[scored:]))
         if text:
             sequence.deltas.append(text)
-        logprobs = tuple(sequence.logprobs[scored:])
-        return StepOutput(request_id=sequence.id, token_ids=added, text=text, logprobs=logprobs)
+        own = tuple(sequence.logprobs[scored:])
+        return StepOutput(request_id=sequence.id, token_ids=added, text=text, logprobs=own)
 
     def _end(self, sequence: Sequence, reason: FinishReason, added: tuple[int, ...], text: str) -> StepOutput:
         """Take a request out; its pages are free afterwards."""

@@ -1,0 +1,163 @@
+"""Thousands of requests to a server, a third of which go away at some moment, with slow readers among them.
+
+    python evals/checks/server_soak.py [--requests 5000] [--model DIR] [--seed 0]
+
+The server runs in a process of its own with a fifth of the pages that its requests would like to have, three lengths
+of prompt and prefixes that are shared. At the end: every request that stayed was answered, every page is free, nothing
+is open, and memory has not grown (resident bytes of the last quarter against the first). Integrity is checked in the
+server after every step. Prints one JSON object; exit code 1 where something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+
+SERVER = """
+import sys
+from quantkit.runtime.engine.engine import Engine
+from quantkit.cli import main
+step = Engine.step
+def checked(self):
+    outputs = step(self)
+    self.check_integrity()
+    return outputs
+Engine.step = checked
+main(sys.argv[1:])
+"""
+LENGTHS = (8, 100, 300)
+STREAMS = 64
+
+
+async def ask(session: aiohttp.ClientSession, url: str, number: int, chance: random.Random, seen: Counter[str]) -> None:
+    """One request, which may go away before it is answered."""
+    length = chance.choice(LENGTHS)
+    shared = [3 + index % 50 for index in range(length // 2)]
+    prompt = shared + [3 + chance.randrange(200) for _ in range(length - len(shared))]
+    body = {"prompt": prompt, "max_tokens": chance.randrange(1, 60), "temperature": chance.choice([0, 1])}
+    body |= {"stream": chance.random() < 0.6, "ignore_eos": True}
+    leaves_after = chance.expovariate(8) if chance.random() < 1 / 3 else None
+    while True:
+        try:
+            async with asyncio.timeout(leaves_after):
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    text = await answer.text()
+        except TimeoutError:
+            seen["left"] += 1
+            return
+        if answer.status == 429:
+            seen["busy"] += 1
+            await asyncio.sleep(0.05)
+            continue
+        complete = answer.status == 200 and ("[DONE]" in text if body["stream"] else "finish_reason" in text)
+        seen["answered" if complete and "server_error" not in text else f"status {answer.status}"] += 1
+        return
+
+
+async def read_slowly(url: str, until: asyncio.Event) -> None:
+    """A client that takes a few bytes at a time, again and again."""
+    port = int(url.rpartition(":")[2])
+    asked = {"prompt": [5] * 4, "max_tokens": 200, "stream": True, "logprobs": 20, "ignore_eos": True}
+    body = json.dumps(asked).encode()
+    while not until.is_set():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=64)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        for _ in range(200):
+            if until.is_set() or not await reader.read(64):
+                break
+            await asyncio.sleep(0.01)
+        writer.close()
+
+
+def resident(pid: int) -> int:
+    """Resident bytes of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def soak(url: str, pid: int, count: int, seed: int) -> dict[str, object]:
+    """Send the requests; what became of them, and memory while they ran."""
+    chance, seen, memory = random.Random(seed), Counter[str](), list[int]()
+    waiting, until = iter(range(count)), asyncio.Event()
+    slow = [asyncio.create_task(read_slowly(url, until)) for _ in range(2)]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def client() -> None:
+            for number in waiting:
+                await ask(session, url, number, chance, seen)
+                memory.append(resident(pid))
+
+        await asyncio.gather(*(client() for _ in range(STREAMS)))
+        until.set()
+        await asyncio.gather(*slow, return_exceptions=True)
+        metrics: dict[str, float] = {}
+        for _ in range(100):
+            async with session.get(f"{url}/metrics") as answer:
+                found = re.findall(r"^(quantkit_\w+) ([0-9.e+]+)$", await answer.text(), re.M)
+            metrics = {name: float(value) for name, value in found}
+            if not (metrics["quantkit_requests_running"] or metrics["quantkit_requests_waiting"]):
+                break
+            await asyncio.sleep(0.1)
+    quarter = len(memory) // 4
+    growth = statistics.median(memory[-quarter:]) / statistics.median(memory[quarter : 2 * quarter])
+    first = statistics.median(memory[:quarter])
+    return {
+        "outcomes": dict(seen),
+        "pages_used": metrics["quantkit_kv_pages_used"],
+        "running": metrics["quantkit_requests_running"],
+        "waiting": metrics["quantkit_requests_waiting"],
+        "preemptions": metrics["quantkit_preemptions_total"],
+        "prefix_hit_tokens": metrics["quantkit_prefix_hit_tokens_total"],
+        "resident_first_quarter": first,
+        "resident_last_over_first": statistics.median(memory[-quarter:]) / first,
+        "resident_last_over_second": growth,
+    }
+
+
+def main() -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--model")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    model = [options.model] if options.model else []
+    # 32 sequences of up to 360 tokens would like 736 pages of 16; a fifth is 147.
+    pages = ["--max-running", "32", "--max-waiting", "48", "--max-length", "400", "--kv-memory", "2MiB"]
+    command = [sys.executable, "-c", SERVER, "serve", *model, "--port", "0", "--threads", "1", *pages]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        line = server.stderr.readline()
+        address = re.search(r"http://\S+:\d+", line)
+        assert address, line
+        began = time.monotonic()
+        result = asyncio.run(soak(address.group(), server.pid, options.requests, options.seed))
+        result["seconds"] = round(time.monotonic() - began, 1)
+        server.terminate()
+        said = server.stderr.read()
+        result["exit_code"], result["said"] = server.wait(), said.splitlines()[-3:]
+    outcomes = result["outcomes"]
+    assert isinstance(outcomes, dict)
+    held = {
+        "answered": outcomes.get("answered", 0) + outcomes.get("left", 0) == options.requests,
+        "pages": result["pages_used"] == result["running"] == result["waiting"] == 0,
+        "memory": float(str(result["resident_last_over_first"])) <= 1.02,
+        "end": result["exit_code"] == 0 and "a step failed" not in said,
+    }
+    print(json.dumps({**result, "held": held}, indent=1))
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
