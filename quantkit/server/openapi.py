@@ -39,7 +39,7 @@ def describe() -> Json:
     paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": {"200": {"description": "text"}}}}
     for path, (schema, text) in _POSTS.items():
         body = {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
-        streams = {"text/event-stream": {"schema": {"type": "string"}}} if path.startswith("/v1/") else {}
+        streams = {"text/event-stream": {"schema": {"type": "object"}}} if path.startswith("/v1/") else {}
         paths[path] = {
             "post": {
                 "summary": text,
