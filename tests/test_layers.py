@@ -43,6 +43,7 @@ LAYERS = {
     "runtime.types": 2,
     "runtime.config": 2,
     "runtime.detokenizer": 2,
+    "runtime.json_output": 2,
     "runtime.devices": 4,
     "remote": 1,  # servers, as their clients see them
     "hub": 5,  # a card says what inspection saw

@@ -15,6 +15,7 @@ import numpy as np
 
 from quantkit.results import RequestTiming
 from quantkit.runtime.detokenizer import TextStream
+from quantkit.runtime.json_output import JsonConstraint
 from quantkit.runtime.types import Completion, FinishReason, PromptScores, SamplingParams, TokenLogprob
 
 Array = np.ndarray[Any, Any]
@@ -90,6 +91,7 @@ class Sequence:
     arrived: float = 0.0
     text: TextStream | None = None
     history: TokenHistory | None = None
+    constraint: JsonConstraint | None = None
     scores: PromptScores | None = None
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)

@@ -64,6 +64,7 @@ class SamplingParams:
         seed: None = derived from the engine's seed and the request's number.
         stop: one text or several; they and what follows are not part of the output.
         stop_token_ids: tokens that end the output, besides the model's own.
+        json_schema: JSON text; the output is JSON of this schema, unless its length ends it before.
         logprobs: log-probabilities of the chosen and of this many most likely tokens; None = none.
         scoring: what is asked about the prompt itself; None = nothing.
     Raises:
@@ -86,6 +87,7 @@ class SamplingParams:
     stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop TEXT")
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = setting(False, "Go on past the end-of-text token.", flag="--ignore-eos")
+    json_schema: str | None = None
     logprobs: int | None = None
     scoring: PromptScoring | None = None
 
@@ -105,6 +107,10 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, "a finite number", lambda x: True)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; give True or False")
+        if self.json_schema is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos goes on past the end of the JSON that json_schema asks for; give one of them"
+            )
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
         texts = _listed("stop", texts, "a text or a list of texts", _is_text, "a text, not empty")
         ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token numbers", _is_integer, "a number")

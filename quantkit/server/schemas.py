@@ -5,6 +5,7 @@ which draws where quantkit's command line is greedy.
 Source: https://platform.openai.com/docs/api-reference
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -144,10 +145,33 @@ class TextPart(Schema):
     text: Text
 
 
+class JsonSchema(Schema):
+    """A named schema."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool = Field(True, description="Not used: answers are always of the schema.")
+
+
 class ResponseFormat(Schema):
     """What form an answer has."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_names(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type json_schema and the field json_schema go together")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """As the engine wants it."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return '{"type": "object"}' if self.type == "json_object" else None
 
 
 class ChatRequest(Sampling):
@@ -171,7 +195,9 @@ class ChatRequest(Sampling):
         count = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if count == 0:
             raise Refused("max_tokens is 0; give at least 1", "max_tokens")
-        return self.params(max_tokens=count, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        schema = None if self.response_format is None else self.response_format.schema_text
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.params(max_tokens=count, json_schema=schema, logprobs=logprobs)
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -98,6 +98,12 @@ TABLE = {
     "two numbers of tokens": (*chat(max_completion_tokens=2), 400, "max_tokens", "one of them"),
     "a tool that must be called": (*chat(tool_choice="required"), 400, "tool_choice", "'auto' or 'none'"),
     "a role that the template refuses": (*chat(messages=[{"role": "judge"}]), 400, None, "no judge here"),
+    "a form that is unknown": (*chat(response_format={"type": "xml"}), 400, "response_format", "json_schema"),
+    "a schema that is missing": (*chat(response_format={"type": "json_schema"}), 400, "response_format", "together"),
+    "a schema that cannot be followed": (
+        *chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "fruit"}}}),
+        400, None, "cannot be followed",
+    ),
     "tools that are no list": (*chat(tools={"a": 1}), 400, "tools", "list"),
     "tokenize nothing": ("/tokenize", {}, 400, None, "either prompt or messages"),
     "detokenize what is unknown": ("/detokenize", {"tokens": [1, 99999]}, 400, "tokens", "99999"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import takewhile
 
 import pytest
@@ -130,6 +131,17 @@ def test_chat_log_probabilities_and_tools(client, llm):
     content = answer.choices[0].logprobs.content
     assert [entry.logprob for entry in content] == pytest.approx([each.logprob for each in expected], abs=1e-5)
     assert all(len(entry.top_logprobs) == 2 for entry in content)
+
+
+def test_answers_of_a_schema(client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], temperature=0, max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
+    )  # fmt: skip
+    assert 0 <= json.loads(answer.choices[0].message.content)["n"] <= 9
 
 
 def test_asynchronous_clients_share_the_batch(served, llm):

@@ -29,6 +29,7 @@ from quantkit.runtime.engine.scheduler import Scheduler, Work
 from quantkit.runtime.engine.scoring import collect_scores, empty_scores
 from quantkit.runtime.engine.speculation import Proposer
 from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.json_output import JsonSchemas
 from quantkit.runtime.model.model import Model
 from quantkit.runtime.sampling.sampler import Rows, derived_seed, log_probabilities, sample, select_rows
 from quantkit.runtime.sequence import Sequence, TokenHistory
@@ -73,6 +74,7 @@ class Engine:
         self._eos_ids = frozenset(model.eos_ids)
         self._proposer = proposer
         self._decode = None if tokenizer is None else decoder(tokenizer)
+        self._schemas = JsonSchemas(tokenizer, model.vocab_size, tuple(model.eos_ids))
         self._requests: dict[int, Sequence] = {}
         self._failed: list[StepOutput] = []
         self._num_added = 0
@@ -113,6 +115,7 @@ class Engine:
             arrived=time.perf_counter(),
             text=None if decode is None else TextStream(decode, ids, params.stop_texts),
             history=TokenHistory(ids) if params.has_penalties else None,
+            constraint=None if params.json_schema is None else self._schemas.start(params.json_schema),
             scores=None if params.scoring is None else empty_scores(params.scoring, len(ids), self.model.vocab_size),
         )
         self._requests[number] = sequence
@@ -143,6 +146,8 @@ class Engine:
         if min(given) < 0 or max(given) >= self.model.vocab_size:
             wrong = min(given) if min(given) < 0 else max(given)
             raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
+        if params.json_schema is not None:
+            self._schemas.start(params.json_schema)
         if params.stop_texts and self._decode is None:
             raise RequestError("stop texts need a tokenizer, and this engine has none; use stop_token_ids")
         return ids
@@ -275,6 +280,8 @@ class Engine:
             sequence.token_times.append(now)
             if sequence.history is not None:
                 sequence.history.add(token)
+            if sequence.constraint is not None:
+                sequence.constraint.add(token)
             if logprobs is not None and (logprob := logprobs[number]) is not None:
                 sequence.logprobs.append(logprob)
             if token in sequence.stop_ids:

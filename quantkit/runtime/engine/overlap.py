@@ -67,7 +67,8 @@ class Overlap:
             return False
         for sequence, _ in work:
             params = sequence.params
-            if sequence.history is not None or params.logprobs is not None or params.scoring is not None:
+            asked = (sequence.history, sequence.constraint, params.logprobs, params.scoring)
+            if any(item is not None for item in asked):
                 return False
         self._in_flight = self._start([sequence for sequence, _ in work], None)
         return True

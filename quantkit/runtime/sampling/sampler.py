@@ -41,10 +41,21 @@ def choose(logits: Logits | Tensor, rows: Rows) -> Tensor:
         (R,) int64; valid as long as the logits.
     """
     values, best = logits if isinstance(logits, Logits) else (logits, None)
+    if any(sequence.constraint is not None for sequence, _ in rows):
+        values, best = _constrained(values, rows), None
     if all(sequence.params.temperature == 0 and sequence.history is None for sequence, _ in rows):
         return reference.largest(values) if best is None else best
     values = apply_penalties(values, rows)
     return sampling.choose(values, [draw_of(row) if row[0].params.temperature > 0 else None for row in rows])
+
+
+def _constrained(logits: Tensor, rows: Rows) -> Tensor:
+    """A copy of the logits without the tokens that a row's schema forbids."""
+    chosen = [(row, s.constraint.allowed(s.drafts[:ahead])) for row, (s, ahead) in enumerate(rows) if s.constraint]
+    index, allowed = send(logits.device, np.array([row for row, _ in chosen]), np.stack([mask for _, mask in chosen]))
+    values = logits.clone()
+    values[index] = values[index].masked_fill(~allowed, float("-inf"))
+    return values
 
 
 def select_rows(logits: Logits, rows: list[int]) -> Logits:
