@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,16 @@ def import_all() -> None:
     transformers.logging.disable_progress_bar()
 
 
+@cache
 def versions() -> dict[str, str]:
     """What a row depends on: the libraries, and every line of the package and of this check."""
     from importlib.metadata import version
 
     digest = hashlib.sha256()
-    for folder, pattern in (("quantkit", "*.py"), ("recipes", "*.yaml"), ("evals/checks", "*model*.py")):
-        for path in sorted((ROOT / folder).rglob(pattern)):
-            digest.update(path.read_bytes())
+    files = [*(ROOT / "quantkit").rglob("*.py"), *(ROOT / "recipes").glob("*.yaml")]
+    files += [ROOT / "evals/checks/tiny_models.py", ROOT / "evals/checks/model_row.py"]
+    for path in sorted(files):
+        digest.update(path.read_bytes())
     names = ("transformers", "torch", "compressed-tensors")
     return {"code": digest.hexdigest()[:12], **{name: version(name) for name in names}}
 
@@ -144,7 +146,7 @@ def verdict(row: dict[str, Any]) -> str:
         return "crash"
     if row["built"] != "yes":
         return "not built"
-    if not row["causal"]:
+    if row["decoder"] != "yes":
         return "no decoder"
     seen = [entry["verdict"] for entry in row["recipes"].values()]
     everything = [*seen, *([row["source"]["verdict"]] if row["source"]["verdict"] != "refused" else [])]
@@ -165,7 +167,7 @@ def row(name: str, *, recipes: list[str], limit: float) -> dict[str, Any]:
         else:
             last = (Path(folder) / "stderr").read_text(errors="replace").strip().splitlines()[-1:]
             how = f"more than {limit:g} s" if code is None else f"ended with {code}"
-            done = {"built": "yes", "recipes": {}, "crashed": " ".join([how, *last])[:300]}
+            done = {"built": "yes", "decoder": "yes", "recipes": {}, "crashed": " ".join([how, *last])[:300]}
     seconds = round(time.monotonic() - began, 1)
     return {**done, "asked": sorted(recipes), "seconds": seconds, "versions": versions()}
 

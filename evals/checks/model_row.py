@@ -8,6 +8,7 @@ a half of a fused one). Loaded by transformers, it is what the checkpoint must b
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ PROMPT, NEW_TOKENS = 24, 8
 ALIKE = 0.3  # cosine of a matrix and its quantized self at least; of two random ones it is within 0.1
 EXACT = 1e-3  # largest difference of logits, of their standard deviation: float32 in another order
 NOISY = 0.97  # median correlation of logits at least where activations are rounded, of 8 bits
+_NEEDS = r"required positional|have to specify|must specify|has to be not-None|is required|be provided"
 SAMPLES = {"calibration.samples": 4, "calibration.sequence_length": 32}
 
 
@@ -36,13 +38,13 @@ def make_row(name: str, folder: Path, recipes: list[str]) -> dict[str, Any]:
     spec = tiny_models.rows()[name]
     row: dict[str, Any] = {"class": spec.kind, "task": spec.task, "recipes": {}}
     try:
-        truth, row["causal"] = _source(spec, folder / "source")
-        row["parameters"] = truth.size
+        truth, row["decoder"] = _source(spec, folder / "source")
     except Exception as error:  # of transformers: the table says which
         return {**row, "built": _line(error)}
     row["built"] = "yes"
-    if not row["causal"]:
+    if truth is None:
         return row
+    row["parameters"] = truth.size
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in _samples()))
     row["source"] = _run(folder / "source", truth, 1.0)
     for recipe in recipes:
@@ -55,40 +57,48 @@ class Truth:
 
     def __init__(self, model: Any) -> None:
         self.size = sum(parameter.numel() for parameter in model.parameters())
-        ids = _prompt()
+        ids, self.logprobs = _prompt(), list[float]()
         for _ in range(NEW_TOKENS):
-            logits = _logits(model, ids)
-            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+            value, token = _logits(model, ids)[0, -1].log_softmax(-1).max(-1)
+            self.logprobs.append(float(value))
+            ids = torch.cat([ids, token.reshape(1, 1)], dim=1)
         self.tokens: list[int] = ids[0, PROMPT:].tolist()
         # Of the prompt alone: a model may compute a position differently beside later ones.
         self.logits = _logits(model, _prompt())
 
 
-def _source(spec: tiny_models.Spec, folder: Path) -> tuple[Truth, bool]:
-    """Write a model; raises where transformers does not read what it wrote. The second: whether it is causal."""
+def _source(spec: tiny_models.Spec, folder: Path) -> tuple[Truth | None, str]:
+    """Write a model. "yes" if it is a decoder alone, else why not; raises where transformers does not read it back."""
+    if spec.has_encoder:
+        return None, "an encoder and a decoder"
     model = tiny_models.build(spec)
+    decoder = _is_decoder(model)
+    if decoder != "yes":
+        return None, decoder
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config))
     tiny_models.save_tokenizer(folder)
-    if not _is_causal(model):
-        return Truth.__new__(Truth), False
     loaded, keys = _load(spec, folder)
     truth = Truth(loaded)
     if keys or not _equal(truth.logits, _logits(model, _prompt())):
         raise ValueError(f"transformers reads another model than it wrote {keys}")
-    return truth, True
+    return truth, decoder
 
 
-def _is_causal(model: Any) -> bool:
-    """A text model of one stack: takes token ids alone, and no position sees a later one."""
-    if model.config.is_encoder_decoder:
-        return False
+def _is_decoder(model: Any) -> str:
+    """ "yes" for a text model of one stack: it needs token ids alone, and no position sees a later one."""
     first = _prompt()
     second = first.clone()
     second[0, -1] += 1
-    return _equal(_logits(model, first)[:, :-1], _logits(model, second)[:, :-1])
+    try:
+        same = _equal(_logits(model, first)[:, :-1], _logits(model, second)[:, :-1])
+    except (TypeError, ValueError) as error:
+        if not re.search(_NEEDS, str(error)):
+            raise
+        return f"needs more than token ids: {_line(error)}"
+    return "yes" if same else "positions see later ones"
 
 
 def _load(spec: tiny_models.Spec, folder: Path) -> tuple[Any, dict[str, list[str]]]:
@@ -145,7 +155,7 @@ def _recipe(spec: tiny_models.Spec, recipe: str, folder: Path, source: Truth) ->
     try:
         entry["share"], truth = _reference(spec, folder, output)
     except Exception as error:
-        return {**entry, "verdict": "wrong", "why": f"no reference: {_line(error)}"}
+        return {**entry, "verdict": "wrong", "why": _line(error).replace(str(folder), "")}
     entry["to source"] = round(_correlation(truth.logits, source.logits), 4)
     entry |= _transformers(spec, output, truth, noise)
     entry["run"] = _run(output, truth, noise)
@@ -198,18 +208,25 @@ def _run(path: Path, truth: Truth, noise: float) -> dict[str, Any]:
         llm = LLM(path, dtype="float32", kv_cache="auto", threads=1, device="cpu", max_length=64)
         native = llm.model.paged
         said: dict[str, Any] = {"native": native}
-        scores = llm.score([_prompt()[0].tolist()])
-        logits = next(iter(scores)).float()
-        tokens = llm.generate([_prompt()[0].tolist()], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))[0]
+        prompt = _prompt()[0].tolist()
+        logits = next(iter(llm.score([prompt]))).float()
+        settings = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+        answer = llm.generate([prompt], settings)[0]
     except Exception as error:
         return _refused(error, path)
-    said["tokens"] = sum(a == b for a, b in zip(tokens.token_ids, truth.tokens, strict=False))
+    said["tokens"] = sum(a == b for a, b in zip(answer.token_ids, truth.tokens, strict=False))
     if noise == 1:
-        right = list(tokens.token_ids) == truth.tokens
+        pairs = zip((token.logprob for token in answer.logprobs or ()), truth.logprobs, strict=True)
+        said["distance"] = float(f"{max(abs(a - b) for a, b in pairs):.2g}")
+        right = list(answer.token_ids) == truth.tokens and said["distance"] < EXACT
     else:
         said["correlation"] = round(_correlation(logits[None], truth.logits), 4)
         right = said["correlation"] > noise
-    return {**said, "verdict": "right"} if right else {**said, "verdict": "wrong", "why": f"other tokens: {said}"}
+    return (
+        {**said, "verdict": "right"}
+        if right
+        else {**said, "verdict": "wrong", "why": f"other tokens or logits: {said}"}
+    )
 
 
 def _reference(spec: tiny_models.Spec, folder: Path, output: Path) -> tuple[float, Truth]:
@@ -236,8 +253,6 @@ def _reference(spec: tiny_models.Spec, folder: Path, output: Path) -> tuple[floa
 
 def _decoder_size(state: Mapping[str, Tensor], modules: list[str]) -> int:
     """Elements of all matrices in the layers among which a quantized module is."""
-    import re
-
     lists = {re.split(r"\.\d+\.", module)[0] for module in modules}
     return sum(v.numel() for k, v in state.items() if v.dim() > 1 and re.split(r"\.\d+\.", k)[0] in lists)
 

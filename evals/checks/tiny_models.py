@@ -47,7 +47,7 @@ SMALL: tuple[tuple[str, int], ...] = (
     (r".*(num_mel_bins|chunk.*size|patch_size|.*_stride|kernel.*|.*conv_size)", 1 << 30),
     (r".*(num_image_tokens|image_seq_len.*|num_queries|query_length|num_query.*)", 4),
     (r"base_channels|latent_channels", 32),
-    (r".*(size|dim|dims|width|rank|n_embd|d_model|channels|hidden|features)s?(_per_layer_input)?", WIDTH),
+    (r".*(size|dim|dims|width|rank|n_embd|d_model|channels|hidden|features)s?(_global)?(_per_layer_input)?", WIDTH),
 )
 LAYERS = r"num_hidden_layers|n_layers?|num_layers|depth|num_.*layers|.*(encoder|decoder)_layers|n_.*_layers?|layers"
 NO_LAYERS = r".*(shared|dense|skip|nextn|predict|deepstack|mtp|first|last).*"  # counts of some layers among all
@@ -87,9 +87,13 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"per_layer_config": {"1": {"head_dim": 2 * HEAD}}},
     "gemma4_unified_text": {"per_layer_config": {"1": {"head_dim": 2 * HEAD}}},
+    "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0, "text_config.num_kv_shared_layers": 2},
+    "gemma4_unified_assistant": {"text_config.num_kv_shared_layers": 2},
     "glm5_next_text": {"index_kpool": 2, "linear_num_heads": HEADS},
     "granite4_vision": {"spatial_target_layers": [0], "downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 4, 4, 4]}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [6, 6, 4]}},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 4},
     "jamba": {
         "num_hidden_layers": 4,
@@ -112,6 +116,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [64, 64]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "step3p5": {"sliding_window": WINDOW},
     "xlstm": {"num_blocks": 2},
@@ -138,7 +143,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
             "qwen2_5_vl_text",
             "qwen2_5_omni_text",
             "paddleocr_vl_text",
-            "ernie4_5_vl_moe_text",
         )
     },
     **{
@@ -147,7 +151,27 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     },
 }
 # Further rows: `<name of a row>:<what differs>` to the entries that do.
-VARIANTS: dict[str, dict[str, Any]] = {}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3:one query projection": {"q_lora_rank": None},
+    "falcon:many key heads": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma4_text:experts": {
+        "enable_moe_block": True,
+        "num_experts": EXPERTS,
+        "top_k_experts": 2,
+        "moe_intermediate_size": WIDTH,
+    },
+    "gemma4_text:keys are values": {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "gemma4_text:shared caches": {
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {"1": {"head_dim": 2 * HEAD}, "3": {"head_dim": 2 * HEAD}},
+    },
+    "granitemoehybrid:dense": {"num_local_experts": 0},
+    "llama:tied": {"tie_word_embeddings": True},
+    "nemotron_h:latent experts": {"moe_latent_size": WIDTH},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +196,13 @@ class Spec:
         import transformers
 
         return transformers.AutoModelForCausalLM if self.task == "causal" else transformers.AutoModelForImageTextToText
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether models of this type are an encoder and a decoder; a class for the decoder alone forgets that."""
+        from transformers import CONFIG_MAPPING
+
+        return bool(CONFIG_MAPPING[self.model_type]().is_encoder_decoder)
 
 
 @cache
