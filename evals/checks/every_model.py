@@ -37,7 +37,7 @@ RECIPES = ("rtn-int4", "gptq-int4", "fp8-dynamic", "w8a8-int8")
 LIMIT_BYTES = 8 << 30
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", default="", help="names of rows, with commas; default all")
@@ -48,16 +48,16 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="make rows again that are there")
     parser.add_argument("--output", type=Path, default=None, help="file of rows")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the rows, make none")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.page:
+        import models_page
+
+        models_page.write(options.output)
+        return
     import_all()
     import tiny_models
 
     file = options.output or ROOT / "evals/results/models" / f"{versions()['transformers']}.json"
-    if options.page:
-        import models_page
-
-        models_page.write(file)
-        return
     names = options.classes.split(",") if options.classes else list(tiny_models.rows())
     names = names if options.tenth is None else names[options.tenth % 10 :: 10]
     rows = read(file)

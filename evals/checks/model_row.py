@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ ALIKE = 0.3  # cosine of a matrix and its quantized self at least; of two random
 EXACT = 1e-3  # largest difference of logits, of their standard deviation: float32 in another order
 NOISY = 0.97  # median correlation of logits at least where activations are rounded, of 8 bits
 _NEEDS = r"required positional|have to specify|must specify|has to be not-None|is required|be provided"
+ROUNDED = {4: 0.2, 8: 0.05}  # relative error of a matrix of normal numbers at most, by bits, rounded to the nearest
 SAMPLES = {"calibration.samples": 4, "calibration.sequence_length": 32}
 
 
@@ -53,9 +54,17 @@ def make_row(name: str, folder: Path, recipes: list[str]) -> dict[str, Any]:
 
 
 class Truth:
-    """A model as transformers computes it: logits of the prompt, and the tokens that follow it."""
+    """A model as transformers computes it: logits of the prompt, and the tokens that follow it.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: in evaluation mode.
+        inputs: scheme of the inputs of quantized linears, None = they are not rounded.
+        matrices: the weights of those linears.
+    Attributes:
+        rounded: logits of the prompt with those inputs rounded, as `logits` where none are.
+    """
+
+    def __init__(self, model: Any, inputs: Any = None, matrices: Iterable[Tensor] = ()) -> None:
         self.size = sum(parameter.numel() for parameter in model.parameters())
         ids, self.logprobs = _prompt(), list[float]()
         for _ in range(NEW_TOKENS):
@@ -65,6 +74,24 @@ class Truth:
         self.tokens: list[int] = ids[0, PROMPT:].tolist()
         # Of the prompt alone: a model may compute a position differently beside later ones.
         self.logits = _logits(model, _prompt())
+        if inputs is not None:
+            _round_inputs(model, inputs, {float(matrix.double().sum()) for matrix in matrices})
+        self.rounded = _logits(model, _prompt())
+
+    def correlation(self, logits: Tensor) -> float:
+        """Of a checkpoint with rounded inputs: a model that chooses by its inputs may choose as either of the two."""
+        return round(max(_correlation(logits, self.logits), _correlation(logits, self.rounded)), 4)
+
+
+def _round_inputs(model: Any, inputs: Any, sums: set[float]) -> None:
+    """From now on the linears whose weights have these sums see their inputs rounded."""
+    from quantkit.numerics.inputs import fake_quantize_inputs
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and float(module.weight.double().sum()) in sums:
+            module.register_forward_pre_hook(
+                lambda _, given: (fake_quantize_inputs(given[0], inputs), *given[1:]),
+            )
 
 
 def _source(spec: tiny_models.Spec, folder: Path) -> tuple[Truth | None, str]:
@@ -151,13 +178,16 @@ def _recipe(spec: tiny_models.Spec, recipe: str, folder: Path, source: Truth) ->
     except Exception as error:
         return _refused(error, folder)
     entry: dict[str, Any] = {"quantized": result.num_quantized, "ignored": len(result.ignored)}
-    noise = 1.0 if loaded.scheme.default is None or loaded.scheme.default.activation is None else NOISY
+    inputs = loaded.scheme.default.activation
+    noise = 1.0 if inputs is None else NOISY
     try:
-        entry["share"], truth = _reference(spec, folder, output)
+        entry["share"], entry["error"], truth = _reference(spec, folder, output, inputs)
     except Exception as error:
         return {**entry, "verdict": "wrong", "why": _line(error).replace(str(folder), "")}
     entry["to source"] = round(_correlation(truth.logits, source.logits), 4)
     entry |= _transformers(spec, output, truth, noise)
+    if not loaded.steps and entry["error"] > ROUNDED[loaded.scheme.default.weight.dtype.bits]:
+        entry["why"] = f"a matrix is off by {entry['error']}, more than rounding is"
     entry["run"] = _run(output, truth, noise)
     if "why" not in entry and entry["run"]["verdict"] != "right":
         return {**entry, "verdict": entry["run"]["verdict"], "why": f"in quantkit: {entry['run']['why']}"}
@@ -195,7 +225,7 @@ def _judged(logits: Tensor, truth: Truth, noise: float) -> dict[str, Any]:
     distance = _distance(logits, truth.logits)
     said: dict[str, Any] = {"distance": float(f"{distance:.2g}")}
     if noise < 1:
-        said["correlation"] = round(_correlation(logits, truth.logits), 4)
+        said["correlation"] = truth.correlation(logits)
     right = distance < EXACT if noise == 1 else said["correlation"] > noise
     return said if right else {**said, "why": f"other logits in transformers: {said}"}
 
@@ -220,7 +250,7 @@ def _run(path: Path, truth: Truth, noise: float) -> dict[str, Any]:
         said["distance"] = float(f"{max(abs(a - b) for a, b in pairs):.2g}")
         right = list(answer.token_ids) == truth.tokens and said["distance"] < EXACT
     else:
-        said["correlation"] = round(_correlation(logits[None], truth.logits), 4)
+        said["correlation"] = truth.correlation(logits[None])
         right = said["correlation"] > noise
     return (
         {**said, "verdict": "right"}
@@ -229,8 +259,8 @@ def _run(path: Path, truth: Truth, noise: float) -> dict[str, Any]:
     )
 
 
-def _reference(spec: tiny_models.Spec, folder: Path, output: Path) -> tuple[float, Truth]:
-    """Share of the decoder's weights that are quantized, and the model that the codes stand for."""
+def _reference(spec: tiny_models.Spec, folder: Path, output: Path, inputs: Any) -> tuple[float, float, Truth]:
+    """Share of the decoder's weights that are quantized, the worst error of one, and what the codes stand for."""
     from quantkit.compress.convert.source import open_source
 
     state = load_file(folder / "source" / "model.safetensors")
@@ -240,15 +270,14 @@ def _reference(spec: tiny_models.Spec, folder: Path, output: Path) -> tuple[floa
     others = [name for module in written.modules if module not in matrices for name in written.names(module)]
     biases = [f"{module}.bias" for module in matrices if f"{module}.bias" in written.reader]
     with torch.no_grad():
-        for module, matrix in matrices.items():
-            _put(state, f"{module}.weight", matrix)
+        worst = max(_put(state, f"{module}.weight", matrix) for module, matrix in matrices.items())
         for name in [*others, *biases]:
             _put(state, name, written.reader.tensor(name))
     reference = folder / "reference"
     reference.mkdir(exist_ok=True)
     save_file(state, reference / "model.safetensors", {"format": "pt"})
     (reference / "config.json").write_text((folder / "source" / "config.json").read_text())
-    return round(share, 4), Truth(_load(spec, reference)[0])
+    return round(share, 4), round(worst, 4), Truth(_load(spec, reference)[0], inputs, matrices.values())
 
 
 def _decoder_size(state: Mapping[str, Tensor], modules: list[str]) -> int:
@@ -257,18 +286,18 @@ def _decoder_size(state: Mapping[str, Tensor], modules: list[str]) -> int:
     return sum(v.numel() for k, v in state.items() if v.dim() > 1 and re.split(r"\.\d+\.", k)[0] in lists)
 
 
-def _put(state: dict[str, Tensor], name: str, value: Tensor) -> None:
-    """Replace what a tensor of a checkpoint stands for."""
-    known = state.get(name)
-    if known is not None and known.shape == value.shape and (value.dim() < 2 or _alike(known, value) > ALIKE):
-        known.copy_(value)
-        return
-    if value.dim() != 2:
-        raise ValueError(f"{name} {tuple(value.shape)} is no tensor of the source")
-    likeness, slot = max(((_alike(slot, value), slot) for slot in _slots(state, value)), key=lambda pair: pair[0])
-    if likeness < ALIKE:
-        raise ValueError(f"{name} {tuple(value.shape)} resembles no weight of the source")
+def _put(state: dict[str, Tensor], name: str, value: Tensor) -> float:
+    """Replace what a tensor of a checkpoint stands for; the relative difference of the two."""
+    slot = state.get(name)
+    if slot is None or slot.shape != value.shape or (value.dim() > 1 and _alike(slot, value) < ALIKE):
+        if value.dim() != 2:
+            raise ValueError(f"{name} {tuple(value.shape)} is no tensor of the source")
+        likeness, slot = max(((_alike(slot, value), slot) for slot in _slots(state, value)), key=lambda pair: pair[0])
+        if likeness < ALIKE:
+            raise ValueError(f"{name} {tuple(value.shape)} resembles no weight of the source")
+    error = float((slot - value).float().norm() / (slot.float().norm() + 1e-9))
     slot.copy_(value)
+    return error
 
 
 def _slots(state: Mapping[str, Tensor], value: Tensor) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ SMALL: tuple[tuple[str, int], ...] = (
         r"(n_positions|n_ctx|max_seq_len|seq_length|max_position_embeddings|max_.*position.*|max_sequence_length)",
         LENGTH,
     ),
-    (r".*sliding_window.*|window_size|attention_window_size|attention_chunk_size|window", WINDOW),
+    (r".*sliding_window.*|index_topk|window_size|attention_window_size|attention_chunk_size|window", WINDOW),
     (r"linear_num_value_heads|mamba_(num|n)_heads|mamba_num_heads|n_mamba_heads", 8),
     (r".*(num_key_value_heads|num_kv_heads|n_kv_heads|num_key_heads|kv_heads|kv_n_heads).*|num_query_groups", 2),
     (r".*(_heads|n_head|num_heads|nhead).*", HEADS),
@@ -60,6 +60,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {"4": 4, "16": 4}},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": _ROPE_BY_KIND},
+    "bloom": {"hidden_size": WIDTH, "n_head": HEADS},
     "chameleon": {"vocabulary_map": {"<image>": 300}, "image_token_id": 300},
     "dbrx": {
         "attn_config.rope_theta": 10000.0,
