@@ -289,24 +289,25 @@ def _decoder_size(state: Mapping[str, Tensor], modules: list[str]) -> int:
 def _put(state: dict[str, Tensor], name: str, value: Tensor) -> float:
     """Replace what a tensor of a checkpoint stands for; the relative difference of the two."""
     slot = state.get(name)
-    if slot is None or slot.shape != value.shape or (value.dim() > 1 and _alike(slot, value) < ALIKE):
-        if value.dim() != 2:
-            raise ValueError(f"{name} {tuple(value.shape)} is no tensor of the source")
-        likeness, slot = max(((_alike(slot, value), slot) for slot in _slots(state, value)), key=lambda pair: pair[0])
+    if slot is None or slot.shape != value.shape or (value.dim() == 2 and _alike(slot, value) < ALIKE):
+        column = value.reshape(len(value), -1) if value.dim() in (1, 2) else value
+        slots = ((_alike(slot, column), slot) for slot in _slots(state, column))
+        likeness, slot = max(slots, key=lambda pair: pair[0], default=(0.0, value))
         if likeness < ALIKE:
             raise ValueError(f"{name} {tuple(value.shape)} resembles no weight of the source")
-    error = float((slot - value).float().norm() / (slot.float().norm() + 1e-9))
-    slot.copy_(value)
+    error = float((slot.reshape_as(value) - value).float().norm() / (slot.float().norm() + 1e-9))
+    slot.copy_(value.reshape_as(slot))
     return error
 
 
 def _slots(state: Mapping[str, Tensor], value: Tensor) -> Iterator[Tensor]:
-    """Every part of the source that could be this matrix, as a view."""
-    rows, width = value.shape
-    for tensor in state.values():
-        if tensor.dim() not in (2, 3) or tensor.numel() < value.numel():
+    """Every part of the source that could be this matrix (of one column: this bias), as a view."""
+    rows, width = value.shape if value.dim() == 2 else (0, 0)
+    for tensor in state.values() if rows else ():
+        stacked = tensor.unsqueeze(-1) if width == 1 and tensor.dim() == 2 else tensor
+        if stacked.dim() not in (2, 3) or stacked.numel() < value.numel():
             continue
-        for matrix in tensor if tensor.dim() == 3 else (tensor,):
+        for matrix in stacked if stacked.dim() == 3 else (stacked,):
             for turned in (matrix, matrix.T):
                 times, rest = divmod(turned.shape[0], rows)
                 if turned.shape[1] == width and times and not rest:
