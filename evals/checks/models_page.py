@@ -42,7 +42,7 @@ same logits whatever comes after it; other classes are listed last. A recipe's v
 - has, in float32, the logits of the source model in which each quantized matrix is replaced by what the codes decode to
   (found by its values, not by its name); where activations are rounded too, the median correlation of logits over
   positions is above {noisy};
-- gives in quantkit the tokens and log-probabilities that transformers computes without a cache.
+- gives in quantkit the tokens and log-probabilities that transformers computes, with its cache or without one.
 
 The source model has to give transformers' own tokens in quantkit as well. *Native* is what quantkit's engine computes;
 the rest runs through transformers. *Share* is that of the matrices in decoder layers that `rtn-int4` quantizes.
