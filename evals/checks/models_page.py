@@ -35,7 +35,8 @@ Every class that transformers lists for causal language modelling or for image-t
 default configuration, with sizes shrunk by the names of their entries (`evals/checks/tiny_models.py`), with random
 weights, and written by transformers. Some settings that change the tensors of a class have rows of their own, after a
 colon. *Decoder-only* is what needs token ids alone, is not configured as encoder and decoder, and gives a position the
-same logits whatever comes after it; other classes are listed last. A recipe's verdict is *right* if its checkpoint
+same logits whatever comes after it; other classes are listed last. A type in both
+lists counts among image-text models. A recipe's verdict is *right* if its checkpoint
 
 - holds matrices that differ from the source's by no more than rounding, where the recipe only rounds;
 - loads in transformers without missing, unexpected or mismatched tensors;

@@ -213,7 +213,9 @@ def rows() -> dict[str, Spec]:
 
     known = {}
     for model_type, kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        known[model_type] = Spec(kind=kind, task="causal", model_type=model_type, changes={})
+        # As a causal language model a wrapper is its text model, which has a row of its own.
+        if model_type not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            known[model_type] = Spec(kind=kind, task="causal", model_type=model_type, changes={})
     for model_type, kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items():
         spec = Spec(kind=kind, task="image-text", model_type=model_type, changes={})
         known[f"{model_type}+image"] = spec
