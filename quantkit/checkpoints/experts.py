@@ -148,4 +148,7 @@ def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
         # Past the registry of nn.Module: the layer's code finds it, and its parameters have the stored name only.
         parent.__dict__[leaf] = module
         owner, _, leaf = other.rpartition(".")
+        *outer, last = owner.split(".")
+        if last and last not in layer.get_submodule(".".join(outer))._modules:
+            layer.get_submodule(".".join(outer)).add_module(last, nn.Module())  # only checkpoints have it
         layer.get_submodule(owner).add_module(leaf, module)

@@ -174,12 +174,16 @@ def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, 
     """Parts by name, for each stored tensor that is not itself one."""
     layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
     parts_of: dict[str, dict[str, StoredPart]] = {}
+    own_names = {stored: own for own, stored in family.stored_tensors.items()}
     for name, info in tensors.items():
         match = layer.match(name)
         if match is None:
             continue
         prefix, local = match.group(), name[match.end() :]
-        if local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
+        if local in own_names:
+            part = StoredPart(stored=name, expert=None, outputs=slice(None), transposed=False)
+            parts_of[name] = {prefix + own_names[local]: part}
+        elif local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
             parts_of[name] = {name: StoredPart(stored=name, expert=None, outputs=slice(None), transposed=True)}
         elif family.experts is not None and len(info.shape) >= 2:
             parts = {prefix + key: part for key, part in expert_parts(name, local, info.shape, family.experts)}

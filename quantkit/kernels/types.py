@@ -167,7 +167,14 @@ class StackedExperts(Protocol):
         """What was stacked, two of each expert."""
         ...
 
-    def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        shared: Tensor | None,
+        shared_score: Tensor | None,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """What `reference.experts.route` and `run_each` compute.
 
         Args:
@@ -175,6 +182,7 @@ class StackedExperts(Protocol):
             scores: (T, E) router logits.
             shared: (T, K) is added to the result; None = nothing is.
             shared_score: (T, 1), weighs `shared` through a sigmoid; None = it counts fully.
+            choose: in place of `route`: scores to weights (T, k) float32 and numbers (T, k) of the chosen.
         Returns:
             (T, K), dtype of x.
         """

@@ -21,7 +21,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
     "num_experts_per_tok": ("num_experts_per_token",),
     "n_shared_experts": ("num_shared_experts",),
-    "rms_norm_eps": ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+    "rms_norm_eps": ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"),
     "hidden_activation": ("hidden_act",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
     "partial_rotary_factor": ("rotary_pct",),

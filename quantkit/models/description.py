@@ -6,7 +6,7 @@ computes beyond its tensors (rotations, scales, activations) is the runtime's `M
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quantkit.errors import ModelError
 from quantkit.models.attention_shape import AttentionShape
@@ -27,6 +27,10 @@ class ExpertsShape:
         width: of an expert.
         normalize: whether the scores of the chosen are made to sum to one.
         shared_width: of the experts that see every token, as one; None = there are none.
+        scoring: what makes scores of router logits.
+        num_groups, chosen_groups: experts are chosen from the best groups only.
+        group_rule: a group is as good as its best expert, or as the sum of its best two.
+        scale: of the scores of the chosen.
     """
 
     num_experts: int
@@ -34,6 +38,16 @@ class ExpertsShape:
     width: int
     normalize: bool
     shared_width: int | None
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    chosen_groups: int = 1
+    group_rule: Literal["best", "two"] = "two"
+    scale: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen by a softmax alone."""
+        return self.scoring == "softmax" and self.num_groups == 1 and self.scale == 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +206,22 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
         normalize=read.flag(data.normalize, True),
         # A model without shared experts may say 0 as well as nothing.
         shared_width=shared or None,
+        scoring=data.scoring,
+        **_groups(read, data, count, chosen),
+        scale=read.number(data.scale, default=1.0),
     )
+
+
+def _groups(read: ConfigReader, data: Experts, count: int, chosen: int) -> dict[str, Any]:
+    """In how many groups experts are, and from how many of them they are chosen."""
+    groups = read.count("n_group", default=1) if data.groups and read.get("topk_method") != "greedy" else 1
+    kept = read.count("topk_group", default=1) if groups > 1 else 1
+    if count % groups or kept > groups or kept * (count // groups) < chosen:
+        raise ModelError(
+            f"{read.where}: {chosen} experts of each token cannot come from topk_group {kept} of n_group {groups} with "
+            f"{count} experts in all; mend it"
+        )
+    return {"num_groups": groups, "chosen_groups": kept, "group_rule": data.groups or "two"}
 
 
 def _latent(read: ConfigReader) -> LatentShape:

@@ -76,10 +76,14 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
         "partial_rotary_factor", default=config.number("partial_rotary_factor", default=family.partial)
     )
     width = int(head_dim * partial)
+    if family.width is not None and read.get("partial_rotary_factor") is None:
+        width = config.count(family.width, default=width)
     if width < 2 or width % 2 or width > head_dim:
         raise ModelError(f"config.json: {width} of {head_dim} channels of a head would be rotated; must be even, >= 2")
     kind = read.text("rope_type", default="default")
     kind = _OTHER_NAMES.get(kind, kind)
+    if family.fixed_alpha and kind == "dynamic" and read.get("alpha") is not None:
+        kind, theta = "default", theta * read.number("alpha") ** (width / (width - 2))
     if kind not in get_args(Kind):
         raise NotNative(f"rope_type {kind!r} (there are: {', '.join(get_args(Kind))})")
     settings = _scaling(kind, read, config, width, length)
@@ -100,7 +104,7 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
         raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; mend it")
     if any(isinstance(settings.get(kind), Mapping) for kind in _BY_LAYER_TYPE):
         return settings.get(_BY_LAYER_TYPE[local]) or {}
-    if local and family.local_theta is not None:
+    if local and (family.local_theta is not None or not family.local_scaled):
         return {}  # what is scaled is only the other layers
     return settings
 

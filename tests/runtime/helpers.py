@@ -32,6 +32,9 @@ def make_loud_model(folder: Path, family: str, *, dtype: torch.dtype = torch.flo
             else:
                 loud = any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value", "gate.weight"))
                 parameter.copy_(noise * (2.5 if loud else 1.0) / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(folder)
     return folder
 

@@ -174,7 +174,7 @@ def test_contradictions_are_refused_in_one_line(changes, message):
     [
         ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
         ({"hidden_act": "wave"}, "activation 'wave'"),
-        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ({"architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ],
 )
 def test_what_transformers_may_know_is_said_to_be_not_native(changes, message):

@@ -70,6 +70,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Activations by the name that transformers configs use."""
 
 
+XIELU = "xielu"
+"""Name of the activation that has parameters of its own, see `xielu`."""
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+    """A parabola above zero, an exponential below; its slope at zero is beta.
+
+    Args:
+        x: (T, I); not modified.
+        alpha_p, alpha_n: (1,), curvatures above and below before their softplus.
+        beta: slope.
+        eps: the exponential's argument is at most this.
+    Source: Huang 2024, Deriving Activation Functions Using Integration.
+    """
+    single = x.float()
+    above, below = F.softplus(alpha_p.float()), beta + F.softplus(alpha_n.float())
+    bent = torch.where(single > 0, above * single * single, (torch.expm1(single.clamp(max=eps)) - single) * below)
+    return (bent + beta * single).to(x.dtype)
+
+
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The activation of that name.
 

@@ -2,4 +2,10 @@
 
 from quantkit.models.family import Family, GGUFNames
 
-FAMILY = Family(hf_names=("LlamaForCausalLM",), gguf=GGUFNames(name="llama", interleaved=True))
+FAMILY = Family(
+    # The others are Llama under names of their own.
+    hf_names=("LlamaForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+    keys={"attention_bias": "qkv_bias"},
+    not_native=("clip_qkv",),
+    gguf=GGUFNames(name="llama", interleaved=True),
+)

@@ -5,6 +5,7 @@ Nothing is kept but what the parts hold, so beside the finished ones there is ne
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts
+from quantkit.kernels.reference.block import XIELU, xielu
+from quantkit.kernels.reference.experts import choose
+from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear
 from quantkit.models.description import ExpertsShape
 from quantkit.models.layer_tensors import norm_names, per_head
 from quantkit.models.linear_sets import at
@@ -22,7 +25,7 @@ from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.expected_tensors import local_names, stored_scheme
+from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
 
@@ -55,7 +58,7 @@ class Weights:
     _local: dict[str, set[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._local = local_names(self.reader)
+        self._local = local_names(self.reader, manifest_of(self.config)[1])
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that is never quantized, in the model's dtype unless another is given."""
@@ -65,11 +68,17 @@ class Weights:
 
     def norm(self, *names: str) -> Norm:
         """A norm by full module name; where each head has a module of its own, all of them as one."""
+        if self.config.family.norm == "bare":
+            return LayerNorm(None, None, self.config.norm_eps)
         parts, bias = [self.tensor(f"{name}.weight") for name in names], f"{names[0]}.bias"
         weight = parts[0] if len(parts) == 1 else torch.stack(parts)
         self.stored_bytes += weight.nbytes
         if self.config.family.norm == "layer":
-            return LayerNorm(weight, self.tensor(bias) if bias in self.reader else None, self.config.norm_eps)
+            return LayerNorm(
+                weight + self.config.norm_offset,
+                self.tensor(bias) if bias in self.reader else None,
+                self.config.norm_eps,
+            )
         return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset)
 
     def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
@@ -165,7 +174,7 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
     if norm is not None and config.qk_norm:
         heads = per_head(prefix + norm.query, config.num_heads), per_head(prefix + norm.key, config.num_kv_heads)
         norms = weights.norm(*heads[0]), weights.norm(*heads[1])
-        fused = None if flat else kernel_norms(*norms)
+        fused = None if flat or norm.after_rotation else kernel_norms(*norms)
     order = None
     if parts.qkv_by_head:
         # Attention splits its input into all queries, all keys and all values; here they take turns head by head.
@@ -187,18 +196,36 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         ),
         norms=None if fused else norms,
         norm_flat=flat,
+        norm_last=norm is not None and norm.after_rotation,
+        clip=config.clip,
     )
 
 
 def _build_mlp(
     weights: Weights, up: Sequence[str], down: str, prefix: str, gated: bool = True, read_share: float = 1.0
 ) -> MLP:
+    curve = None
+    if weights.config.activation == XIELU:
+        owner = f"{prefix}{down.rpartition('.')[0]}.act_fn"
+        names = ("alpha_p", "alpha_n", *(name for name in ("beta", "eps") if f"{owner}.{name}" in weights.reader))
+        curve = partial(xielu, **{name: weights.tensor(f"{owner}.{name}") for name in names})
     return MLP(
         weights.linear([prefix + name for name in up], read_share=read_share),
         weights.linear([prefix + down], read_share=read_share),
         weights.config.activation,
         gated,
+        curve,
     )
+
+
+def _build_router(weights: Weights, name: str, *, exact: bool) -> Linear:
+    """The linear that scores experts; `exact` ones multiply in float32 whatever the model computes in."""
+    if not exact:
+        return weights.linear([name])
+    weight = weights.tensor(f"{name}.weight", torch.float32)
+    router = build_linear(weight, bias=None, activation=None, dtype=torch.float32, device=weights.device)
+    weights.stored_bytes += router.stored_bytes
+    return WrappedLinear(router, Tensor.float)
 
 
 def _build_mixture(weights: Weights, prefix: str) -> Mixture:
@@ -216,10 +243,13 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
             up, down = [at(name, number) for name in data.up], at(data.down, number)
             yield _build_mlp(weights, up, down, prefix, read_share=config.num_chosen / config.num_experts)
 
+    balance = None if data.balance is None else weights.tensor(prefix + data.balance, torch.float32).view(-1)
+    plain = balance is None and config.is_plain
     return Mixture(
-        router=weights.linear([prefix + data.router]),
+        router=_build_router(weights, prefix + data.router, exact=data.exact),
         # A new iterator: the first may be partly used up when stacking turns out to be impossible.
         experts=_stack(weights, config, experts()) or tuple(experts()),
+        choose=None if plain else partial(choose, experts=config, balance=balance),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
         shared=shared,
