@@ -73,6 +73,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_MIXTURE, **_GROUPS, "head_dim": 16},
     "gpt_neox": {"num_key_value_heads": 4},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.25,
+        "shared_intermediate_size": 48,
+    },
+    "ministral3": {
+        "head_dim": 16,
+        "sliding_window": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.6,
@@ -119,6 +137,8 @@ EXPERT_FAMILIES = (
     "ernie4_5_moe",
     "exaone_moe",
     "flex_olmo",
+    "granitemoe",
+    "granitemoeshared",
     "glm4_moe",
     "hunyuan_v1_moe",
     "hy_v3",

@@ -198,7 +198,7 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
     width, shared = read.count(data.width, default=read.get("intermediate_size")), None
     if data.shared_up:
         key = data.shared_width
-        shared = read.count(key) if key else width * read.count("n_shared_experts", default=0, at_least=0)
+        shared = read.count(key, at_least=0) if key else width * read.count("n_shared_experts", default=0, at_least=0)
     return ExpertsShape(
         num_experts=count,
         num_chosen=chosen,

@@ -94,6 +94,8 @@ class Rope:
         partial: share of each head that is rotated.
         width: key of how many channels of each head are; it wins.
         interleaved: neighbours 2i, 2i+1 are a pair; else i, i + R/2.
+        grows: queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + how often the original length fits into
+            their position).
         fixed_alpha: "dynamic" scaling with an `alpha` is a larger base, whatever the length.
         layers: "all" rotate; "window": only those with one; "local": the same, but all of a model without windows;
             "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, n being
@@ -106,6 +108,7 @@ class Rope:
     partial: float = 1.0
     width: str | None = None
     interleaved: bool = False
+    grows: bool = False
     fixed_alpha: bool = False
     layers: Literal["all", "window", "local", "listed"] = "all"
 
@@ -401,5 +404,6 @@ def _expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
     down = LinearSet(linears=(data.down,), source=data.up[1] if data.smooth_down else None, parent=data.down)
     if data.shared_down is None:
         return ups, down
-    shared = LinearSet(linears=(data.shared_down,), source=data.shared_up[1], parent=data.shared_down, optional=True)
+    source = data.shared_up[1] if len(data.shared_up) == 2 else None
+    shared = LinearSet(linears=(data.shared_down,), source=source, parent=data.shared_down, optional=True)
     return ups, down, shared

@@ -32,6 +32,7 @@ class RopeConfig:
         attention_factor: of cosine and sine (yarn, longrope).
         beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
         low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
+        growth: of queries by position, see `family.Rope`; 0 = they do not grow.
         short_factors, long_factors: LongRoPE's factor of each wavelength (R/2), up to the original length and beyond.
     """
 
@@ -48,6 +49,7 @@ class RopeConfig:
     truncate: bool = True
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
+    growth: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -87,6 +89,9 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     if kind not in get_args(Kind):
         raise NotNative(f"rope_type {kind!r} (there are: {', '.join(get_args(Kind))})")
     settings = _scaling(kind, read, config, width, length)
+    if family.grows and read.get("llama_4_scaling_beta"):
+        settings["growth"] = read.number("llama_4_scaling_beta")
+        settings["original_length"] = read.count("original_max_position_embeddings")
     return RopeConfig(
         kind=kind,  # type: ignore[arg-type]  # just checked
         theta=theta,

@@ -84,9 +84,8 @@ VARIANTS = {
     "deepseek_v4": V4,
 }
 FILES = {name.replace("-", "_") for name in REGISTRY.names()}
-COUNTED = sorted(
-    {*FILES, "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe"} - {"gemma3", "hunyuan", "hunyuan_moe", "falcon"}
-)
+OTHERWISE = {"gemma3": "gemma3_text", "hunyuan": "hunyuan_v1_dense", "hunyuan_moe": "hunyuan_v1_moe"}
+COUNTED = sorted({*FILES, *OTHERWISE.values()} - {*OTHERWISE, "falcon"})
 # These have no key/value heads of their own, and a width of their own.
 PLAIN = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt")
 

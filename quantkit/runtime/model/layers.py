@@ -111,6 +111,7 @@ class Attention:
         norm_flat: they span all heads of a token.
         norm_last: they come behind the rotation.
         clip: bound of the absolute value of queries, keys and values behind norms that come first; None = none.
+        growth: of queries, a factor (T,) for positions (T,); None = they do not grow.
     """
 
     layer: int
@@ -124,6 +125,7 @@ class Attention:
     norm_flat: bool
     norm_last: bool = False
     clip: float | None = None
+    growth: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Attend.
@@ -144,6 +146,8 @@ class Attention:
             key = norms[1](key.flatten(1))[0].view(key.shape)
         if self.clip is not None:
             query, key, value = (one.clamp(-self.clip, self.clip) for one in (query, key, value))
+        if self.growth is not None:
+            query = query * self.growth(batch.positions)[:, None, None].to(query.dtype)
         if self.norm_last and angles is not None:
             ops.rotary_(query, key, *angles, interleaved=self.options.interleaved)
             angles = None

@@ -28,6 +28,7 @@ from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
+from quantkit.runtime.model.rope import query_growth
 
 Weight = Tensor | QuantizedTensor
 
@@ -198,6 +199,7 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         norm_flat=flat,
         norm_last=norm is not None and norm.after_rotation,
         clip=config.clip,
+        growth=partial(query_growth, rope) if rope is not None and rope.growth else None,
     )
 
 
