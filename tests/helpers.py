@@ -43,6 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.5},
     "cwm": {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4},
+    "deepseek_v2": {**_MIXTURE, **_GROUPS, **_LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_MIXTURE, **_GROUPS, **_LATENT},
+    "glm4_moe_lite": {**_MIXTURE, **_LATENT, "q_lora_rank": None},
+    "youtu": {**_LATENT, "rope_interleave": False},
     "dots1": {**_MIXTURE, **_GROUPS, "head_dim": 16},
     "ernie4_5": {"head_dim": 16},
     "ernie4_5_moe": {
@@ -78,7 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "attention_multiplier": 0.25,
-        "shared_intermediate_size": 48,
+        "shared_intermediate_size": 64,
     },
     "ministral3": {
         "head_dim": 16,
@@ -133,6 +137,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 24},
 }
 EXPERT_FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
     "dots1",
     "ernie4_5_moe",
     "exaone_moe",
@@ -157,8 +164,6 @@ MORE_FAMILIES = tuple(name for name in SETTINGS if name not in (*FAMILIES, *EXPE
 COMPRESSED_ONLY: dict[str, dict[str, Any]] = {
     "bloom": {},
     "codegen": {"rotary_dim": 16},
-    "deepseek_v2": {**_MIXTURE, **_GROUPS, **_LATENT, "topk_method": "group_limited_greedy"},
-    "deepseek_v3": {**_MIXTURE, **_GROUPS, **_LATENT},
     "falcon": {"multi_query": True, "alibi": False},
     "gpt2": {},
     "gpt_bigcode": {},

@@ -93,11 +93,12 @@ def page_arrays(
 
     Args:
         key, value: how they are stored; codes of less than a byte are packed along the channels.
-        heads, key_dim, value_dim: key/value heads and their channels.
+        heads, key_dim, value_dim: key/value heads and their channels; no channels = values are not kept.
         page_size: tokens of a page.
     """
     shapes: list[tuple[str, tuple[int, ...], int]] = []
     sides = (("key", key, key_dim), ("value", value, value_dim))
+    sides = tuple(side for side in sides if side[2])
     for name, side, width in sides:
         # Codes of less than a byte are packed, so the last dimension then counts bytes.
         whole = max(1, side.bits // 8)

@@ -70,6 +70,11 @@ class LatentShape:
     index_heads: int
     top_k: int
 
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head's query and key."""
+        return self.plain_dim + self.rope_dim
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
@@ -161,9 +166,10 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
     vocabulary, hidden, heads = (read.count(key) for key in ("vocab_size", "hidden_size", "num_attention_heads"))
     # Rows that take turns head by head give each query head a key and a value of its own.
     kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
+    latent = None if read.get("kv_lora_rank") is None or family.block else _latent(read)
     if family.multi_query is not None and read.flag(family.multi_query):
         kv_heads = 1
-    if read.get("head_dim") is None and hidden % heads:
+    if latent is None and read.get("head_dim") is None and hidden % heads:
         raise ModelError(
             f"{read.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
             "head_dim; mend it"
@@ -180,13 +186,13 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": read.count("head_dim", default=hidden // heads),
+        "head_dim": latent.head_dim if latent else read.count("head_dim", default=hidden // heads),
         "windows": windows,
         "with_experts": sparse,
         "qk_norm": family.qk_norm is not None and read.flag(family.qk_norm.switch, family.qk_norm.switch is None),
         "parallel": read.flag(family.parallel),
         "experts": _experts(read, family.experts) if family.experts is not None and any(sparse) else None,
-        "latent": None if read.get("kv_lora_rank") is None or family.block else _latent(read),
+        "latent": latent,
         "tied": read.flag("tie_word_embeddings"),
     }
 

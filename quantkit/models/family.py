@@ -93,7 +93,7 @@ class Rope:
         local_scaled: False: wavelengths in layers with a window are never scaled.
         partial: share of each head that is rotated.
         width: key of how many channels of each head are; it wins.
-        interleaved: neighbours 2i, 2i+1 are a pair; else i, i + R/2.
+        interleaved: neighbours 2i, 2i+1 are a pair; else i, i + R/2; a key, true by default, or a constant.
         grows: queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + how often the original length fits into
             their position).
         fixed_alpha: "dynamic" scaling with an `alpha` is a larger base, whatever the length.
@@ -107,7 +107,7 @@ class Rope:
     local_scaled: bool = True
     partial: float = 1.0
     width: str | None = None
-    interleaved: bool = False
+    interleaved: str | bool = False
     grows: bool = False
     fixed_alpha: bool = False
     layers: Literal["all", "window", "local", "listed"] = "all"

@@ -32,6 +32,7 @@ class RopeConfig:
         attention_factor: of cosine and sine (yarn, longrope).
         beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
         low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
+        sharpening: of the scale of latent attention (yarn).
         growth: of queries by position, see `family.Rope`; 0 = they do not grow.
         short_factors, long_factors: LongRoPE's factor of each wavelength (R/2), up to the original length and beyond.
     """
@@ -49,6 +50,7 @@ class RopeConfig:
     truncate: bool = True
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
+    sharpening: float = 1.0
     growth: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
@@ -96,7 +98,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
         kind=kind,  # type: ignore[arg-type]  # just checked
         theta=theta,
         width=width,
-        interleaved=family.interleaved,
+        interleaved=config.flag(family.interleaved, True),
         max_length=length,
         **settings,
     )
@@ -140,7 +142,7 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
     if kind == "yarn":
         return {
             **settings,
-            "attention_factor": _yarn_attention(read, factor),
+            **_yarn_attention(read, factor),
             "beta_fast": read.number("beta_fast", default=32.0),
             "beta_slow": read.number("beta_slow", default=1.0),
             "truncate": read.flag("truncate", True),
@@ -161,12 +163,13 @@ def _factor(read: ConfigReader) -> float:
     return factor
 
 
-def _yarn_attention(read: ConfigReader, factor: float) -> float:
-    """YaRN's factor of cosine and sine: given, or from the growth of the context."""
+def _yarn_attention(read: ConfigReader, factor: float) -> dict[str, float]:
+    """YaRN's factor of cosine and sine: given, or from the growth of the context; and that of latent attention."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     own, everywhere = read.optional_number("mscale"), read.optional_number("mscale_all_dim")
     ratio = scale(own) / scale(everywhere) if own and everywhere else scale(1.0)
-    return read.number("attention_factor", default=ratio)
+    sharpening = scale(everywhere) ** 2 if everywhere else 1.0
+    return {"attention_factor": read.number("attention_factor", default=ratio), "sharpening": sharpening}

@@ -58,10 +58,10 @@ def attend(states: States, views: KVViews, batch: ForwardBatch, options: Attenti
         batch: what belongs to whom; its page table covers all cached tokens.
         options: scale, window and the like.
     Returns:
-        (T, Hq, D), dtype of the queries.
+        (T, Hq, D), dtype of the queries; D is that of the values.
     """
     query, key, value = states
-    out = query.new_empty(query.shape)
+    out = query.new_empty(*query.shape[:2], value.shape[2])
     for span in _spans(batch):
         first = 0 if options.window is None else max(0, span.cached - options.window + 1)
         keys, values = key[span.new].transpose(0, 1), value[span.new].transpose(0, 1)  # (Hkv, L, D)
@@ -78,6 +78,9 @@ def _gather(views: KVViews, batch: ForwardBatch, span: _Span, first: int, dtype:
     from_page, to_page = first // size, -(-span.cached // size)
     pages = batch.page_table[span.row, from_page:to_page]
     origin = from_page * size
+    if views.layout.rope_dim:
+        latents = _read(views.key, pages, dtype)[:, first - origin : span.cached - origin]
+        return latents, latents[..., views.layout.rope_dim :]
     values = _read(views.value, pages, dtype)[:, first - origin : span.cached - origin]
     # Keys before this position are in pages: all, or those of pages that were quantized when they became complete.
     paged = span.cached if views.key_residual is None else max(span.cached // size * size, first)
@@ -164,7 +167,8 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
     """
     pages = torch.div(batch.slots, views.layout.page_size, rounding_mode="floor")
     offsets = batch.slots - pages * views.layout.page_size
-    _write(views.value, value, pages, offsets)
+    if not views.layout.rope_dim:
+        _write(views.value, value, pages, offsets)
     if views.key_residual is None:
         _write(views.key, key, pages, offsets)
         return

@@ -69,8 +69,13 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     activation = family.activation or read.text("hidden_activation", default="silu")
     if activation not in (*ACTIVATIONS, XIELU):
         raise NotNative(f"activation {activation!r}")
-    ropes = _read_ropes(read, family, fields["windows"], fields["head_dim"], length)
+    latent = fields["latent"]
+    ropes = _read_ropes(read, family, fields["windows"], latent.rope_dim if latent else fields["head_dim"], length)
     root = read.number(factors.attention_root, default=fields["head_dim"])
+    if latent and (latent.index_dim or any(fields["windows"])):
+        raise NotNative("latent attention with an indexer or a window")
+    # Latent attention with scaled wavelengths has sharper scores.
+    sharpening = ropes[0].sharpening if latent and ropes[0] else 1.0
     scale = fields["hidden_size"] ** 0.5 if factors.root_embedding else read.number(factors.embedding, default=1.0)
     return ModelConfig(
         **fields,
@@ -78,7 +83,7 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
         norm_eps=read.number("rms_norm_eps", default=1e-6),
         norm_offset=family.norm_offset,
         activation=activation,
-        attention_scale=read.number(factors.attention, default=root**-0.5),
+        attention_scale=read.number(factors.attention, default=root**-0.5 * sharpening),
         attention_softcap=read.optional_number(factors.attention_softcap),
         logits_softcap=read.optional_number(factors.logits_softcap),
         clip=read.optional_number(factors.clip),

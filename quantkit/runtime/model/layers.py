@@ -6,7 +6,7 @@ business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -199,6 +199,16 @@ class MLP:
         return self.down(ops.gated_linear(self.up, x, self.activation, self.down.activation_quantization))
 
 
+class AnyAttention(Protocol):
+    """What a block needs of its attention: `Attention`, or one that computes otherwise."""
+
+    qkv: Linear
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+        """See `Attention`."""
+        ...
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Block:
     """One decoder layer: attention and MLP around the residual stream, norms where the family has them.
@@ -213,7 +223,7 @@ class Block:
         rope: which of the model's rotary embeddings; None = no positions.
     """
 
-    attention: Attention
+    attention: AnyAttention
     mlp: Callable[[Tensor], Tensor]
     input_norm: Norm | None
     attention_norm: Norm | None

@@ -27,6 +27,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
 from quantkit.runtime.model.experts import Mixture
+from quantkit.runtime.model.latent import LatentAttention
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
 from quantkit.runtime.model.rope import query_growth
 
@@ -67,10 +68,11 @@ class Weights:
         self.num_bytes += value.nbytes
         return value
 
-    def norm(self, *names: str) -> Norm:
+    def norm(self, *names: str, eps: float | None = None) -> Norm:
         """A norm by full module name; where each head has a module of its own, all of them as one."""
+        eps = self.config.norm_eps if eps is None else eps
         if self.config.family.norm == "bare":
-            return LayerNorm(None, None, self.config.norm_eps)
+            return LayerNorm(None, None, eps)
         parts, bias = [self.tensor(f"{name}.weight") for name in names], f"{names[0]}.bias"
         weight = parts[0] if len(parts) == 1 else torch.stack(parts)
         self.stored_bytes += weight.nbytes
@@ -78,9 +80,9 @@ class Weights:
             return LayerNorm(
                 weight + self.config.norm_offset,
                 self.tensor(bias) if bias in self.reader else None,
-                self.config.norm_eps,
+                eps,
             )
-        return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset)
+        return RMSNorm(weight, eps, self.config.norm_offset)
 
     def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
         """One linear out of modules that read the same input: their outputs one after another.
@@ -112,6 +114,20 @@ class Weights:
         self.num_bytes += result.stored_bytes
         self.stored_bytes += round(result.stored_bytes * read_share)
         return result
+
+    def dense(self, name: str) -> Tensor:
+        """The weight (N, K) of a linear as values, dequantized where it is stored as codes."""
+        weight, _ = self._read(name)
+        if not isinstance(weight, Tensor):
+            weight = weight.dequantize()
+            note = (
+                f"{name.rpartition('.')[2]} is dequantized at load: its parts are multiplied with queries and outputs"
+            )
+            self.notes += [note] if note not in self.notes else []
+        value = weight.to(self.device, self.dtype)
+        self.num_bytes += value.nbytes
+        self.stored_bytes += value.nbytes
+        return value
 
     def build(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None = None) -> Linear:
         """A linear out of its parts; not counted."""
@@ -157,7 +173,7 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
     sparse = config.with_experts[index]
     return Block(
         mlp=_build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated),
-        attention=_build_attention(weights, index, prefix),
+        attention=(_build_attention if config.latent is None else _build_latent)(weights, index, prefix),
         input_norm=norms[0],
         attention_norm=norms[1],
         mlp_norm=norms[2],
@@ -199,6 +215,30 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         norm_flat=flat,
         norm_last=norm is not None and norm.after_rotation,
         clip=config.clip,
+        growth=partial(query_growth, rope) if rope is not None and rope.growth else None,
+    )
+
+
+def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
+    config, rope, sizes = weights.config, weights.config.ropes[index], weights.config.latent
+    assert sizes is not None
+    prefix += "self_attn."
+    narrow = sizes.query_rank > 0
+    query = "q_a_proj" if narrow else "q_proj"
+    up = weights.dense(f"{prefix}kv_b_proj").unflatten(0, (config.num_heads, -1))  # (Hq, P + V, C)
+    key_up, value_up = up.split((sizes.plain_dim, sizes.value_dim), dim=1)
+    return LatentAttention(
+        layer=index,
+        qkv=weights.linear([prefix + query, f"{prefix}kv_a_proj_with_mqa"]),
+        # These norms have an epsilon of their own, whatever config.json says.
+        query_norm=weights.norm(f"{prefix}q_a_layernorm", eps=1e-6) if narrow else None,
+        query_up=weights.linear([f"{prefix}q_b_proj"]) if narrow else None,
+        latent_norm=weights.norm(f"{prefix}kv_a_layernorm", eps=1e-6),
+        key_up=key_up.contiguous(),
+        value_up=value_up.transpose(1, 2).contiguous(),
+        output=weights.linear([f"{prefix}o_proj"]),
+        sizes=sizes,
+        options=AttentionOptions(scale=config.attention_scale, interleaved=rope is not None and rope.interleaved),
         growth=partial(query_growth, rope) if rope is not None and rope.growth else None,
     )
 
