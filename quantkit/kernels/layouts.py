@@ -144,6 +144,11 @@ class KVLayout:
         return self.cache.scheme
 
     @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.head_dim - self.rope_dim
+
+    @property
     def has_residual(self) -> bool:
         """Whether the newest keys are kept in `dtype` because a page is only quantized once it is complete."""
         return self.scheme.key.dtype is not None and self.scheme.key.granularity == "channel"

@@ -54,7 +54,9 @@ class Side:
     zero_bytes: int = 0
 
     def token_bytes(self, width: int) -> float:
-        """Bytes of one token's key or value of one head, its share of scales included."""
+        """Bytes of one token's key or value of one head, its share of scales included; of nothing, none."""
+        if not width:
+            return 0
         scales = math.prod(self.scale_shape(1, DEFAULT_PAGE_SIZE, width)) / DEFAULT_PAGE_SIZE
         return math.ceil(width * self.bits / 8) + scales * (self.scale_bytes + self.zero_bytes)
 

@@ -23,19 +23,19 @@ class Mixture:
     Args:
         router: (T, H) -> (T, E).
         experts: one MLP each, or all of them as one, which has its own way to choose.
-        choose: (T, E) scores to weights and numbers of the chosen; None = `route` with what follows.
         num_chosen, normalize: see `route`; of no meaning for experts that are one.
         shared: an MLP that every token passes, or None.
         shared_gate: (T, H) -> (T, 1), weighs its output through a sigmoid; None = it counts fully.
+        choose: (T, E) scores to weights and numbers of the chosen, in place of `route`.
     """
 
     router: Linear
     experts: tuple[MLP, ...] | StackedExperts
-    choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None
     num_chosen: int
     normalize: bool
     shared: MLP | None
     shared_gate: Linear | None
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def linears(self) -> tuple[Linear | LinearFacts, ...]:

@@ -50,6 +50,11 @@ class LatentAttention:
     options: AttentionOptions
     growth: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `AnyAttention`."""
+        return self.qkv, *([] if self.query_up is None else [self.query_up]), self.output
+
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """See `Attention`."""
         sizes, joint = self.sizes, self.qkv(x)

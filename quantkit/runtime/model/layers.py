@@ -127,6 +127,11 @@ class Attention:
     clip: float | None = None
     growth: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `AnyAttention`."""
+        return self.qkv, self.output
+
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Attend.
 
@@ -203,6 +208,11 @@ class AnyAttention(Protocol):
     """What a block needs of its attention: `Attention`, or one that computes otherwise."""
 
     qkv: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All that it multiplies with, but for what is no linear of its own."""
+        ...
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """See `Attention`."""
