@@ -86,6 +86,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4, no window": ("exaone4", {"layer_types": ["full_attention"] * 4, "sliding_window": None}),
     "hunyuan_v1_dense, alpha": ("hunyuan_v1_dense", scaled("dynamic", alpha=1000.0, factor=1.0)),
+    "deepseek_v2, yarn": (
+        "deepseek_v2",
+        {
+            **scaled("yarn", **YARN, mscale=0.7, mscale_all_dim=0.5),
+            "topk_method": "greedy",
+            "q_lora_rank": None,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek_v2, groups": ("deepseek_v2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3, yarn": (
+        "deepseek_v3",
+        {**scaled("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0), "attention_bias": True, "v_head_dim": 24},
+    ),
     "glm4_moe, groups": (
         "glm4_moe",
         {"use_qk_norm": True, "routed_scaling_factor": 2.0, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
@@ -250,6 +264,14 @@ SWITCHES = {
     "shared expert": ("qwen2_moe", no_shared_expert),
     "sigmoid of router logits": ("glm4_moe, groups", change_experts(scoring="softmax")),
     "groups of experts": ("glm4_moe, groups", change_experts(num_groups=1)),
+    "groups by their best": ("deepseek_v2, groups", change_experts(group_rule="two")),
+    "sharper scores": (
+        "deepseek_v3, yarn",
+        lambda config: replace(config, attention_scale=32**-0.5),
+    ),
+    "neighbours as pairs, latent": ("deepseek_v3", change_rope(interleaved=False)),
+    "halves as pairs, latent": ("youtu", change_rope(interleaved=True)),
+    "queries that grow": ("ministral3", change_rope(growth=0.0)),
     "scale of experts": ("glm4_moe, groups", change_experts(scale=1.0)),
     "norms behind the rotation": ("hunyuan_v1_dense", lambda config: change_norm(config, after_rotation=False)),
     "bound of queries, keys and values": ("olmo, clipped", lambda config: replace(config, clip=None)),

@@ -44,14 +44,14 @@ def choose(scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None)
     """
     single = scores.float()
     likely = single.sigmoid() if experts.scoring == "sigmoid" else single.softmax(dim=-1)
-    wanted = likely if balance is None else likely + balance
+    preferences = likely if balance is None else likely + balance
     if experts.num_groups > 1:
-        by_group = wanted.unflatten(-1, (experts.num_groups, -1))  # (T, G, E / G)
+        by_group = preferences.unflatten(-1, (experts.num_groups, -1))  # (T, G, E / G)
         best = by_group.topk(1 if experts.group_rule == "best" else 2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(best).scatter_(1, best.topk(experts.chosen_groups, dim=-1).indices, 1.0)
         # V2 fills with zeros, which only differs where all that is left is worth less than zero: softmax never is.
-        wanted = by_group.masked_fill(kept.unsqueeze(-1) == 0, -torch.inf).flatten(1)
-    chosen = wanted.topk(experts.num_chosen, dim=-1).indices
+        preferences = by_group.masked_fill(kept.unsqueeze(-1) == 0, -torch.inf).flatten(1)
+    chosen = preferences.topk(experts.num_chosen, dim=-1).indices
     weights = likely.gather(1, chosen)
     if experts.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)

@@ -1,6 +1,7 @@
 """Llama: the family whose names are the defaults."""
 
-from quantkit.models.family import Family, GGUFNames
+from quantkit.models.family import Family
+from quantkit.models.gguf_names import GGUFNames
 
 FAMILY = Family(
     # The others are Llama under names of their own.
