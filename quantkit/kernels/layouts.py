@@ -101,6 +101,7 @@ class KVLayout:
         head_dim: channels of a key and of a value, D.
         rope_dim: of latent attention, whose one head has keys only: all channels but these first ones are the value
             too; 0 = ordinary.
+        sinks: whether attention has any, for which there is no kernel but torch's.
         page_size: tokens per page, S.
         dtype: of keys and values that are not quantized, of the residual window, and of what is computed.
         cache: number types, the default keeps both in `dtype`; and scales of granularity "tensor" and "head".
@@ -115,6 +116,7 @@ class KVLayout:
     dtype: torch.dtype
     cache: LayerCache = _UNQUANTIZED
     rope_dim: int = 0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.rope_dim and (self.has_residual or self.scheme.rotation != "none"):
@@ -247,20 +249,21 @@ def layer_layout(
     cache: LayerCache | None = None,
     window: int | None = None,
     rope_dim: int = 0,
+    sinks: bool = False,
 ) -> KVLayout:
     """Layout of one layer of a model, with the rule that sliding-window layers are never quantized.
 
     A window layer reads few tokens, so there is little to save, and its errors are known to cost accuracy.
 
     Args:
-        num_heads, head_dim, page_size, dtype, rope_dim: see `KVLayout`.
+        num_heads, head_dim, page_size, dtype, rope_dim, sinks: see `KVLayout`.
         scheme: number types; None = not quantized.
         cache: the same with scales, in place of `scheme`.
         window: the layer's sliding window, if it has one.
     """
     kept = (cache or LayerCache(scheme=scheme or KVScheme())) if window is None else _UNQUANTIZED
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "page_size": page_size, "rope_dim": rope_dim}
-    return KVLayout(**sizes, dtype=dtype, cache=kept)
+    return KVLayout(**sizes, dtype=dtype, cache=kept, sinks=sinks)
 
 
 def page_bytes(layouts: Sequence[KVLayout]) -> int:

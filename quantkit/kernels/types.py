@@ -214,6 +214,8 @@ class AttentionOptions:
         softcap: scores become softcap * tanh(score / softcap); None = as they are.
         interleaved: angles turn channels (2i, 2i + 1) instead of (i, i + R/2); see `ops.rotary_`.
         norms: of queries and keys; None = none.
+        sinks: (Hq,) float32, a score of each head beside those of the keys, which counts in the sum and has no value;
+            None = there are none. Only for layouts that say so.
     """
 
     scale: float
@@ -221,6 +223,7 @@ class AttentionOptions:
     softcap: float | None = None
     interleaved: bool = False
     norms: HeadNorms | None = None
+    sinks: Tensor | None = None
 
 
 class PagedAttention(Protocol):

@@ -249,6 +249,7 @@ class Family:
         window, rope, multipliers, experts: see there.
         biases: see there.
         vectors: other parameters of each layer by name; their shapes are numbers or keys.
+        sinks: of these, the score of nothing at all that each head adds to its others; None = there is none.
         outside: the same of parameters beside the layers, e.g. learned positions.
         multi_query: key that says that all heads share one key/value head.
         mlp_ratio: width of the MLP over the hidden width, where config.json does not have it.
@@ -292,6 +293,7 @@ class Family:
     experts: Experts | None = None
     biases: Biases = Biases()
     vectors: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    sinks: str | None = None
     outside: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     multi_query: str | None = None
     mlp_ratio: int | None = None

@@ -25,7 +25,7 @@ def make_loud_model(folder: Path, family: str, *, dtype: torch.dtype = torch.flo
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(0.4 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)

@@ -271,6 +271,7 @@ SWITCHES = {
     ),
     "neighbours as pairs, latent": ("deepseek_v3", change_rope(interleaved=False)),
     "halves as pairs, latent": ("youtu", change_rope(interleaved=True)),
+    "sinks": ("gpt_oss", lambda config: replace(config, family=replace(config.family, sinks=None))),
     "queries that grow": ("ministral3", change_rope(growth=0.0)),
     "scale of experts": ("glm4_moe, groups", change_experts(scale=1.0)),
     "norms behind the rotation": ("hunyuan_v1_dense", lambda config: change_norm(config, after_rotation=False)),

@@ -90,6 +90,24 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: f
     return (bent + beta * single).to(x.dtype)
 
 
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""Name of a gate that is more than an activation, see `clamped_swiglu`."""
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped first.
+
+    Args:
+        gate_up: (T, 2I), gate first; not modified.
+        alpha: of the sigmoid.
+        limit: of the gate from above, of up from both sides.
+    Source: OpenAI 2025, gpt-oss.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The activation of that name.
 

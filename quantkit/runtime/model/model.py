@@ -157,6 +157,7 @@ def config_layouts(
             num_heads=shape.num_kv_heads,
             head_dim=shape.key_dim,
             rope_dim=shape.rope_dim,
+            sinks=config.family.sinks is not None,
             page_size=page_size,
             dtype=kv_dtype(kv_cache or "auto", dtype),
             cache=cache,

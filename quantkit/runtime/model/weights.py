@@ -3,7 +3,7 @@
 Nothing is kept but what the parts hold, so beside the finished ones there is never more than one group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.kernels.reference.block import XIELU, xielu
+from quantkit.kernels.reference.block import CLAMPED_SWIGLU, XIELU, clamped_swiglu, xielu
 from quantkit.kernels.reference.experts import choose
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear
 from quantkit.models.description import ExpertsShape
@@ -210,6 +210,7 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
             softcap=config.attention_softcap,
             interleaved=rope is not None and rope.interleaved,
             norms=fused,
+            sinks=None if config.family.sinks is None else weights.tensor(prefix + config.family.sinks, torch.float32),
         ),
         norms=None if fused else norms,
         norm_flat=flat,
@@ -246,18 +247,27 @@ def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
 def _build_mlp(
     weights: Weights, up: Sequence[str], down: str, prefix: str, gated: bool = True, read_share: float = 1.0
 ) -> MLP:
-    curve = None
-    if weights.config.activation == XIELU:
-        owner = f"{prefix}{down.rpartition('.')[0]}.act_fn"
-        names = ("alpha_p", "alpha_n", *(name for name in ("beta", "eps") if f"{owner}.{name}" in weights.reader))
-        curve = partial(xielu, **{name: weights.tensor(f"{owner}.{name}") for name in names})
     return MLP(
         weights.linear([prefix + name for name in up], read_share=read_share),
         weights.linear([prefix + down], read_share=read_share),
         weights.config.activation,
         gated,
-        curve,
+        _build_curve(weights, f"{prefix}{down.rpartition('.')[0]}.act_fn"),
     )
+
+
+def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | None:
+    """What is between the linears of an MLP, where that is more than a named activation; `owner` is its module."""
+    config = weights.config
+    if config.activation == CLAMPED_SWIGLU:
+        numbers = {"alpha": 1.702, "limit": 7.0}
+        return partial(
+            clamped_swiglu, **{name: config.entries.number(f"swiglu_{name}", default=numbers[name]) for name in numbers}
+        )
+    if config.activation != XIELU:
+        return None
+    names = ("alpha_p", "alpha_n", *(name for name in ("beta", "eps") if f"{owner}.{name}" in weights.reader))
+    return partial(xielu, **{name: weights.tensor(f"{owner}.{name}") for name in names})
 
 
 def _build_router(weights: Weights, name: str, *, exact: bool) -> Linear:

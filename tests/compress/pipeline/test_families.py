@@ -21,7 +21,7 @@ from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import EVERY_FAMILY, EXPERT_FAMILIES, make_model, one_of_each, transformers_logits
 
 RECIPES = ("gptq-int4", "awq-int4", "rtn-int8", "fp8-dynamic")
-WITH_EXPERTS = [*EXPERT_FAMILIES, "gpt_oss"]
+WITH_EXPERTS = EXPERT_FAMILIES
 # What transformers itself cannot load as codes: no reader of compressed-tensors there knows a Conv1D, or experts that
 # are stored as one.
 NOT_LOADED = ("gpt2", "gpt_oss", "granitemoe", "granitemoeshared")
