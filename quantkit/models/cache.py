@@ -99,8 +99,7 @@ def page_arrays(
         page_size: tokens of a page.
     """
     shapes: list[tuple[str, tuple[int, ...], int]] = []
-    sides = (("key", key, key_dim), ("value", value, value_dim))
-    sides = tuple(side for side in sides if side[2])
+    sides = [("key", key, key_dim), *([("value", value, value_dim)] if value_dim else [])]
     for name, side, width in sides:
         # Codes of less than a byte are packed, so the last dimension then counts bytes.
         whole = max(1, side.bits // 8)

@@ -74,7 +74,9 @@ XIELU = "xielu"
 """Name of the activation that has parameters of its own, see `xielu`."""
 
 
-def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+def xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor | float = 0.5, eps: Tensor | float = -1e-6
+) -> Tensor:
     """A parabola above zero, an exponential below; its slope at zero is beta.
 
     Args:

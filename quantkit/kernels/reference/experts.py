@@ -46,7 +46,7 @@ def choose(scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None)
     likely = single.sigmoid() if experts.scoring == "sigmoid" else single.softmax(dim=-1)
     preferences = likely if balance is None else likely + balance
     if experts.num_groups > 1:
-        by_group = preferences.unflatten(-1, (experts.num_groups, -1))  # (T, G, E / G)
+        by_group = preferences.view(len(scores), experts.num_groups, -1)  # (T, G, E / G)
         best = by_group.topk(1 if experts.group_rule == "best" else 2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(best).scatter_(1, best.topk(experts.chosen_groups, dim=-1).indices, 1.0)
         # V2 fills with zeros, which only differs where all that is left is worth less than zero: softmax never is.

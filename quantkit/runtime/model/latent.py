@@ -61,7 +61,7 @@ class LatentAttention:
         query, latent, rotary = joint.tensor_split((-sizes.rank - sizes.rope_dim, -sizes.rope_dim), dim=1)
         if self.query_norm is not None and self.query_up is not None:
             query = self.query_up(self.query_norm(query.contiguous())[0])
-        query = query.unflatten(1, (-1, sizes.plain_dim + sizes.rope_dim))  # (T, Hq, P + R)
+        query = query.reshape(len(x), -1, sizes.head_dim)  # (T, Hq, P + R)
         if self.growth is not None:
             query = query * self.growth(batch.positions)[:, None, None].to(query.dtype)
         absorbed = torch.bmm(query[..., : sizes.plain_dim].transpose(0, 1), self.key_up).transpose(0, 1)  # (T, Hq, C)

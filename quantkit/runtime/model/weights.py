@@ -226,8 +226,8 @@ def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
     prefix += "self_attn."
     narrow = sizes.query_rank > 0
     query = "q_a_proj" if narrow else "q_proj"
-    up = weights.dense(f"{prefix}kv_b_proj").unflatten(0, (config.num_heads, -1))  # (Hq, P + V, C)
-    key_up, value_up = up.split((sizes.plain_dim, sizes.value_dim), dim=1)
+    up = weights.dense(f"{prefix}kv_b_proj").view(config.num_heads, -1, sizes.rank)  # (Hq, P + V, C)
+    key_up, value_up = up.tensor_split((sizes.plain_dim,), dim=1)
     return LatentAttention(
         layer=index,
         qkv=weights.linear([prefix + query, f"{prefix}kv_a_proj_with_mqa"]),
@@ -260,10 +260,9 @@ def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | N
     """What is between the linears of an MLP, where that is more than a named activation; `owner` is its module."""
     config = weights.config
     if config.activation == CLAMPED_SWIGLU:
-        numbers = {"alpha": 1.702, "limit": 7.0}
-        return partial(
-            clamped_swiglu, **{name: config.entries.number(f"swiglu_{name}", default=numbers[name]) for name in numbers}
-        )
+        read = config.entries
+        alpha, limit = read.number("swiglu_alpha", default=1.702), read.number("swiglu_limit", default=7.0)
+        return partial(clamped_swiglu, alpha=alpha, limit=limit)
     if config.activation != XIELU:
         return None
     names = ("alpha_p", "alpha_n", *(name for name in ("beta", "eps") if f"{owner}.{name}" in weights.reader))
