@@ -176,6 +176,15 @@ class _HeaderWeights(Weights):
                 self.quantized.append((group[0], rows, width, scheme))
         return _COUNTED
 
+    def exact_linear(self, names: Sequence[str]) -> Linear:
+        self.tensor(f"{names[0]}.weight", torch.float32)
+        return _COUNTED
+
+    def dense(self, name: str) -> Tensor:
+        value = torch.empty(self._sizes[name], dtype=self.dtype, device="meta")
+        self.num_bytes += value.nbytes
+        return value
+
     def stored(self, name: str, otherwise: torch.dtype | None = None) -> torch.dtype:
         """Of a tensor in the checkpoint; of the computation where there is none of that name."""
         return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype

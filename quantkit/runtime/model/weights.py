@@ -115,6 +115,13 @@ class Weights:
         self.stored_bytes += round(result.stored_bytes * read_share)
         return result
 
+    def exact_linear(self, names: Sequence[str]) -> Linear:
+        """A linear that multiplies in float32, whatever the model computes in."""
+        (name,) = names
+        weight = self.tensor(f"{name}.weight", torch.float32)
+        self.stored_bytes += weight.nbytes
+        return WrappedLinear(build_linear(weight, dtype=torch.float32, device=self.device), Tensor.float)
+
     def dense(self, name: str) -> Tensor:
         """The weight (N, K) of a linear as values, dequantized where it is stored as codes."""
         weight, _ = self._read(name)
@@ -269,16 +276,6 @@ def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | N
     return partial(xielu, **{name: weights.tensor(f"{owner}.{name}") for name in names})
 
 
-def _build_router(weights: Weights, name: str, *, exact: bool) -> Linear:
-    """The linear that scores experts; `exact` ones multiply in float32 whatever the model computes in."""
-    if not exact:
-        return weights.linear([name])
-    weight = weights.tensor(f"{name}.weight", torch.float32)
-    router = build_linear(weight, bias=None, activation=None, dtype=torch.float32, device=weights.device)
-    weights.stored_bytes += router.stored_bytes
-    return WrappedLinear(router, Tensor.float)
-
-
 def _build_mixture(weights: Weights, prefix: str) -> Mixture:
     config, data = weights.config.experts, weights.config.family.experts
     assert config is not None and data is not None
@@ -297,7 +294,7 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
     balance = None if data.balance is None else weights.tensor(prefix + data.balance, torch.float32).view(-1)
     plain = balance is None and config.is_plain
     return Mixture(
-        router=_build_router(weights, prefix + data.router, exact=data.exact),
+        router=(weights.exact_linear if data.exact else weights.linear)([prefix + data.router]),
         # A new iterator: the first may be partly used up when stacking turns out to be impossible.
         experts=_stack(weights, config, experts()) or tuple(experts()),
         choose=None if plain else partial(choose, experts=config, balance=balance),
