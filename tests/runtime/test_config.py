@@ -94,6 +94,7 @@ def test_defaults_are_those_of_transformers(family):
     needed = {
         "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
         "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        "deepseek_v2": ("num_experts_per_tok",),
         "olmoe": ("num_experts", "num_experts_per_tok"),
     }.get(family, ())
     sizes |= {key: getattr(tiny_config(family), key) for key in needed}

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.families.deepseek_v2 import FAMILY as DEEPSEEK_V2
+from quantkit.models.families.deepseek_v2 import SIZES
 from quantkit.models.family import BALANCED_EXPERTS, Rope
 
 FAMILY = replace(
@@ -12,6 +13,9 @@ FAMILY = replace(
     rope=Rope(interleaved="rope_interleave"),
     experts=BALANCED_EXPERTS,
     defaults={
+        **SIZES,
+        "n_routed_experts": 256,
+        "moe_intermediate_size": 2048,
         "first_k_dense_replace": 3,
         "n_group": 8,
         "topk_group": 4,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from quantkit.models.families.deepseek_v2 import SIZES
 from quantkit.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 
 FAMILY = replace(
@@ -9,6 +10,10 @@ FAMILY = replace(
     hf_names=("Glm4MoeLiteForCausalLM",),
     model_types=(),
     defaults={
+        **SIZES,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
         "rms_norm_eps": 1e-5,
         "first_k_dense_replace": 1,
         "n_routed_experts": 64,

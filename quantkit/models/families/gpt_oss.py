@@ -19,6 +19,7 @@ FAMILY = Family(
         "head_dim": 64,
         "sliding_window": 128,
         "rms_norm_eps": 1e-5,
+        "num_local_experts": 128,
         "num_experts_per_tok": 4,
         "rope_parameters": {
             "rope_type": "yarn",
