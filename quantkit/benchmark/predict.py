@@ -7,7 +7,7 @@ N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -177,7 +177,8 @@ class _HeaderWeights(Weights):
         return _COUNTED
 
     def exact_linear(self, names: Sequence[str]) -> Linear:
-        self.tensor(f"{names[0]}.weight", torch.float32)
+        rows, width = self._sizes[names[0]]
+        self.num_bytes += dense_bytes(rows, width, False, torch.float32, replace(self.kernels, dtype=torch.float32))
         return _COUNTED
 
     def dense(self, name: str) -> Tensor:

@@ -118,9 +118,11 @@ class Weights:
     def exact_linear(self, names: Sequence[str]) -> Linear:
         """A linear that multiplies in float32, whatever the model computes in."""
         (name,) = names
-        weight = self.tensor(f"{name}.weight", torch.float32)
-        self.stored_bytes += weight.nbytes
-        return WrappedLinear(build_linear(weight, dtype=torch.float32, device=self.device), Tensor.float)
+        weight = self.reader.tensor(f"{name}.weight").to(self.device, torch.float32)
+        result = build_linear(weight, dtype=torch.float32, device=self.device)
+        self.num_bytes += result.stored_bytes
+        self.stored_bytes += result.stored_bytes
+        return WrappedLinear(result, Tensor.float)
 
     def dense(self, name: str) -> Tensor:
         """The weight (N, K) of a linear as values, dequantized where it is stored as codes."""
