@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_MIXTURE, **_GROUPS, **_LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_MIXTURE, **_GROUPS, **_LATENT},
     "glm4_moe_lite": {**_MIXTURE, **_LATENT, "q_lora_rank": None},
-    "youtu": {**_LATENT, "rope_interleave": False},
+    "youtu": {**_LATENT, "rope_interleave": False, "initializer_range": 0.02},
     "dots1": {**_MIXTURE, **_GROUPS, "head_dim": 16},
     "ernie4_5": {"head_dim": 16},
     "ernie4_5_moe": {
