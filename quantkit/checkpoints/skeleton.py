@@ -51,6 +51,8 @@ class Skeleton:
         for layer in layers:
             rebuild_layer(layer, family)
         self._layers = layers
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        self._tied = {name: other for name, other in tied.items() if name.startswith(f"{family.layers}.")}
         self._load_stem()
         self._arguments: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
@@ -144,7 +146,16 @@ class Skeleton:
             state = layer.state_dict(keep_vars=True)
             expected |= {f"{self.layer_name(index)}.{name}": parameter.shape for name, parameter in state.items()}
         for name, shape in expected.items():
-            self.reader.check_shape(name, tuple(shape))
+            self.reader.check_shape(self._stored(name), tuple(shape))
+
+    def _stored(self, name: str) -> str:
+        """The tensor that files keep in place of one that several layers share."""
+        return name if name in self.reader else self._tied.get(name, name)
+
+    def is_shared(self, index: int, module: str) -> bool:
+        """Whether the weight of a module of a layer (relative name) is that of another layer too."""
+        name = f"{self.layer_name(index)}.{module}.weight"
+        return name in self._tied or name in self._tied.values()
 
     def layer(self, index: int) -> nn.Module:
         """A copy of one layer with its weights read from disk, in evaluation mode.
@@ -160,7 +171,7 @@ class Skeleton:
 
     def _fill(self, module: nn.Module, name: str, full: str, device: torch.device) -> None:
         """Give a module one of its parameters or saved buffers from the tensor `full` of the checkpoint."""
-        value = self.reader.tensor(full)
+        value = self.reader.tensor(self._stored(full))
         # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
         if not torch.isfinite(value).all():
             bad = int((~torch.isfinite(value)).sum())

@@ -28,6 +28,7 @@ from quantkit.compress.discovery.stacked_experts import fill_randomly, find_expe
 from quantkit.compress.discovery.survey import Survey, survey, survey_modules
 from quantkit.errors import ModelError, first_line, located
 from quantkit.models.family import Family
+from quantkit.models.linear_sets import LinearSet
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
 _SHAPE = (2, 24)
@@ -101,20 +102,32 @@ def discover(reader: CheckpointReader) -> Discovery:
     model: Any = build_model(reader)
     with located(str(reader.path)):
         layout, obstacle = find_model_layout(model)
+        bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
     config = model.config.get_text_config()
     gates = Gates(
         most=int(getattr(config, "num_attention_heads", 0) or 0),
         experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
     )
-    bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
     del model
     skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
     surveys, kinds, obstacle = _survey_all(skeleton, gates, obstacle)
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
-    sets = tuple(surveys[kind].sets for kind in kinds)
+    sets = tuple(_without_shared(skeleton, index, surveys[kind].sets) for index, kind in enumerate(kinds))
     family = replace(skeleton.family, linear_sets=sets[0], layer_sets=sets)
     return Discovery(name=name, family=family, surveys=surveys, kinds=kinds, obstacle=obstacle)
+
+
+def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
+    """The sets of a layer but for weights that it shares with other layers, which are ignored."""
+    kept: list[LinearSet] = []
+    for group in sets:
+        own = tuple(name for name in group.linears if not skeleton.is_shared(index, name))
+        touched = (*group.linears, *group.beside, *([group.source] if group.source else []))
+        if any(skeleton.is_shared(index, name) for name in touched):
+            group = replace(group, linears=own, source=None)
+        kept += [group] if own else []
+    return tuple(kept)
 
 
 def _survey_all(skeleton: Skeleton, gates: Gates, obstacle: str) -> tuple[tuple[Survey, ...], tuple[int, ...], str]:

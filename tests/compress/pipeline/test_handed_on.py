@@ -59,6 +59,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "shared", "full"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    # Every layer is given the embeddings, and attention layers share their weights.
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 32,
+    },
+    # The state of a router goes on to the next one; so few experts that one may see every token.
+    "zaya": {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 16},
     # Several streams of hidden states, and experts chosen by token id.
     "deepseek_v4": {
         **_INDEX,
@@ -88,12 +100,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_handed_on(folder, family):
+def make_handed_on(folder, family, **changes):
     """A random model of one of `MODELS`, with a tokenizer."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **MODELS[family]))
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **{**MODELS[family], **changes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -149,6 +161,31 @@ def test_they_load_in_transformers(model, tmp_path, text_file, recipe):
         transformers_logits(folder, IDS) for folder in (tmp_path / "compressed-tensors", tmp_path / "dense", model)
     )
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    assert 0 < (actual - original).norm() / original.norm() < 1
+
+
+def test_weights_that_layers_share_stay_as_they_are(tmp_path):
+    if not known_to_transformers("zamba"):
+        pytest.skip("the installed transformers lacks it")
+    model = make_handed_on(tmp_path / "model", "zamba")
+    result = run(model, "rtn-int8", tmp_path / "out")
+    names = [f"{layer.name}.{linear.name}" for layer in result.layers for linear in layer.linears]
+    assert names
+    assert not any("shared_transf" in name for name in names)
+    before, after = load_tensors(model), load_tensors(tmp_path / "out")
+    shared = [name for name in before if "shared_transf" in name]
+    assert shared == [name for name in after if "shared_transf" in name]
+
+
+def test_experts_beside_an_mlp_in_the_layer_itself_are_experts(tmp_path, text_file):
+    if not known_to_transformers("gemma4_text"):
+        pytest.skip("the installed transformers lacks it")
+    few = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": True}
+    mixture = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    model = make_handed_on(tmp_path / "model", "gemma4_text", **few, **mixture)
+    result = run(model, "gptq-int4", tmp_path / "out", text_file, overrides={"format": "dense"})
+    assert all(len(layer.tokens_per_expert) == 4 and sum(layer.tokens_per_expert) > 0 for layer in result.layers)
+    actual, original = (transformers_logits(folder, IDS) for folder in (tmp_path / "out", model))
     assert 0 < (actual - original).norm() / original.norm() < 1
 
 
