@@ -241,6 +241,7 @@ class Family:
         latent: multi-head latent attention.
         layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
         stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
+        hands_on: layers hand on more than hidden states, or see token ids: they are run in the model's own order.
         parts: modules of a layer.
         norm: kind of all norms; "bare" ones have no weights.
         norm_offset: added to the weights of all norms.
@@ -282,6 +283,7 @@ class Family:
     latent: bool = False
     layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
     stored_prefix: str | None = None
+    hands_on: bool = False
     parts: Parts = Parts()
     norm: Literal["rms", "layer", "bare"] = "rms"
     norm_offset: float = 0.0

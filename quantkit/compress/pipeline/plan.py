@@ -17,7 +17,7 @@ from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.recipe import Recipe
-from quantkit.compress.recipe.assignment import LayerLinears, Schemes, assign, conflicts
+from quantkit.compress.recipe.assignment import LayerLinears, Schemes, fit
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
@@ -99,6 +99,11 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
+    if discovery is not None and discovery.obstacle and recipe.calibration is not None:
+        raise ModelError(
+            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; "
+            "take a recipe without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
+        )
     reader = _open(source.path, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
@@ -108,18 +113,13 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
         for i in range(skeleton.num_layers)
     ]
-    assigned = assign(recipe, parts)
-    for problem in conflicts(recipe, parts, assigned):
-        raise problem
+    recipe, assigned, warnings = fit(recipe, family, parts)
     layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
     linears = {
         f"{part.name}.{n}": scheme for part, layer in zip(parts, layers, strict=True) for n, scheme in layer.items()
     }
     ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
-    format_ = FORMATS.load(recipe.format)
-    # For its refusals: schemes that fit alone may not go together.
-    format_.config(linears, ())
-    warnings = (*format_.check_model(family, layers), *reader.notes)
+    warnings = (*warnings, *reader.notes)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
     metadata_files(reader.path)  # what cannot be carried is said before hours of work
@@ -129,7 +129,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         skeleton=skeleton,
         family=family,
         recipe=recipe,
-        format=format_,
+        format=FORMATS.load(recipe.format),
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
         layers=layers,
         linears=linears,

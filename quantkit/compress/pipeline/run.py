@@ -216,6 +216,7 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
         scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in plan.layers[index]},
         head_dim=plan.skeleton.head_dim,
         arguments=partial(plan.skeleton.arguments, index),
+        next_call=partial(plan.skeleton.next_call, index),
         stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
         seed=plan.recipe.seed,
         data=LayerData(

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
-from quantkit.compress.recipe.load import Recipe
+from quantkit.compress.recipe.load import Recipe, settled
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
+from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
@@ -27,6 +29,45 @@ class LayerLinears(NamedTuple):
 def assign(recipe: Recipe, layers: Sequence[LayerLinears]) -> list[Schemes]:
     """What the rules of a recipe give each linear of each layer."""
     return [{name: recipe.scheme.find(f"{layer.name}.{name}") for name in layer.shapes} for layer in layers]
+
+
+def fit(
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears]
+) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+    """A recipe on a model, checked.
+
+    Args:
+        recipe: with `symmetric: auto`, weights have zero points if format and loaders take them for this model.
+        family: of the model.
+        layers: of it.
+    Returns:
+        the recipe with nothing left open, the schemes of each layer, and warnings, one sentence each.
+    Raises:
+        RecipeError, SchemeError: the first reason why it cannot be used.
+    """
+    first = settled(recipe, symmetric=False)
+    try:
+        return first, *_checked(first, family, layers)
+    except SchemeError as error:
+        if first is recipe:
+            raise
+        other = settled(recipe, symmetric=True)
+        with suppress(SchemeError):
+            assigned, warnings = _checked(other, family, layers)
+            reason = str(error).partition(": set ")[0]
+            return other, assigned, (f"symmetric: auto gives these weights no zero points: {reason}", *warnings)
+        raise
+
+
+def _checked(recipe: Recipe, family: Family, layers: Sequence[LayerLinears]) -> tuple[list[Schemes], tuple[str, ...]]:
+    assigned, format_ = assign(recipe, layers), FORMATS.load(recipe.format)
+    for problem in conflicts(recipe, layers, assigned):
+        raise problem
+    quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
+    parts = zip(layers, quantized, strict=True)
+    # For its refusals: schemes that fit alone may not go together.
+    format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
+    return assigned, format_.check_model(family, quantized)
 
 
 def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:

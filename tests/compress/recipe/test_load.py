@@ -150,7 +150,7 @@ MISTAKES = {
     "weights: {dtype: fp8}\nactivations: {dtype: fp8, clip: mse}": "activations.clip: only static scales are clipped",
     "weights: {dtype: fp8}\nactivations: {dtype: fp8, dynamic: false, group_size: 8}": "activations in groups of 8",
     "weights: {dtype: nvfp4}\nactivations: {dtype: nvfp4, dynamic: false}": "activations in groups of 16",
-    "weights: {dtype: int4, symmetric: 1}": "weights.symmetric: expected true or false, found 1",
+    "weights: {dtype: int4, symmetric: 1}": "weights.symmetric: expected true, false or 'auto', found 1",
     "weights: {dtype: fp8, symmetric: false}": "weights: fp8 has no zero point: set weights.symmetric=true",
     INT4_G32 + "activations: {dtype: int9}": "activations.dtype: unknown number type 'int9'",
     INT4_G32 + "name: a/b": "name: expected letters",
