@@ -49,13 +49,9 @@ class ModelReader(CheckpointReader):
     Args:
         path: of the checkpoint.
         family: its family.
-    Attributes:
-        notes: what a user should know about the view, a sentence each.
     Raises:
         ModelError, CheckpointError: as `CheckpointReader`.
     """
-
-    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path | str, family: Family) -> None:
         super().__init__(path)
@@ -82,7 +78,7 @@ class ModelReader(CheckpointReader):
         """See `CheckpointReader`; all of a part is read."""
         return self.tensor(name)[start:stop].clone() if name in self._parts else super().rows(name, start, stop)
 
-    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
+    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
         """See `CheckpointReader`; a part comes in one chunk."""
         if name in self._parts:
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
@@ -124,9 +120,7 @@ class ModelReader(CheckpointReader):
     def _whole(self, stored: str, expert: int | None) -> Tensor:
         info = self._stored[stored]
         if expert is not None:
-            # Only this expert's bytes are read; the tensor holds those of the whole layer.
-            size = info.num_bytes // info.shape[0]
-            info = replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
+            info = info.item(expert)  # only this expert's bytes are read; the tensor holds those of the whole layer
         return self._read_tensor(info)
 
     def _view(self, family: Family) -> None:

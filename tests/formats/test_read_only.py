@@ -229,7 +229,7 @@ BAD = [
     torchao("Int8WeightOnlyConfig", granularity={"_type": "PerTensor"}),
     config(quant_method="modelopt", quant_algo="W4A8_AWQ"),
     config(quant_method="fp8", weight_block_size=[128]),
-    config(quant_method="fp8", activation_scheme="static"),
+    config(quant_method="fp8", activation_scheme="none"),
 ]
 
 

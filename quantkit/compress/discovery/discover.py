@@ -102,7 +102,7 @@ def discover(reader: CheckpointReader) -> Discovery:
     )
     bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
     del model
-    skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
+    skeleton = Skeleton(ModelReader.of(reader, bare), bare, torch.float32, torch.device("cpu"))
     signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
     distinct = list(dict.fromkeys(signatures))  # in the order of their first layers, which numbers the kinds
     kinds = tuple(map(distinct.index, signatures))
