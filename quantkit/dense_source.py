@@ -9,12 +9,11 @@ a KV cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoints.encoded import EncodedInfo, encoded
 from quantkit.checkpoints.folder import CONFIG_NAME
@@ -27,7 +26,6 @@ from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.numerics.scheme import LinearScheme, Scheme
-from quantkit.numerics.tensor import QuantizedTensor
 
 _SECTION = "quantization_config"
 _TEXT = "text_config"
@@ -94,24 +92,27 @@ class _Source:
 
     def _encoded(self, name: str, parts: Mapping[str, str]) -> EncodedInfo:
         module = name.removesuffix(".weight")
-        with located(f"{self.reader.path}: {module}"):
+        where = f"{self.reader.path}: {module}"
+        with located(where):
             infos = {local: self.reader.info(full) for local, full in parts.items()}
             # Parts of a stack (E, ...) are looked at as those of its first matrix.
             stack = () if name != module else (_stacked(infos),)
             matrix = {local: info.item(0) for local, info in infos.items()} if stack else infos
             scheme = self._scheme(module)
             shape = self._shape(matrix, parts, scheme)
-        turned = self.format.is_stacked or module.endswith(self.transposed)
-
-        def dequantize(tensors: Mapping[str, Tensor]) -> Tensor:
-            with located(f"{self.reader.path}: {module}"):
-                values = _values(self.format.decode(tensors, scheme), shape, self.dtype)
-            return values.T.contiguous() if turned else values
-
-        return encoded(infos, (*stack, *(shape[::-1] if turned else shape)), self.dtype, dequantize)
+        transposed = self.format.is_stacked or module.endswith(self.transposed)
+        return encoded(
+            where,
+            infos,
+            (*stack, *(shape[::-1] if transposed else shape)),
+            self.dtype,
+            scheme=scheme,
+            decoder=self.format.decode,
+            transposed=transposed,
+        )
 
     def _scheme(self, module: str) -> LinearScheme:
-        """How a module with codes is stored; its inputs do not matter."""
+        """How a module with codes is stored."""
         linear = self.scheme.find(module)
         if linear is None:  # names of wrappers differ between files and config.json; the codes are there all the same
             known = {self.scheme.default, *(rule.linear for rule in self.scheme.rules)} - {None}
@@ -119,7 +120,7 @@ class _Source:
                 raise CheckpointError("has codes, but config.json does not say which; copy the original config.json")
             (linear,) = known
         assert linear is not None
-        return replace(linear, activation=None)
+        return linear
 
     def _shape(
         self, infos: Mapping[str, TensorInfo], parts: Mapping[str, str], scheme: LinearScheme
@@ -134,21 +135,6 @@ class _Source:
         if shape is None:
             raise CheckpointError(f"{', '.join(sorted(infos))} are no weight of {self.format.name}; download it again")
         return shape
-
-
-def _values(weight: QuantizedTensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Values (N, K) of a weight, finite."""
-    if weight.shape != shape:
-        raise CheckpointError(f"decodes to {weight.shape}, its tensors were of {shape}; download it again")
-    # In the dtype of the scales first, as libraries multiply; only then in the model's.
-    values = weight.dequantize(weight.values_dtype).to(dtype)
-    if not bool(torch.isfinite(values).all()):
-        bad = int((~torch.isfinite(values)).sum())
-        scales = "a scale" if not bool(torch.isfinite(weight.scale.float()).all()) else "a code"
-        raise CheckpointError(
-            f"dequantizes to {bad} NaN or infinite values: {scales} is not finite or too large; download it again"
-        )
-    return values
 
 
 def _stacked(infos: Mapping[str, TensorInfo]) -> int:

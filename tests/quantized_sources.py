@@ -25,7 +25,7 @@ Maker = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 
 
 def is_linear(name: str) -> bool:
-    return name.endswith("proj.weight") or (".experts." in name and not name.endswith("bias"))
+    return ("proj" in name and name.endswith(".weight")) or (".experts." in name and not name.endswith("bias"))
 
 
 def write_pair(dense: Path, source: Path, maker: Maker, section: dict[str, Any]) -> tuple[Path, Path]:
@@ -130,6 +130,8 @@ def compressed(preset: str | dict[str, Any], *, where: str = "proj", **section: 
         stored = compressor.compress(state, scheme)
         values = compressor.decompress(stored, scheme)["weight"].to(weight.dtype)
         module = name.removesuffix(".weight")
+        if scheme.input_activations is not None and scheme.input_activations.dynamic is False:
+            stored["input_scale"] = torch.tensor([0.02])
         return {f"{module}.{local}": tensor for local, tensor in stored.items()}, values
 
     config = QuantizationConfig(

@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoints import reader as reader_module
+from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.dense_source import open_dense
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
+from quantkit.models.families import find
 from tests import quantized_sources as sources
 from tests.compress.pipeline.test_quantize import run
 from tests.helpers import edit_config, load_tensors, make_model, one_of_each
@@ -253,3 +255,105 @@ def test_scales_of_a_cache_stay_behind(tmp_path, tiny_llama):
     section = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": args}
     edit_config(source, quantization_config=section)
     assert set(open_dense(source).names) == names
+
+
+KEEP = """
+name: mine
+weights: {{dtype: int4, group_size: 32}}
+overrides:
+  - modules: ["{pattern}"]
+    keep: source
+steps: [{steps}]
+{calibration}
+format: {format}
+"""
+CALIBRATION = "calibration: {samples: 4, sequence_length: 16}"
+
+
+def keep_recipe(folder, pattern, steps="gptq", format_="compressed-tensors"):
+    path = folder / "mine.yaml"
+    calibration = CALIBRATION if steps and steps != "rotate" else ""
+    path.write_text(KEEP.format(pattern=pattern, steps=steps, calibration=calibration, format=format_))
+    return path
+
+
+KEPT = [
+    ("fp8 blocks", "*.shared_experts.*", "fp8 128x128"),
+    ("fp8 blocks of compressed-tensors", "*self_attn*", "fp8 128x128"),
+    ("fp8 channels", "*self_attn*", "fp8 channel"),
+    ("fp8 tensors", "*mlp*", "fp8 tensor"),
+    ("int4 experts", "*.experts.*", "int4 g128"),
+    ("mxfp4 stacks", "*experts*", "mxfp4 g32"),
+    ("nvfp4", "*.experts.*", "nvfp4 g16"),
+    ("mxfp8", "*self_attn*", "mxfp8 g32"),
+]
+
+
+@pytest.mark.parametrize(("kept", "steps"), one_of_each(KEPT, ["awq, gptq", "", ""]), ids=str)
+def test_kept_linears_have_the_numbers_of_the_source(pair, tmp_path, text_file, kept, steps):
+    kind, pattern, scheme = kept
+    source, _ = pair(kind)
+    overrides = {"calibration.data": str(text_file)} if steps else {}
+    result = quantkit.quantize(source, keep_recipe(tmp_path, pattern, steps), tmp_path / "out", overrides=overrides)
+    assert any(f"keep the codes of the source ({scheme}" in warning for warning in result.warnings)
+    layers = [layer for layer in result.layers if any(one.scheme.startswith(scheme) for one in layer.linears)]
+    kept = {f"{layer.name}.{one.name}" for layer in layers for one in layer.linears if one.scheme.startswith(scheme)}
+    others = {f"{layer.name}.{one.name}" for layer in result.layers for one in layer.linears} - kept
+    assert kept
+    assert others
+    before, after = model_view(source), model_view(tmp_path / "out")
+    for name in kept:
+        assert torch.equal(bits(after.tensor(f"{name}.weight")), bits(before.tensor(f"{name}.weight"))), name
+        codes, written = before.codes(f"{name}.weight"), after.codes(f"{name}.weight")
+        assert torch.equal(bits(codes.codes), bits(written.codes))
+        assert torch.equal(codes.scale.float(), written.scale.float())
+    for name in others:
+        assert not torch.equal(after.tensor(f"{name}.weight"), before.tensor(f"{name}.weight")), name
+
+
+def model_view(folder):
+    view = open_dense(folder)
+    return ModelReader.of(view, find(view.config))
+
+
+def test_files_of_kept_blocks_are_those_of_the_source(pair, tmp_path):
+    source, _ = pair("fp8 blocks")
+    quantkit.quantize(source, keep_recipe(tmp_path, "*.shared_experts.*", ""), tmp_path / "out")
+    before, after = load_tensors(source), load_tensors(tmp_path / "out")
+    name = "model.layers.1.mlp.shared_experts.up_proj"
+    assert torch.equal(bits(after[f"{name}.weight"]), bits(before[f"{name}.weight"]))
+    assert torch.equal(after[f"{name}.weight_scale"], before[f"{name}.weight_scale_inv"])
+    groups = CheckpointReader(tmp_path / "out").config["quantization_config"]["config_groups"].values()
+    assert {group["weights"]["num_bits"] for group in groups} == {4, 8}
+
+
+NOT_KEPT = [
+    ("fp8 blocks", "*.mlp.gate", "", "compressed-tensors", r"matches no linear"),
+    ("fp8 blocks", "*.kv_a_proj_with_mqa", "", "compressed-tensors", r"which has none of it; narrow keep's patterns"),
+    ("fp8 channels", "*mlp*", "rotate", "compressed-tensors", r"the step rotate changes all weights"),
+    ("fp8 channels", "*mlp*", "", "gptq", r"mlp.* cannot be kept as the source has it: the gptq format has no place"),
+    ("fp8 channels", "*.q_proj", "", "compressed-tensors", r"fused by inference engines and need one scheme"),
+    (
+        "fp8 ragged blocks",
+        "*.self_attn.*_a_proj*",
+        "",
+        "compressed-tensors",
+        r"of 128 outputs do not divide 144",
+    ),
+    ("nvfp4 of modelopt", "*.experts.*", "", "compressed-tensors", r"cannot be kept .*two levels"),
+    ("nf4", "*mlp*", "", "compressed-tensors", r"cannot be kept as the source has it"),
+]
+
+
+@pytest.mark.parametrize(("kind", "pattern", "steps", "format_", "message"), NOT_KEPT)
+def test_what_cannot_be_kept_is_refused_before_any_work(pair, tmp_path, kind, pattern, steps, format_, message):
+    with pytest.raises(QuantkitError, match=message) as error:
+        quantkit.quantize(pair(kind)[0], keep_recipe(tmp_path, pattern, steps, format_), tmp_path / "out")
+    assert error.value.exit_code == 4
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_source_has_nothing_to_keep(tmp_path, tiny_llama):
+    with pytest.raises(QuantkitError, match="which has none of it"):
+        quantkit.quantize(tiny_llama, keep_recipe(tmp_path, "*mlp*", ""), tmp_path / "out")

@@ -22,6 +22,7 @@ from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.untrusted import CHUNK_BYTES, opened, read_chunks
 
 if sys.byteorder != "little":
@@ -99,6 +100,11 @@ class CheckpointReader:
             )
         return self._tensors[name]
 
+    def stored_scheme(self, name: str) -> LinearScheme | None:
+        """How a weight is stored, if it is codes."""
+        info = self._tensors.get(name)
+        return info.scheme if isinstance(info, EncodedInfo) else None
+
     def check_shape(self, name: str, shape: tuple[int, ...], *, required: bool = True) -> None:
         """A tensor is there and has the shape that follows from config.json.
 
@@ -123,7 +129,7 @@ class CheckpointReader:
 
     def _read_tensor(self, info: TensorInfo) -> Tensor:
         if isinstance(info, EncodedInfo):
-            return info.read(self._read_tensor)
+            return info.values(self._read_tensor)
         with opened(info.file) as file:
             return _read(file, info, 0, info.num_bytes).view(info.dtype).view(info.shape)
 

@@ -15,6 +15,7 @@ from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
+from quantkit.compress.pipeline.kept import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.assignment import LayerLinears, Schemes, assign, conflicts
@@ -107,7 +108,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
         for i in range(skeleton.num_layers)
     ]
-    assigned = assign(recipe, parts)
+    assigned = assign(recipe, parts, lambda name: reader.stored_scheme(f"{name}.weight"))
     for problem in conflicts(recipe, parts, assigned):
         raise problem
     layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
@@ -118,7 +119,8 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     format_ = FORMATS.load(recipe.format)
     # For its refusals: schemes that fit alone may not go together.
     format_.config(linears, ())
-    warnings = (*format_.check_model(family, layers), *reader.notes)
+    kept = check_kept(recipe, reader, format_, linears)
+    warnings = (*format_.check_model(family, layers), *reader.notes, *kept)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
     metadata_files(reader.path)  # what cannot be carried is said before hours of work

@@ -1,7 +1,7 @@
 """A recipe on the linears of a model: the scheme of each, and why it cannot be had. For a run and for a plan of one."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
@@ -24,9 +24,28 @@ class LayerLinears(NamedTuple):
     sets: Sequence[LinearSet]
 
 
-def assign(recipe: Recipe, layers: Sequence[LayerLinears]) -> list[Schemes]:
-    """What the rules of a recipe give each linear of each layer."""
-    return [{name: recipe.scheme.find(f"{layer.name}.{name}") for name in layer.shapes} for layer in layers]
+def assign(
+    recipe: Recipe, layers: Sequence[LayerLinears], stored: Callable[[str], LinearScheme | None]
+) -> list[Schemes]:
+    """What the rules of a recipe give each linear of each layer.
+
+    Args:
+        recipe: the recipe.
+        layers: of the model.
+        stored: by full name, the scheme of the codes that the source has of a linear; None = it has none.
+    Raises:
+        RecipeError: a linear is to keep codes that there are not.
+    """
+    return [{name: _scheme_of(recipe, f"{layer.name}.{name}", stored) for name in layer.shapes} for layer in layers]
+
+
+def _scheme_of(recipe: Recipe, name: str, stored: Callable[[str], LinearScheme | None]) -> LinearScheme | None:
+    if not recipe.scheme.keeps(name):
+        return recipe.scheme.find(name)
+    scheme = stored(name)
+    if scheme is None:
+        raise RecipeError(f"{name} is to keep the codes of the source, which has none of it; narrow keep's patterns")
+    return scheme
 
 
 def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
@@ -55,7 +74,10 @@ def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence
         try:
             format_.check(scheme, shape)
         except SchemeError as error:
-            yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
+            if recipe.scheme.keeps(name):
+                yield SchemeError(f"{name} cannot be kept as the source has it: {error}")
+            else:
+                yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
     if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
