@@ -66,6 +66,8 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
         DataError: an input was zero throughout, or never came.
     """
     sets = _inputs(layer)
+    if not sets:
+        return
     observers = {names[0]: InputRange(keep=method == "mse") for names in sets}
     layer.observe(observers)
     for names in sets:
