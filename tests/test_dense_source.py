@@ -16,8 +16,8 @@ from quantkit.dense_source import open_dense
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from quantkit.models.families import find
 from tests import quantized_sources as sources
-from tests.compress.pipeline.test_quantize import run
-from tests.helpers import edit_config, load_tensors, make_model, one_of_each
+from tests.compress.pipeline.test_quantize import IDS, decoded_logits, run
+from tests.helpers import edit_config, load_tensors, make_model, one_of_each, transformers_logits
 
 LARGE = {"hidden_size": 256, "intermediate_size": 384}
 MIXTURE = {**LARGE, "moe_intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128}
@@ -325,6 +325,12 @@ def test_files_of_kept_blocks_are_those_of_the_source(pair, tmp_path):
     assert torch.equal(after[f"{name}.weight_scale"], before[f"{name}.weight_scale_inv"])
     groups = CheckpointReader(tmp_path / "out").config["quantization_config"]["config_groups"].values()
     assert {group["weights"]["num_bits"] for group in groups} == {4, 8}
+
+
+def test_transformers_computes_with_kept_codes(pair, tmp_path):
+    source, twin = pair("fp8 blocks of compressed-tensors")
+    quantkit.quantize(source, keep_recipe(tmp_path, "*self_attn*", ""), tmp_path / "out")
+    assert torch.equal(transformers_logits(tmp_path / "out", IDS), decoded_logits(twin, tmp_path / "out"))
 
 
 NOT_KEPT = [
