@@ -165,10 +165,10 @@ def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
 def _value_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """What the model was made in, which libraries dequantize to; bfloat16 where config.json does not say."""
     inner = config.get(_TEXT)
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
     for entries in (config, inner if isinstance(inner, Mapping) else {}):
-        dtype = getattr(torch, str(entries.get("dtype") or entries.get("torch_dtype")), None)
-        if dtype in FLOAT_DTYPES:
-            return dtype
+        if (name := entries.get("dtype") or entries.get("torch_dtype")) in known:
+            return known[name]
     return torch.bfloat16
 
 

@@ -15,6 +15,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.dense_source import open_dense
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from quantkit.models.families import find
+from quantkit.planning.estimate import estimate
 from tests import quantized_sources as sources
 from tests.compress.pipeline.test_quantize import IDS, decoded_logits, run
 from tests.helpers import edit_config, load_tensors, make_model, one_of_each, transformers_logits
@@ -358,6 +359,18 @@ def test_what_cannot_be_kept_is_refused_before_any_work(pair, tmp_path, kind, pa
     assert error.value.exit_code == 4
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_counts_the_values_and_what_is_kept(pair, tmp_path):
+    source, twin = pair("fp8 channels")
+    plans = [estimate(folder, recipe="rtn-int4", overrides={"weights.group_size": 32}) for folder in (source, twin)]
+    sizes = [plan.weights[1].size for plan in plans]
+    assert sizes[0] == sizes[1]
+    assert plans[0].weights[0].size.memory_bytes < plans[1].weights[0].size.memory_bytes  # as stored
+    kept = estimate(source, recipe=keep_recipe(tmp_path, "*self_attn*", ""))
+    assert sizes[0].memory_bytes < kept.weights[1].size.memory_bytes < plans[1].weights[0].size.memory_bytes
+    with pytest.raises(QuantkitError, match="which has none of it"):
+        estimate(twin, recipe=keep_recipe(tmp_path, "*self_attn*", ""))
 
 
 def test_a_dense_source_has_nothing_to_keep(tmp_path, tiny_llama):

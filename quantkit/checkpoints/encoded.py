@@ -52,8 +52,8 @@ class EncodedInfo(TensorInfo):
         """
         weight = self._codes(self.scheme, read)
         if weight.scheme != self.scheme.weight:
-            found, said = weight.scheme.describe(), self.scheme.weight.describe()
-            raise SchemeError(f"{self.where} is stored in {found}, config.json says {said}")
+            stored, said = weight.scheme.describe(), self.scheme.weight.describe()
+            raise SchemeError(f"{self.where} is stored in {stored}, config.json says {said}")
         return weight
 
     def values(self, read: Read) -> Tensor:

@@ -56,7 +56,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         sizes = {m.first: (m.out_features, m.in_features) for m in layer.matrices if m.quantizable}
         sets = (shape.family or UNKNOWN).sets_of_layer(sizes.__contains__)
         layers.append(LayerLinears(f"{shape.prefix}.{index}", sizes, sets))
-    assigned = assign(recipe, layers, lambda _: None)
+    assigned = assign(recipe, layers, shape.stored)
     schemes = {scheme for of_layer in assigned for scheme in of_layer.values() if scheme is not None}
     forms: dict[Any, WeightForm] = {scheme: from_linear(scheme, recipe.format) for scheme in schemes}
     calibration, goal = recipe.calibration, recipe.kv_cache
