@@ -20,17 +20,20 @@ from tests import quantized_sources as sources
 from tests.compress.pipeline.test_quantize import IDS, decoded_logits, run
 from tests.helpers import edit_config, load_tensors, make_model, one_of_each, transformers_logits
 
+SMALL = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
 LARGE = {"hidden_size": 256, "intermediate_size": 384}
 MIXTURE = {**LARGE, "moe_intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128}
 MODELS = {
     "deepseek_v3": MIXTURE,
     "gpt_oss": {},
-    "qwen3": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64},
+    "minimax_m2": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3": SMALL,
 }
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-# DeepSeek-V3, gpt-oss and Kimi as they are published, and what else is read: model, maker and section.
+# DeepSeek-V3, MiniMax-M2, gpt-oss and Kimi as they are published, and what else is read: model, maker and section.
 KINDS = {
     "fp8 blocks": ("deepseek_v3", *sources.fp8()),
+    "fp8 of minimax": ("minimax_m2", *sources.fp8()),
     "fp8 powers of two": ("deepseek_v3", *sources.fp8(scale_fmt="ue8m0")),
     "fp8 ragged blocks": ("deepseek_v3", sources.fp8_ragged, FP8),
     "fp8 per tensor": ("qwen3", *sources.fp8(None)),
@@ -136,6 +139,17 @@ def test_linears_of_gpt2_come_as_the_model_keeps_them(tmp_path):
         changes = {"weights.group_size": 32, "format": name}
         quantkit.quantize(model, "rtn-int4", tmp_path / name, overrides=changes)
     same_tensors(open_dense(tmp_path / "gptq"), CheckpointReader(tmp_path / "dense"))
+
+
+def test_a_stack_of_fp8_experts_is_one_too(tmp_path):
+    maker, section = sources.fp8()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stored, values = maker(name, torch.randn(3, 256, 128, generator=torch.Generator().manual_seed(0)).bfloat16())
+    assert len(stored) == 2
+    (tmp_path / "config.json").write_text("{}")
+    edit_config(tmp_path, architectures=["NoSuch"], dtype="bfloat16", quantization_config=section)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(bits(open_dense(tmp_path).tensor(name)), bits(values))
 
 
 def test_experts_of_a_stack_are_read_one_by_one(pair, monkeypatch):
