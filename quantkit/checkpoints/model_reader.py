@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import SchemeError
 from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
+from quantkit.numerics.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +52,9 @@ class ModelReader(CheckpointReader):
     Args:
         path: of the checkpoint.
         family: its family.
-    Attributes:
-        notes: what a user should know about the view, a sentence each.
     Raises:
         ModelError, CheckpointError: as `CheckpointReader`.
     """
-
-    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path | str, family: Family) -> None:
         super().__init__(path)
@@ -78,11 +77,31 @@ class ModelReader(CheckpointReader):
         # A view would keep the whole stored tensor in memory for as long as one part of it is used.
         return part.of(whole).clone(memory_format=torch.contiguous_format)
 
+    def codes(self, name: str) -> QuantizedTensor:
+        """Codes (N, K) of a weight for which `stored_scheme` says what they are.
+
+        Raises:
+            SchemeError: blocks of codes that share a scale are not those of this part alone.
+        """
+        part, info = self._parts.get(name), self._tensors[name]
+        if part is not None:
+            whole = self._stored[part.stored]
+            info = whole if part.expert is None else whole.item(part.expert)
+        assert isinstance(info, EncodedInfo), f"{name} has no codes"
+        weight = info.codes(self._read_tensor)
+        if part is None or part.outputs == slice(None):
+            return weight
+        start, _, step = part.outputs.indices(weight.shape[0])
+        rows = weight.scheme.block_rows
+        if rows not in (1, None) and (step != 1 or start % rows):
+            raise SchemeError(f"{name} begins inside a block of {rows} outputs of {part.stored}")
+        return weight.take_rows(torch.arange(weight.shape[0])[part.outputs])
+
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """See `CheckpointReader`; all of a part is read."""
         return self.tensor(name)[start:stop].clone() if name in self._parts else super().rows(name, start, stop)
 
-    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
+    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
         """See `CheckpointReader`; a part comes in one chunk."""
         if name in self._parts:
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
@@ -124,9 +143,7 @@ class ModelReader(CheckpointReader):
     def _whole(self, stored: str, expert: int | None) -> Tensor:
         info = self._stored[stored]
         if expert is not None:
-            # Only this expert's bytes are read; the tensor holds those of the whole layer.
-            size = info.num_bytes // info.shape[0]
-            info = replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
+            info = info.item(expert)  # only this expert's bytes are read; the tensor holds those of the whole layer
         return self._read_tensor(info)
 
     def _view(self, family: Family) -> None:

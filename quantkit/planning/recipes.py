@@ -59,8 +59,8 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         sets = family.sets_of_layer(sizes.__contains__)
         layers.append(LayerLinears(f"{shape.prefix}.{index}", sizes, sets))
     with suppress(InputError):  # which are listed below
-        recipe = fit(recipe, family, layers)[0]
-    assigned = assign(recipe, layers)
+        recipe = fit(recipe, family, layers, shape.stored)[0]
+    assigned = assign(recipe, layers, shape.stored)
     schemes = {scheme for of_layer in assigned for scheme in of_layer.values() if scheme is not None}
     forms: dict[Any, WeightForm] = {scheme: from_linear(scheme, recipe.format) for scheme in schemes}
     calibration, goal = recipe.calibration, recipe.kv_cache

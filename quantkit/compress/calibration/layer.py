@@ -269,6 +269,27 @@ class LayerContext:
         self.chosen.quantized[name] = weight
         current.copy_(decoded)  # what is measured from here on is what is written
 
+    def keep(self, name: str, weight: QuantizedTensor) -> None:
+        """Set codes that the source has of a linear, which then no step touches.
+
+        Args:
+            name: relative name.
+            weight: codes and scales, on any device; the layer computes with their decoded values as `commit` has it.
+        """
+        if weight.input_scale is not None:
+            weight = replace(weight, input_scale=weight.input_scale.to(self.device))
+        self.chosen.records[name] = LinearRecord(
+            name=name,
+            scheme=self.schemes[name].describe(),
+            shape=weight.shape,
+            bits_per_weight=8 * weight.stored_bytes / weight.codes.numel(),
+            rounding_error=0.0,
+            error=0.0,
+            measure="weight",
+        )
+        self.chosen.quantized[name] = weight
+        self.weight(name).copy_(weight.dequantize(weight.values_dtype))
+
     def _plainly_rounded(self, name: str, grid: WeightGrid) -> Callable[[slice], Tensor]:
         """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
         current, divisor = self.weight(name), self.data.divisors.get(self.set_key(name))

@@ -109,7 +109,7 @@ def discover(reader: CheckpointReader) -> Discovery:
         experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
     )
     del model
-    skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
+    skeleton = Skeleton(ModelReader.of(reader, bare), bare, torch.float32, torch.device("cpu"))
     surveys, kinds, obstacle = _survey_all(skeleton, gates, obstacle)
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")

@@ -15,9 +15,11 @@ from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
+from quantkit.compress.pipeline.kept import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.assignment import LayerLinears, Schemes, fit
+from quantkit.dense_source import open_dense
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
@@ -92,11 +94,9 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
     """
-    source = CheckpointReader(resolve(model))
+    source = open_dense(resolve(model))
     name = "demo" if model is None else model
     short = name if model is None or not Path(model).is_dir() else source.path.resolve().name
-    if "quantization_config" in source.config:
-        raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
     if discovery is not None and discovery.obstacle and recipe.calibration is not None:
@@ -104,7 +104,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
             f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; "
             "take a recipe without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
         )
-    reader = _open(source.path, family, recipe, described=discovery is None)
+    reader = _open(source, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
@@ -113,13 +113,14 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
         for i in range(skeleton.num_layers)
     ]
-    recipe, assigned, warnings = fit(recipe, family, parts)
+    recipe, assigned, warnings = fit(recipe, family, parts, lambda name: reader.stored_scheme(f"{name}.weight"))
     layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
     linears = {
         f"{part.name}.{n}": scheme for part, layer in zip(parts, layers, strict=True) for n, scheme in layer.items()
     }
     ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
-    warnings = (*warnings, *reader.notes)
+    kept = check_kept(recipe, reader, FORMATS.load(recipe.format), linears)
+    warnings = (*warnings, *reader.notes, *kept)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
     metadata_files(reader.path)  # what cannot be carried is said before hours of work
@@ -157,15 +158,17 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
         return discovery.family, discovery
 
 
-def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
+def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for name, step in recipe.steps.items():
-        make_reader: Callable[[Path, Family], ModelReader] | None = getattr(step, "open", None)
+        make_reader: Callable[[CheckpointReader, Family], ModelReader] | None = getattr(step, "open", None)
         if make_reader is not None:
             if not described:
-                raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
-            return make_reader(path, family)
-    return ModelReader(path, family)
+                raise ModelError(
+                    f"{source.path}: the step {name} needs a family that quantkit describes; leave the step out"
+                )
+            return make_reader(source, family)
+    return ModelReader.of(source, family)
 
 
 def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:

@@ -1,7 +1,7 @@
 """A recipe on the linears of a model: the scheme of each, and why it cannot be had. For a run and for a plan of one."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from quantkit.numerics.scheme import LinearScheme, WeightScheme
 Schemes = dict[str, LinearScheme | None]
 """Of the linears of a layer by relative name; None = ignored."""
 
+Stored = Callable[[str], LinearScheme | None]  # by full name
+
 
 class LayerLinears(NamedTuple):
     """A layer's full name, (N, K) of its quantizable linears by relative name, and which of them belong together."""
@@ -26,13 +28,30 @@ class LayerLinears(NamedTuple):
     sets: Sequence[LinearSet]
 
 
-def assign(recipe: Recipe, layers: Sequence[LayerLinears]) -> list[Schemes]:
-    """What the rules of a recipe give each linear of each layer."""
-    return [{name: recipe.scheme.find(f"{layer.name}.{name}") for name in layer.shapes} for layer in layers]
+def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
+    """What the rules of a recipe give each linear of each layer.
+
+    Args:
+        recipe: the recipe.
+        layers: of the model.
+        stored: by full name, the scheme of the codes that the source has of a linear; None = it has none.
+    Raises:
+        RecipeError: a linear is to keep codes that there are not.
+    """
+    return [{name: _scheme_of(recipe, f"{layer.name}.{name}", stored) for name in layer.shapes} for layer in layers]
+
+
+def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None:
+    if not recipe.scheme.keeps(name):
+        return recipe.scheme.find(name)
+    scheme = stored(name)
+    if scheme is None:
+        raise RecipeError(f"{name} is to keep the codes of the source, which has none of it; narrow keep's patterns")
+    return scheme
 
 
 def fit(
-    recipe: Recipe, family: Family, layers: Sequence[LayerLinears]
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored
 ) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
     """A recipe on a model, checked.
 
@@ -40,6 +59,7 @@ def fit(
         recipe: with `symmetric: auto`, weights have zero points if format and loaders take them for this model.
         family: of the model.
         layers: of it.
+        stored: see `assign`.
     Returns:
         the recipe with nothing left open, the schemes of each layer, and warnings, one sentence each.
     Raises:
@@ -47,20 +67,22 @@ def fit(
     """
     first = settled(recipe, symmetric=False)
     try:
-        return first, *_checked(first, family, layers)
+        return first, *_checked(first, family, layers, stored)
     except SchemeError as error:
         if first is recipe:
             raise
         other = settled(recipe, symmetric=True)
         with suppress(SchemeError):
-            assigned, warnings = _checked(other, family, layers)
+            assigned, warnings = _checked(other, family, layers, stored)
             reason = str(error).partition(": set ")[0]
             return other, assigned, (f"symmetric: auto gives these weights no zero points: {reason}", *warnings)
         raise
 
 
-def _checked(recipe: Recipe, family: Family, layers: Sequence[LayerLinears]) -> tuple[list[Schemes], tuple[str, ...]]:
-    assigned, format_ = assign(recipe, layers), FORMATS.load(recipe.format)
+def _checked(
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored
+) -> tuple[list[Schemes], tuple[str, ...]]:
+    assigned, format_ = assign(recipe, layers, stored), FORMATS.load(recipe.format)
     for problem in conflicts(recipe, layers, assigned):
         raise problem
     quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
@@ -96,7 +118,10 @@ def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence
         try:
             format_.check(scheme, shape)
         except SchemeError as error:
-            yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
+            if recipe.scheme.keeps(name):
+                yield SchemeError(f"{name} cannot be kept as the source has it: {error}")
+            else:
+                yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
     if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "

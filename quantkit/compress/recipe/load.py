@@ -218,6 +218,8 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
     modules = list(override.modules)
     if not modules:
         raise RecipeError(f"overrides[{index}].modules: the list is empty; name at least one pattern")
+    if override.keep is not None:
+        return {"modules": modules, "keep": override.keep}
     if override.weights is None:
         return {"modules": modules, "skip": True}
     if document.weights is None:
@@ -238,7 +240,8 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
     rules: list[Rule] = []
     for index, override in enumerate(source["overrides"]):
         chosen = linear(override.get("weights"), f"overrides[{index}].weights")
-        rules += [Rule(pattern=pattern, linear=chosen) for pattern in override["modules"]]
+        keep = override.get("keep") is not None
+        rules += [Rule(pattern=pattern, linear=chosen, keep=keep) for pattern in override["modules"]]
     # The last rule wins, and what is to be ignored is ignored whatever an override says.
     rules += [Rule(pattern=pattern, linear=None) for pattern in source["ignore"]]
     return Scheme(default=default, rules=tuple(rules))

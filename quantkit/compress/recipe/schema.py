@@ -156,16 +156,17 @@ class KVCacheSection(RecipeSection):
 
 
 class Override(RecipeSection):
-    """One entry of `overrides:`: other weights for some modules, or none."""
+    """One entry of `overrides:`: other weights for some modules, or none, or those that the source has."""
 
     modules: Patterns
     weights: WeightChanges | None = None
     skip: Literal[True] | None = None
+    keep: Literal["source"] | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> "Override":
-        if (self.weights is None) == (self.skip is None):
-            raise ValueError("give either 'weights' or 'skip: true', not both and not neither")
+        if [self.weights, self.skip, self.keep].count(None) != 2:
+            raise ValueError("give one of 'weights', 'skip: true' and 'keep: source'")
         return self
 
 

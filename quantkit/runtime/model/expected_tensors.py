@@ -12,6 +12,7 @@ import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ResourceError
+from quantkit.formats._kv_cache import CACHE_TENSORS
 from quantkit.formats.base import by_module
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
@@ -22,9 +23,7 @@ from quantkit.runtime.devices import free_bytes
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Buffers that old checkpoints carry or that are constants read beside, and scales of a KV cache, which belong to no
 # weight.
-_IGNORED = re.compile(
-    r".*(\.act_fn\.(beta|eps)|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|\.(kv|[qkv])_scale|\.[qkv]_proj\.output_scale|\.(q|k|v|prob)_zero_point)"
-)
+_IGNORED = re.compile(rf".*(\.act_fn\.(beta|eps)|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|{CACHE_TENSORS})")
 
 
 Shapes = dict[str, tuple[int, ...]]
