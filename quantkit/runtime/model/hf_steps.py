@@ -76,8 +76,8 @@ def find_steps(model: Any) -> Steps:
     if "past_key_values" in accepted:
         tokens = torch.tensor(_TRIED, device=model.device)
         whole = plain.advance(model, tokens, 0, None, tokens - _TRIED[0])[0].float()
-        for told, cut in itertools.product(positions, crops):
-            steps = Steps(cached=True, crops=cut, positions=told, keeps_rows=keeps_rows)
+        for positioned, cut in itertools.product(positions, crops):
+            steps = Steps(cached=True, crops=cut, positions=positioned, keeps_rows=keeps_rows)
             if _error(steps, model, tokens, whole) <= _TOLERANCE.get(model.dtype, 0.1):
                 return steps
     return plain
