@@ -7,7 +7,9 @@ config.json and the versions of the libraries alone. Code that comes with a chec
 """
 
 import copy
+import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from quantkit.checkpoints.experts import holds_stacked_experts
+from quantkit.checkpoints.hf_names import Renaming, find_stored_names
 from quantkit.checkpoints.layer_inputs import build_model
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
@@ -106,11 +110,12 @@ def discover(reader: CheckpointReader) -> Discovery:
     signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
     distinct = list(dict.fromkeys(signatures))  # in the order of their first layers, which numbers the kinds
     kinds = tuple(map(distinct.index, signatures))
-    surveys = tuple(_survey_layer(skeleton, signatures.index(signature), gates) for signature in distinct)
+    layers = [_survey_layer(skeleton, signatures.index(signature), gates) for signature in distinct]
+    surveys = tuple(item for item, _ in layers)
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
     sets = tuple(surveys[kind].sets for kind in kinds)
-    family = replace(bare, linear_sets=sets[0], layer_sets=sets)
+    family = replace(bare, linear_sets=sets[0], layer_sets=sets, decode_at_load=any(touched for _, touched in layers))
     return Discovery(name=name, family=family, surveys=surveys, kinds=kinds)
 
 
@@ -126,7 +131,8 @@ def _signature(layer: nn.Module) -> str:
 
 
 @torch.inference_mode()
-def _survey_layer(skeleton: Skeleton, index: int, gates: Gates) -> Survey:
+def _survey_layer(skeleton: Skeleton, index: int, gates: Gates) -> tuple[Survey, bool]:
+    """What was found in a layer, and whether its code reads weights of linears past them."""
     block = skeleton.blank_layer(index)
     generator = torch.Generator().manual_seed(index)
     fill_randomly(block, generator)
@@ -141,12 +147,33 @@ def _survey_layer(skeleton: Skeleton, index: int, gates: Gates) -> Survey:
     try:
         if index == 0 and skeleton.num_layers > 1:
             _check_alone(skeleton, block, hidden)
-        return survey(block, run, hidden, head_dim=skeleton.head_dim, gates=gates)
+        surveyed = survey(block, run, hidden, head_dim=skeleton.head_dim, gates=gates)
+        return surveyed, _touches_weights(block, run, [name for group in surveyed.sets for name in group.linears])
     except ModelError:
         raise
     except Exception as error:  # whatever a layer raises that does not run by itself
         where = f"{skeleton.reader.path}: {skeleton.layer_name(index)} cannot be run by itself"
         raise ModelError(f"{where} ({type(error).__name__}: {first_line(error)})") from error
+
+
+def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears: Sequence[str]) -> bool:
+    """Whether a layer reads the weight of a linear itself, which is not there where linears are codes.
+
+    Args:
+        block: the layer; its linears are blank afterwards.
+        run: calls it.
+        linears: that may become codes.
+    """
+    for name in linears:
+        module = block.get_submodule(name)
+        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+        del module._parameters["weight"]
+        module.__dict__["forward"] = functools.partial(nn.functional.linear, weight=weight, bias=bias)
+    try:
+        run()
+    except AttributeError as error:
+        return "has no attribute 'weight'" in str(error)
+    return False
 
 
 def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
@@ -179,17 +206,32 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
     """With what the files call the parts, and how their tensors lie."""
     layers = model.get_submodule(layout.layers)
     modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}
+    transposed = tuple(sorted(name for name, kind in modules if kind == "Conv1D"))
+    layout = replace(layout, linear_sets=(), transposed=transposed)
     own = f"{layout.backbone}." if layout.backbone else ""
     local = layout.layers.removeprefix(own)
     prefix = _stored_prefix(reader, own, local, layers)
-    return replace(
-        layout,
-        stored_prefix=None if prefix == own else prefix,
-        stored_head=_stored_head(reader, layout.head),
-        linear_sets=(),
-        transposed=tuple(sorted(name for name, kind in modules if kind == "Conv1D")),
-        experts=find_experts(reader, f"{prefix}{local}.", layers),
+    prefixed = replace(
+        layout, stored_prefix=None if prefix == own else prefix, stored_head=_stored_head(reader, layout.head)
     )
+    renaming = Renaming.of(model)
+    loaded = renaming.expert_names if renaming else lambda name: []
+    if renaming is not None:
+        names = find_stored_names(renaming, reader, own)
+        if names.conversions or not _has_all(ModelReader(reader.path, prefixed), layout.layers, layers):
+            renamed = replace(layout, stored_names=names)
+            stored = ModelReader(reader.path, renamed).names
+            return replace(renamed, experts=find_experts(stored, f"{layout.layers}.", layers, loaded))
+    return replace(prefixed, experts=find_experts(reader.names, f"{prefix}{local}.", layers, loaded))
+
+
+def _has_all(reader: ModelReader, prefix: str, layers: nn.Module) -> bool:
+    """Whether a checkpoint has all that layers consist of, experts stacked or one by one."""
+    expected = set(layers.state_dict())
+    for name, module in layers.named_modules():
+        if holds_stacked_experts(module) and any(key.startswith(f"{prefix}.{name}.0.") for key in reader.names):
+            expected -= {f"{name}.{leaf}" for leaf in module.state_dict()}
+    return all(f"{prefix}.{name}" in reader for name in expected)
 
 
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:

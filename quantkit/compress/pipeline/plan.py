@@ -1,7 +1,7 @@
 """Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kv_cache import check_cache
+from quantkit.compress.pipeline.loading import Unloadable
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.assignment import LayerLinears, Schemes, assign, conflicts
 from quantkit.devices import pick_device
@@ -109,6 +110,10 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         for i in range(skeleton.num_layers)
     ]
     assigned = assign(recipe, parts)
+    format_ = FORMATS.load(recipe.format)
+    notes: tuple[str, ...] = ()
+    if discovery is not None:
+        assigned, family, notes = _leave_unloadable(reader, skeleton, family, format_, parts, assigned)
     for problem in conflicts(recipe, parts, assigned):
         raise problem
     layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
@@ -116,10 +121,9 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         f"{part.name}.{n}": scheme for part, layer in zip(parts, layers, strict=True) for n, scheme in layer.items()
     }
     ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
-    format_ = FORMATS.load(recipe.format)
     # For its refusals: schemes that fit alone may not go together.
     format_.config(linears, ())
-    warnings = (*format_.check_model(family, layers), *reader.notes)
+    warnings = (*format_.check_model(family, layers), *reader.notes, *notes)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
     metadata_files(reader.path)  # what cannot be carried is said before hours of work
@@ -138,6 +142,38 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         output=target,
         discovery=discovery,
     )
+
+
+def _leave_unloadable(
+    reader: ModelReader,
+    skeleton: Skeleton,
+    family: Family,
+    format_: Format,
+    parts: Sequence[LayerLinears],
+    assigned: Sequence[Schemes],
+) -> tuple[list[Schemes], Family, tuple[str, ...]]:
+    """Without what transformers could not load, what its loader has to do, and a note on both."""
+    layers = list(zip(parts, assigned, strict=True))
+    linears = {f"{part.name}.{name}": scheme for part, layer in layers for name, scheme in layer.items() if scheme}
+    ignored = [name for part, schemes in layers for name in _ignored(part, schemes)]
+    unloadable = Unloadable(reader, format_, linears, [*ignored, *skeleton.other_linears(), family.head])
+    notes = [unloadable.note] if unloadable.note else []
+    if unloadable.modules:
+        name, why = next(iter(unloadable.modules.items()))
+        if len(unloadable.modules) == len(linears):
+            raise ModelError(
+                f"{reader.path}: transformers would load none of its linears as {format_.name}, e.g. {name} ({why}); "
+                "set format=dense"
+            )
+        notes.append(
+            f"left as they are, because transformers would not load them as {format_.name}: {len(unloadable.modules)} "
+            f"linears like {name} ({why})"
+        )
+    kept = [
+        {name: None if f"{part.name}.{name}" in unloadable.modules else scheme for name, scheme in schemes.items()}
+        for part, schemes in layers
+    ]
+    return kept, replace(family, decode_at_load=family.decode_at_load or unloadable.dequantize), tuple(notes)
 
 
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:

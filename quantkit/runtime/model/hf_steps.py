@@ -25,13 +25,13 @@ class Steps:
     """A way to compute the next tokens.
 
     Args:
-        cached: the model takes a cache; else all tokens are computed again.
+        cached: the model takes a cache; None = it knows none; False: all tokens are computed again.
         crops: the end of the cache can be cut off.
         positions: it is told the positions of the tokens.
         keeps_rows: it can be asked for some rows of the logits.
     """
 
-    cached: bool
+    cached: bool | None
     crops: bool
     positions: bool
     keeps_rows: bool
@@ -54,6 +54,8 @@ class Steps:
         if self.cached:
             # A model that can have nothing cut off makes its cache itself, which may be of a class of its own.
             options |= {"past_key_values": _croppable() if cache is None and self.crops else cache, "use_cache": True}
+        elif self.cached is False:
+            options["use_cache"] = False
         output = model(input_ids=tokens[None], **options)
         logits: Tensor = output.logits[0]
         state = output.past_key_values if self.cached else None
@@ -72,8 +74,9 @@ def find_steps(model: Any) -> Steps:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     crops = (True, False) if not getattr(model, "_is_stateful", False) and kinds <= _CROPPED else (False,)
     keeps_rows = "logits_to_keep" in accepted
-    plain = Steps(cached=False, crops=False, positions=False, keeps_rows=keeps_rows)
-    if "past_key_values" in accepted:
+    knows_cache = "past_key_values" in accepted
+    plain = Steps(cached=False if knows_cache else None, crops=False, positions=False, keeps_rows=keeps_rows)
+    if knows_cache:
         tokens = torch.tensor(_TRIED, device=model.device)
         whole = plain.advance(model, tokens, 0, None, tokens - _TRIED[0])[0].float()
         for positioned, cut in itertools.product(positions, crops):
