@@ -131,7 +131,7 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
 
 
 def holds_stacked_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts in two 3-D parameters; LongCat's, of which some have a gate alone, count as none."""
+    """Whether a module holds experts in two 3-D parameters, of as many each; in LongCat's some have a gate alone."""
     parameters = dict(module.named_parameters(recurse=False))
     stacked = [parameters[name] for name in ("gate_up_proj", "down_proj") if name in parameters]
     return [item.dim() for item in stacked] == [3, 3] and stacked[0].shape[0] == stacked[1].shape[0]
