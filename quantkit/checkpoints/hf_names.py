@@ -57,7 +57,7 @@ class Renaming:
         """The rules of a model, with those of a quantizer; None where transformers has no such rules (before 5)."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import apply_renamings, rename_source_key  # noqa: F401
+            from transformers.core_model_loading import rename_source_key  # noqa: F401
         except ImportError:
             return None
         rules = tuple(get_model_conversion_mapping(model, hf_quantizer=quantizer))
@@ -74,7 +74,7 @@ class Renaming:
         return {name: self._destination(name, renamings, converters) for name in sorted(names, key=dot_natural_key)}
 
     def _destination(self, name: str, renamings: list[Any], converters: list[Any]) -> Destination:
-        from transformers.core_model_loading import apply_converters, apply_renamings, rename_source_key
+        from transformers.core_model_loading import rename_source_key
 
         prefix = self.model.base_model_prefix
         target, pattern = rename_source_key(name, renamings, converters, prefix, self.shapes)
@@ -82,8 +82,8 @@ class Renaming:
             target, pattern = rename_source_key(name, [], [], prefix, self.shapes)
         if pattern is None:
             return Destination(target=target, renamed=target, pattern=None)
-        renamed = apply_renamings(name, renamings)
-        joined = apply_converters(renamed, converters)[0]
+        renamed = rename_source_key(name, renamings, [])[0]
+        joined = rename_source_key(renamed, [], converters)[0]
         # The backbone's prefix is put on or taken off last.
         if target == f"{prefix}.{joined}":
             renamed = f"{prefix}.{renamed}"

@@ -126,7 +126,9 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         GateFailure: transformers would load something else.
     """
     try:
-        problems = _problems(CheckpointReader(folder), source, format_, linears)
+        # A format of values stores weights as the source does.
+        codes = linears if format_.keeps_codes else {}
+        problems = _problems(CheckpointReader(folder), source, format_, codes)
     except ModelError as error:
         return f"{_NOT_CHECKED}: {error}"
     if problems.summary:
