@@ -35,7 +35,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 RENAMED: dict[str, dict[str, Any]] = {
     "lfm3": {"num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"]},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 16},
     "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "moe"],

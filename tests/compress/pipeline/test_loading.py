@@ -31,16 +31,16 @@ def test_models_whose_tensors_are_renamed_load_in_transformers(tmp_path, family)
     assert section.get("dequantize", False) == (family == "mamba")
 
 
-@pytest.mark.skipif(not known_to_transformers("granitemoe"), reason="transformers has no granitemoe")
+@pytest.mark.skipif(not known_to_transformers("aria_text"), reason="transformers has no aria_text")
 def test_experts_that_transformers_cannot_load_are_left_and_said(tmp_path):
-    model = make_undescribed(tmp_path / "model", "granitemoe")
+    model = make_undescribed(tmp_path / "model", "aria_text")
     result = run(model, "rtn-int8", tmp_path / "out")
     assert not any(".experts." in linear.name for layer in result.layers for linear in layer.linears)
     assert any("transformers would not load them as compressed-tensors: 24 linears" in note for note in result.warnings)
-    assert result.quantized_share < 0.6
+    assert 0 < result.quantized_share < 0.9
     assert any("experts" in kind for kind in result.unquantized)
     before, after = load_tensors(model), load_tensors(tmp_path / "out")
-    kept = [name for name in before if "input_linear" in name or "output_linear" in name]
+    kept = [name for name in before if ".experts.fc" in name]
     assert kept and all(torch.equal(before[name], after[name]) for name in kept)
 
 
