@@ -1,13 +1,14 @@
 """A checkpoint with one tensor for each linear, whatever its files hold.
 
 Experts that are stored as one 3-D tensor appear as a matrix for each, matrices that are stored transposed as (N, K),
-and names that lack the prefix of the causal LM have it. Nothing is copied: it is a view of the files. `restore` is the
-way back, for tensors that are written in the layout in which they came.
+names that lack the prefix of the causal LM have it, and what transformers joins or cuts while loading is what it makes
+of it. Nothing is copied: it is a view of the files. `restore` is the way back, for tensors that are written in the
+layout in which they came.
 Shapes: E experts, I width of an expert, H hidden width.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,12 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import SchemeError
 from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
+from quantkit.models.stored_names import Conversion
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
+
+# Conversions whose result is kept: parts of experts are asked for one by one, gate and up and down in turns.
+_KEPT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +78,17 @@ class ModelReader(CheckpointReader):
     def tensor(self, name: str) -> Tensor:
         part = self._parts.get(name)
         if part is None:
-            return super().tensor(name)
+            return self._converted(name).clone() if name in self._made else super().tensor(name)
         whole = self._whole(part.stored, part.expert)
         # A view would keep the whole stored tensor in memory for as long as one part of it is used.
         return part.of(whole).clone(memory_format=torch.contiguous_format)
+
+    def stored_scheme(self, name: str) -> LinearScheme | None:
+        """See `CheckpointReader`; what transformers makes of several tensors has no codes of its own."""
+        part = self._parts.get(name)
+        if name in self._made or (part is not None and part.stored in self._made):
+            return None
+        return super().stored_scheme(name)
 
     def codes(self, name: str) -> QuantizedTensor:
         """Codes (N, K) of a weight for which `stored_scheme` says what they are.
@@ -99,11 +112,15 @@ class ModelReader(CheckpointReader):
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """See `CheckpointReader`; all of a part is read."""
-        return self.tensor(name)[start:stop].clone() if name in self._parts else super().rows(name, start, stop)
+        return self.tensor(name)[start:stop].clone() if self._is_view(name) else super().rows(name, start, stop)
+
+    def gather_rows(self, name: str, indices: Tensor) -> Tensor:
+        """See `CheckpointReader`; all of a part is read."""
+        return self.tensor(name)[indices.cpu()] if self._is_view(name) else super().gather_rows(name, indices)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
         """See `CheckpointReader`; a part comes in one chunk."""
-        if name in self._parts:
+        if self._is_view(name):
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
         else:
             yield from super().chunks(name, size)
@@ -125,22 +142,84 @@ class ModelReader(CheckpointReader):
         for whole_name, names in stored.items():
             if not {whole_name, whole_name.removesuffix("_bias")} <= whole:
                 continue  # biases go with their weights
+            if any(f"{name}_scale" in tensors for name in names):
+                continue  # codes under the names of weights, which loaders look for expert by expert
             info = self._stored[whole_name]
             value = torch.empty(info.shape, dtype=restored[names[0]].dtype)
             for name in names:
                 part = self._parts[name]
                 part.of(value if part.expert is None else value[part.expert]).copy_(restored.pop(name))
             restored[whole_name] = value
+        for conversion in self._conversions():
+            # What a step has changed stays as the model has it, which loaders take as well.
+            targets = [name for name in conversion.targets if name in restored]
+            same = (torch.equal(restored[name], self._converted(name)) for name in targets)
+            if len(targets) == len(conversion.targets) and all(same):
+                for name in targets:
+                    del restored[name]
+                restored |= {name: self._read_tensor(self._stored[name]) for name in conversion.sources}
         return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor of this view; parts of a stored tensor keep their names."""
+        if self._family.stored_names is not None:
+            return self._family.stored_names.of(name)
         for own, stored in _renamed(self._family):
             if name.startswith(own):
                 return stored + name.removeprefix(own)
         return name
 
+    def write_converted(self, sources: Container[str]) -> bool:
+        """Write what is made of these stored tensors in the form that the model has; whether that is news."""
+        kept = [item for item in self._conversions() if any(name in sources for name in item.sources)]
+        self._unrestored |= {id(item) for item in kept}
+        return bool(kept)
+
+    def _conversions(self) -> list[Conversion]:
+        """Those after which files keep their tensors."""
+        made = {id(item): item for item in self._made.values()}
+        return [item for key, item in made.items() if key not in self._unrestored]
+
+    def written_shapes(self, quantized: Container[str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is written beside codes, by the names of files, if nothing else is changed.
+
+        Args:
+            quantized: tensors of this view that become codes.
+        """
+        names = [name for name in self.names if name not in quantized]
+        blank = {name: torch.empty(self.info(name).shape, device="meta") for name in names}
+        parts: dict[str, list[str]] = {}
+        for name, part in self._parts.items():
+            parts.setdefault(part.stored, []).append(name)
+        for stored, own in parts.items():
+            if all(name in blank for name in own):
+                for name in own:
+                    del blank[name]
+                blank[stored] = torch.empty(self._stored[stored].shape, device="meta")
+        for conversion in self._conversions():
+            if all(name in blank for name in conversion.targets):
+                for name in conversion.targets:
+                    del blank[name]
+                blank |= {name: torch.empty(self._stored[name].shape, device="meta") for name in conversion.sources}
+        return {self.stored_name(name): tuple(value.shape) for name, value in blank.items()}
+
+    def _is_view(self, name: str) -> bool:
+        return name in self._parts or name in self._made
+
+    def _converted(self, name: str) -> Tensor:
+        """A tensor that transformers makes of others; the last ones are remembered."""
+        conversion = self._made[name]
+        if id(conversion) not in self._kept:
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            sources = {source: self._read_tensor(self._stored[source]) for source in conversion.sources}
+            self._kept[id(conversion)] = conversion.convert(sources)
+        return self._kept[id(conversion)][name]
+
     def _whole(self, stored: str, expert: int | None) -> Tensor:
+        if stored in self._made:
+            value = self._converted(stored)
+            return value if expert is None else value[expert]
         info = self._stored[stored]
         if expert is not None:
             info = info.item(expert)  # only this expert's bytes are read; the tensor holds those of the whole layer
@@ -151,6 +230,10 @@ class ModelReader(CheckpointReader):
         self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, StoredPart] = {}
         self._stored: dict[str, TensorInfo] = {}
+        self._made: dict[str, Conversion] = {}
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._unrestored: set[int] = set()
+        copied = self._convert(family)
         for stored, parts in _find_parts(self._tensors, family).items():
             info = self._stored[stored] = self._tensors.pop(stored)
             shape = info.shape if next(iter(parts.values())).expert is None else info.shape[1:]
@@ -160,7 +243,25 @@ class ModelReader(CheckpointReader):
                 size = torch.Size(own).numel() * info.dtype.itemsize
                 self._parts[name] = part
                 self._tensors[name] = replace(info, shape=own, num_bytes=size)
-        self.names = tuple(sorted(self._tensors))
+        self.names = tuple(sorted(name for name in self._tensors if name not in copied))
+
+    def _convert(self, family: Family) -> set[str]:
+        """Put in what transformers makes of the files' tensors; what of it is copied in the form that files have."""
+        copied: set[str] = set()
+        for conversion in family.stored_names.conversions if family.stored_names else ():
+            if not all(name in self._tensors for name in conversion.sources):
+                continue  # of another shard, or written in the form that the model has
+            inside = all(name.startswith(f"{family.layers}.") for name in conversion.targets)
+            self._stored |= {name: self._tensors[name] for name in conversion.sources}
+            first = self._tensors[conversion.sources[0]]
+            for name in conversion.sources if inside else ():
+                del self._tensors[name]
+            for name, shape in conversion.targets.items():
+                size = torch.Size(shape).numel() * first.dtype.itemsize
+                self._tensors[name] = replace(first, shape=shape, num_bytes=size)
+                self._made[name] = conversion
+            copied |= set() if inside else set(conversion.targets)
+        return copied
 
 
 def _renamed(family: Family) -> list[tuple[str, str]]:
@@ -176,6 +277,8 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
 
 def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
     """Names as the causal LM has them, where files were saved by a wrapper around it or by the model inside it."""
+    if family.stored_names is not None:
+        return {own: tensors[name] for name, own in family.stored_names.own(tuple(tensors)).items()}
     pairs, (prefix, _, inside) = _renamed(family), family.layers.partition(".")
     if family.stored_prefix is None and inside and not any(name.startswith(f"{prefix}.") for name in tensors):
         pairs += [(f"{prefix}.", "")] if any(name.startswith(f"{inside}.") for name in tensors) else []

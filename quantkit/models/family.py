@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quantkit.models.config import ConfigReader
 from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.linear_sets import MLA_SETS, LinearSet, expand_set
+from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors
 
 
@@ -240,6 +241,7 @@ class Family:
         linear_sets: linears of a decoder layer, sets in the order in which they run; None = as the parts say.
         latent: multi-head latent attention.
         layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
+        stored_names: what files call each tensor, where a loader renames more than the prefix of the backbone.
         stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
         hands_on: layers hand on more than hidden states, or see token ids: they are run in the model's own order.
         parts: modules of a layer.
@@ -282,6 +284,7 @@ class Family:
     linear_sets: tuple[LinearSet, ...] | None = None
     latent: bool = False
     layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
+    stored_names: StoredNames | None = None
     stored_prefix: str | None = None
     hands_on: bool = False
     parts: Parts = Parts()

@@ -7,8 +7,9 @@ config.json and the versions of the libraries alone. Code that comes with a chec
 """
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from quantkit.checkpoints.experts import holds_stacked_experts
+from quantkit.checkpoints.hf_names import Renaming, find_stored_names
 from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of, tensors_beside
 from quantkit.checkpoints.layer_inputs import build_model, compute_with
 from quantkit.checkpoints.model_reader import ModelReader
@@ -114,7 +117,8 @@ def discover(reader: CheckpointReader) -> Discovery:
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
     sets = tuple(_without_shared(skeleton, index, surveys[kind].sets) for index, kind in enumerate(kinds))
-    family = replace(skeleton.family, linear_sets=sets[0], layer_sets=sets)
+    touched = any(item.touches_weights for item in surveys)
+    family = replace(skeleton.family, linear_sets=sets[0], layer_sets=sets, decode_at_load=touched)
     return Discovery(name=name, family=family, surveys=surveys, kinds=kinds, obstacle=obstacle)
 
 
@@ -228,7 +232,34 @@ def _survey_layer(skeleton: Skeleton, index: int, block: nn.Module, batch: Batch
         return [item for item in outputs if isinstance(item, Tensor)]
 
     plain = torch.empty(*batch.shape[:2], skeleton.hidden_size, device="meta")  # of one stream
-    return survey(block, run, plain, head_dim=skeleton.head_dim, gates=gates)
+    surveyed = survey(block, run, plain, head_dim=skeleton.head_dim, gates=gates)
+    linears = [name for group in surveyed.sets for name in group.linears]
+    return replace(surveyed, touches_weights=_touches_weights(block, run, linears))
+
+
+def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears: Sequence[str]) -> bool:
+    """Whether a layer reads the weight of a linear itself, which is not there where linears are codes.
+
+    Args:
+        block: the layer; changed while this runs and put back after it.
+        run: calls it.
+        linears: that may become codes.
+    """
+    modules = [block.get_submodule(name) for name in linears]
+    weights = [module.get_parameter("weight") for module in modules]
+    for module, weight in zip(modules, weights, strict=True):
+        del module._parameters["weight"]
+        bias = module._parameters.get("bias")
+        module.__dict__["forward"] = functools.partial(nn.functional.linear, weight=weight, bias=bias)
+    try:
+        run()
+    except AttributeError as error:
+        return "has no attribute 'weight'" in str(error)
+    finally:
+        for module, weight in zip(modules, weights, strict=True):
+            del module.__dict__["forward"]
+            module._parameters["weight"] = weight
+    return False
 
 
 def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
@@ -266,17 +297,32 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
     """With what the files call the parts, and how their tensors lie."""
     layers = model.get_submodule(layout.layers)
     modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}
+    transposed = tuple(sorted(name for name, kind in modules if kind == "Conv1D"))
+    layout = replace(layout, linear_sets=(), transposed=transposed)
     own = f"{layout.backbone}." if layout.backbone else ""
     local = layout.layers.removeprefix(own)
     prefix = _stored_prefix(reader, own, local, layers)
-    return replace(
-        layout,
-        stored_prefix=None if prefix == own else prefix,
-        stored_head=_stored_head(reader, layout.head),
-        linear_sets=(),
-        transposed=tuple(sorted(name for name, kind in modules if kind == "Conv1D")),
-        experts=find_experts(reader, f"{prefix}{local}.", layers),
+    prefixed = replace(
+        layout, stored_prefix=None if prefix == own else prefix, stored_head=_stored_head(reader, layout.head)
     )
+    renaming = Renaming.of(model)
+    loaded = renaming.expert_names if renaming else lambda name: []
+    if renaming is not None:
+        names = find_stored_names(renaming, reader, own)
+        if names.conversions or not _has_all(ModelReader.of(reader, prefixed), layout.layers, layers):
+            renamed = replace(layout, stored_names=names)
+            stored = ModelReader.of(reader, renamed).names
+            return replace(renamed, experts=find_experts(stored, f"{layout.layers}.", layers, loaded))
+    return replace(prefixed, experts=find_experts(reader.names, f"{prefix}{local}.", layers, loaded))
+
+
+def _has_all(reader: ModelReader, prefix: str, layers: nn.Module) -> bool:
+    """Whether a checkpoint has all that layers consist of, experts stacked or one by one."""
+    expected = set(layers.state_dict())
+    for name, module in layers.named_modules():
+        if holds_stacked_experts(module) and any(key.startswith(f"{prefix}.{name}.0.") for key in reader.names):
+            expected -= {f"{name}.{leaf}" for leaf in module.state_dict()}
+    return all(f"{prefix}.{name}" in reader for name in expected)
 
 
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:

@@ -30,12 +30,14 @@ class Survey:
         ignored: linears that are not to be quantized, and why.
         pairs: smoothing pairs that were tried: one per set to whose input something seemed to lead.
         dropped: those that failed, each as one phrase.
+        touches_weights: the layer's code reads weights of linears itself.
     """
 
     sets: tuple[LinearSet, ...]
     ignored: dict[str, str]
     pairs: int
     dropped: tuple[str, ...]
+    touches_weights: bool = False
 
 
 def survey(

@@ -1,7 +1,7 @@
 """Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kept import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
+from quantkit.compress.pipeline.loading import Unloadable
 from quantkit.compress.recipe import Recipe
-from quantkit.compress.recipe.assignment import LayerLinears, Schemes, fit
+from quantkit.compress.recipe.assignment import LayerLinears, Schemes, Stored, fit
 from quantkit.dense_source import open_dense
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError
@@ -113,13 +114,18 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
         for i in range(skeleton.num_layers)
     ]
-    recipe, assigned, warnings = fit(recipe, family, parts, lambda name: reader.stored_scheme(f"{name}.weight"))
+    format_ = FORMATS.load(recipe.format)
+    leave = None if discovery is None else _Unloadable(reader, skeleton, family, format_, parts)
+    stored: Stored = lambda name: reader.stored_scheme(f"{name}.weight")  # noqa: E731
+    recipe, assigned, warnings = fit(recipe, family, parts, stored, leave)
+    if leave is not None:
+        family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
     layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
     linears = {
         f"{part.name}.{n}": scheme for part, layer in zip(parts, layers, strict=True) for n, scheme in layer.items()
     }
     ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
-    kept = check_kept(recipe, reader, FORMATS.load(recipe.format), linears)
+    kept = check_kept(recipe, reader, format_, linears)
     warnings = (*warnings, *reader.notes, *kept)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
@@ -130,7 +136,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         skeleton=skeleton,
         family=family,
         recipe=recipe,
-        format=FORMATS.load(recipe.format),
+        format=format_,
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
         layers=layers,
         linears=linears,
@@ -139,6 +145,53 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         output=target,
         discovery=discovery,
     )
+
+
+@dataclass(slots=True)
+class _Unloadable:
+    """Takes out of a recipe's schemes what transformers could not load. *Mutable*.
+
+    Args:
+        reader, skeleton, family, format_, parts: of the plan.
+        dequantize: of the last schemes, whether the loader must dequantize all of it.
+    """
+
+    reader: ModelReader
+    skeleton: Skeleton
+    family: Family
+    format_: Format
+    parts: Sequence[LayerLinears]
+    dequantize: bool = False
+
+    def __call__(self, assigned: Sequence[Schemes]) -> tuple[list[Schemes], tuple[str, ...]]:
+        """The schemes of what can be loaded, and notes on the rest.
+
+        Raises:
+            ModelError: that is nothing.
+        """
+        layers = list(zip(self.parts, assigned, strict=True))
+        linears = {f"{part.name}.{name}": scheme for part, layer in layers for name, scheme in layer.items() if scheme}
+        ignored = [name for part, schemes in layers for name in _ignored(part, schemes)]
+        ignored += [*self.skeleton.other_linears(), self.family.head]
+        unloadable = Unloadable(self.reader, self.format_, linears, ignored)
+        self.dequantize = unloadable.dequantize
+        notes = [unloadable.note] if unloadable.note else []
+        if unloadable.modules:
+            name, why = next(iter(unloadable.modules.items()))
+            if len(unloadable.modules) == len(linears):
+                raise ModelError(
+                    f"{self.reader.path}: transformers would load none of its linears as {self.format_.name}, e.g. "
+                    f"{name} ({why}); set format=dense"
+                )
+            notes.append(
+                f"left as they are, because transformers would not load them as {self.format_.name}: "
+                f"{len(unloadable.modules)} linears like {name} ({why})"
+            )
+        kept = [
+            {name: None if f"{part.name}.{name}" in unloadable.modules else scheme for name, scheme in schemes.items()}
+            for part, schemes in layers
+        ]
+        return kept, tuple(notes)
 
 
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:

@@ -18,6 +18,7 @@ Schemes = dict[str, LinearScheme | None]
 """Of the linears of a layer by relative name; None = ignored."""
 
 Stored = Callable[[str], LinearScheme | None]  # by full name
+Leave = Callable[[Sequence[Schemes]], tuple[list[Schemes], tuple[str, ...]]]
 
 
 class LayerLinears(NamedTuple):
@@ -51,7 +52,7 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
 
 
 def fit(
-    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None = None
 ) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
     """A recipe on a model, checked.
 
@@ -60,36 +61,49 @@ def fit(
         family: of the model.
         layers: of it.
         stored: see `assign`.
+        leave: takes schemes away from linears that loaders could not read, and says so; None = there are none.
     Returns:
         the recipe with nothing left open, the schemes of each layer, and warnings, one sentence each.
     Raises:
-        RecipeError, SchemeError: the first reason why it cannot be used.
+        InputError: the first reason why it cannot be used.
     """
-    first = settled(recipe, symmetric=False)
+    first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
+    if first is recipe:
+        return recipe, *_checked(recipe, family, layers, stored, leave)
     try:
-        return first, *_checked(first, family, layers, stored)
-    except SchemeError as error:
-        if first is recipe:
-            raise
-        other = settled(recipe, symmetric=True)
-        with suppress(SchemeError):
-            assigned, warnings = _checked(other, family, layers, stored)
-            reason = str(error).partition(": set ")[0]
-            return other, assigned, (f"symmetric: auto gives these weights no zero points: {reason}", *warnings)
-        raise
+        assigned, warnings = _checked(first, family, layers, stored, leave)
+        reason = "fewer of them would be loaded with zero points"
+    except InputError as error:
+        assigned, warnings, reason = [], (), str(error).partition(": set ")[0]
+        failure = error
+    if assigned and _count(assigned) == _count(assign(first, layers, stored)):
+        return first, assigned, warnings
+    with suppress(InputError):
+        again, others = _checked(other, family, layers, stored, leave)
+        if _count(again) > _count(assigned):
+            return other, again, (f"symmetric: auto gives these weights no zero points: {reason}", *others)
+    if not assigned:
+        raise failure
+    return first, *_checked(first, family, layers, stored, leave)
+
+
+def _count(assigned: Sequence[Schemes]) -> int:
+    return sum(scheme is not None for schemes in assigned for scheme in schemes.values())
 
 
 def _checked(
-    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None
 ) -> tuple[list[Schemes], tuple[str, ...]]:
-    assigned, format_ = assign(recipe, layers, stored), FORMATS.load(recipe.format)
+    assigned, format_, notes = assign(recipe, layers, stored), FORMATS.load(recipe.format), tuple[str, ...]()
+    if leave is not None:
+        assigned, notes = leave(assigned)
     for problem in conflicts(recipe, layers, assigned):
         raise problem
     quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
     parts = zip(layers, quantized, strict=True)
     # For its refusals: schemes that fit alone may not go together.
     format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
-    return assigned, format_.check_model(family, quantized)
+    return assigned, (*format_.check_model(family, quantized), *notes)
 
 
 def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
