@@ -17,8 +17,17 @@ from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
 from quantkit.errors import CheckpointError, InputError, OutputError, ResumeError
 from tests import forked
-from tests.compress.pipeline.killer import AfterFirst, KillAfterFirst, Killed, compress, renames_file
+from tests.compress.pipeline.killer import (
+    AfterFirst,
+    KillAfterFirst,
+    Killed,
+    compress,
+    compress_in_group,
+    compress_until_memory_is_full,
+    renames_file,
+)
 from tests.helpers import edit_tensors, load_tensors, make_model
+from tests.memory_cgroup import kills, memory_cgroup, most_used
 
 
 def hashes(folder):
@@ -92,6 +101,35 @@ def test_killed_by_the_clock(tmp_path, text_file):
     if not output.exists():
         assert forked.Command(*command, output).finish()[0] == 0
     assert hashes(output) == hashes(tmp_path / "whole")
+
+
+def test_killed_for_want_of_memory(tiny_llama, tmp_path, text_file, undisturbed):
+    """By the kernel, in a control group whose limit the run reaches after its first layer."""
+    output = tmp_path / "out"
+    with memory_cgroup() as limit:
+        code = forked.run(compress_until_memory_is_full, limit, tiny_llama, output, text_file)
+        assert (code, kills(limit)) == (-signal.SIGKILL, 1)
+    assert finished_layers(tmp_path / "out.partial" / "progress.json") == 1
+    assert quantize(tiny_llama, output, text_file).resumed_layers == 1
+    assert hashes(output) == undisturbed[0]
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.slow
+def test_killed_for_want_of_memory_wherever_that_is(tiny_llama, tmp_path, text_file, undisturbed):
+    """Limits between nothing and what a whole run takes."""
+    with memory_cgroup() as limit:
+        assert forked.run(compress_in_group, limit, None, tiny_llama, tmp_path / "whole", text_file) == 0
+        most = most_used(limit)
+    codes = []
+    for tenth in range(1, 10):
+        output = tmp_path / str(tenth)
+        with memory_cgroup() as limit:
+            codes.append(forked.run(compress_in_group, limit, most * tenth // 10, tiny_llama, output, text_file))
+        quantize(tiny_llama, output, text_file)
+        assert hashes(output) == undisturbed[0]
+    assert set(codes) <= {0, -signal.SIGKILL}
+    assert codes.count(-signal.SIGKILL) >= 3, codes
 
 
 def interrupted(model, output, text, **options):
