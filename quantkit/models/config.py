@@ -31,7 +31,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "rope_type": ("type",),
 }
 
-# Of what something is computed for each before a weight is seen; other counts are compared with the weights' shapes.
+# Of what something is computed for each before a weight is seen. Other counts fit what GGUF keeps them in.
 _AT_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
 
 
@@ -89,7 +89,7 @@ class ConfigReader:
         Raises:
             ModelError: it is missing without a default, no whole number, too small or too large.
         """
-        value, at_most = self._required(key, default), _AT_MOST.get(key, 1 << 53)
+        value, at_most = self._required(key, default), _AT_MOST.get(key, (1 << 32) - 1)
         # Not isinstance: JSON's `true` is an int to that, and would count as one.
         if type(value) is not int or value < at_least:
             raise self._wrong(key, value, f"a whole number of at least {at_least}")

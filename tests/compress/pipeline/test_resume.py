@@ -15,6 +15,7 @@ import torch
 import quantkit
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
+from quantkit.compress.pipeline.identity import read_state, write_state
 from quantkit.errors import CheckpointError, InputError, OutputError, ResumeError
 from tests import forked
 from tests.compress.pipeline.killer import (
@@ -322,6 +323,17 @@ def test_a_run_that_started_over_can_be_resumed(tiny_llama, tmp_path, text_file)
     assert quantize(tiny_llama, tmp_path / "out", text_file).resumed_layers == 1
 
 
+@pytest.mark.parametrize("entry", ["name", "peak_bytes"])
+def test_a_record_that_was_changed_is_noticed(tiny_llama, tmp_path, text_file, entry):
+    interrupted(tiny_llama, tmp_path / "out", text_file)
+    path = tmp_path / "out.partial" / "progress.json"
+    saved = json.loads(path.read_text())
+    saved["records"][0][entry] *= 2
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ResumeError, match=r"progress\.json is damaged \(it was changed, .*--no-resume"):
+        quantize(tiny_llama, tmp_path / "out", text_file)
+
+
 def test_progress_is_plain_json(tiny_llama, tmp_path, text_file):
     interrupted(tiny_llama, tmp_path / "out", text_file)
     saved = json.loads((tmp_path / "out.partial" / "progress.json").read_text())
@@ -351,6 +363,6 @@ def test_progress_of_other_types_is_refused(tiny_llama, tmp_path, text_file, und
         forked.run(compress, undisturbed[1] // 2, "after", tiny_llama, tmp_path / "out", text_file) == -signal.SIGKILL
     )
     path = tmp_path / "out.partial" / "progress.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    write_state(path, {**read_state(path), **entries})
     with pytest.raises(ResumeError, match="is damaged"):
         quantize(tiny_llama, tmp_path / "out", text_file)
