@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-# Hold times, so they differ between any two runs.
-TIMED = ("quantkit-run.json", "report.json", "report.html", "junit.xml", "README.md")
+# Differ between any two runs; quantkit-run.json also has peaks of memory.
+TIMES = re.compile(rb'"seconds": [\d.e-]+|\d{4}-\d\d-\d\dT[\d:+]+')
 COMMANDS = {
     "quantize": "quantize --recipe {recipe} --samples {samples} -o out",
     "gguf": "quantize --recipe rtn-int4 --set format=gguf -o out",
@@ -80,7 +81,7 @@ def await_work(process: subprocess.Popen[bytes], place: Path) -> None:
 
 
 def finish(command: list[str], place: Path) -> tuple[str, dict[str, str]]:
-    """Run to the end: how it ended, and every file, with its SHA-256 where it holds no times."""
+    """Run to the end: how it ended, and the SHA-256 of every file, times left out."""
     place.mkdir(exist_ok=True)
     ended = "0"
     if not _is_finished(place) or "verify" in command:  # which writes file by file into a folder of the user's
@@ -89,9 +90,9 @@ def finish(command: list[str], place: Path) -> tuple[str, dict[str, str]]:
         ended = f"refused: {done.stderr.strip()}" if is_clean else str(done.returncode)
     files = [path for path in sorted(place.rglob("*")) if path.is_file()]
     return ended, {
-        str(path.relative_to(place)): "" if path.name in TIMED else hashlib.sha256(path.read_bytes()).hexdigest()
+        str(path.relative_to(place)): hashlib.sha256(TIMES.sub(b"", path.read_bytes())).hexdigest()
         for path in files
-        if not any(name.endswith((".search", ".partial")) for name in path.parts)
+        if path.name != "quantkit-run.json" and not any(name.endswith((".search", ".partial")) for name in path.parts)
     }
 
 
