@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import sys
 import tempfile
@@ -169,8 +170,10 @@ def main() -> None:
         prepare(material, cases)
         seeds = range(options.seed, options.seed + options.runs)
         attack = partial(run, material, cases=cases, limit=options.limit, end=end)
-        # Forked, so that what is imported is there already.
-        with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        # Forked, so that what is imported is there already; with a limit, as a worker that the kernel kills is waited
+        # for without end.
+        limits = (resource.RLIMIT_DATA, (4 * LIMIT_BYTES, 4 * LIMIT_BYTES))
+        with multiprocessing.get_context("fork").Pool(options.jobs, resource.setrlimit, limits) as pool:
             drawn = zip(seeds, itertools.chain(plants, itertools.repeat(None)), strict=False)
             for done in pool.imap_unordered(attack, drawn):
                 if done:
