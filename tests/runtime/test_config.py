@@ -136,6 +136,12 @@ BAD = [
     ({"hidden_size": "absent"}, "'hidden_size' is missing"),
     ({"hidden_size": "64"}, "hidden_size is '64', not a whole number"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"num_hidden_layers": 1 << 64}, "num_hidden_layers is 18446744073709551616, not a whole number of at most 10000"),
+    (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**9, "num_experts_per_tok": 1},
+        "num_local_experts is 1000000000, not a whole number of at most 10000",
+    ),
+    ({"vocab_size": 10**12}, "vocab_size is 1000000000000, not a whole number of at most 4294967295"),
     ({"num_attention_heads": True}, "num_attention_heads is True"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),

@@ -14,7 +14,7 @@ from quantkit.checkpoints.writer import copy_tensors, write_json
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
-from quantkit.compress.pipeline.identity import identity_digest
+from quantkit.compress.pipeline.identity import plain_digest
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
 from quantkit.compress.pipeline.loading import check_loads
 from quantkit.compress.pipeline.plan import Plan
@@ -161,7 +161,7 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
             for name, digest in sorted(state.shards.items())
         },
         "identity": state.identity,
-        "identity_sha256": identity_digest(state.identity),
+        "identity_sha256": plain_digest(state.identity),
         "result": steady,
     }
     if plan.discovery is not None:
