@@ -46,6 +46,19 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text
 
 
+def check_path(path: Path, kind: type[InputError]) -> None:
+    """Refuse a path that a document cannot name, before anything is computed for it.
+
+    Raises:
+        InputError: of this kind.
+    """
+    text = str(path)
+    if "\0" in text:
+        raise kind(f"{text!r} is no path: it holds a zero byte; check it")
+    if not text.isascii() and text.encode(errors="ignore").decode() != text:
+        raise kind(f"{text!r} is not UTF-8, and reports could not name it; rename it, or give it another way")
+
+
 @contextlib.contextmanager
 def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BinaryIO]:
     """A file to read whose system errors become one line.

@@ -30,9 +30,41 @@ SIZES: dict[str, Any] = {
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # What a tiny model of a family needs beside the sizes that all share.
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_MIXTURE = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_GROUPS = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+_LATENT = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    "num_key_value_heads": 4,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.5},
+    "cwm": {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4},
+    "deepseek_v2": {**_MIXTURE, **_GROUPS, **_LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_MIXTURE, **_GROUPS, **_LATENT},
+    "glm4_moe_lite": {**_MIXTURE, **_LATENT, "q_lora_rank": None},
+    "youtu": {**_LATENT, "rope_interleave": False, "initializer_range": 0.02},
+    "dots1": {**_MIXTURE, **_GROUPS, "head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "exaone4": {"sliding_window": 32, "num_hidden_layers": 4},
+    "exaone_moe": {
+        **_EXPERTS,
+        "moe_intermediate_size": 32,
+        "num_shared_experts": 1,
+        "sliding_window": 32,
+        "num_hidden_layers": 4,
+    },
+    "flex_olmo": {**_EXPERTS},
     "gemma": {"head_dim": 32},
     "gemma2": {
         "head_dim": 32,
@@ -43,59 +75,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 6, "query_pre_attn_scalar": 24},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
-    "gpt_neox": {"num_key_value_heads": 4},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.6,
-        "attention_multiplier": 0.4,
-        "logits_scaling": 2.0,
-    },
-    "mistral": {"sliding_window": 32},
-    "mixtral": {"num_local_experts": 4, "sliding_window": 32},
-    "olmo2": {},
-    "olmoe": {**_EXPERTS},
-    "phi": {},
-    "phi3": {"sliding_window": 32},
-    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
-    "qwen3": {"head_dim": 16},
-    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
-    "smollm3": {"num_hidden_layers": 4},
-    "stablelm": {"use_qkv_bias": True},
-    "starcoder2": {"sliding_window": 32},
-}
-EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-# Families without experts that the runtime computes, beside those above.
-MORE_FAMILIES = tuple(name for name in SETTINGS if name not in (*FAMILIES, *EXPERT_FAMILIES))
-
-_MIXTURE = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
-_GROUPS = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
-_LATENT = {
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
-    "num_key_value_heads": 4,
-}
-# Families that are compressed here and run by transformers.
-COMPRESSED_ONLY: dict[str, dict[str, Any]] = {
-    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "bloom": {},
-    "codegen": {"rotary_dim": 16},
-    "deepseek_v2": {**_MIXTURE, **_GROUPS, **_LATENT, "topk_method": "group_limited_greedy"},
-    "deepseek_v3": {**_MIXTURE, **_GROUPS, **_LATENT},
-    "dots1": {**_MIXTURE, **_GROUPS, "head_dim": 16},
-    "ernie4_5": {"head_dim": 16},
-    "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 32,
-        "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-    },
-    "exaone4": {"sliding_window": 32},
-    "falcon": {"multi_query": True, "alibi": False},
     "glm4_moe": {**_MIXTURE, **_GROUPS, "head_dim": 16},
-    "gpt2": {},
-    "gpt_bigcode": {},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.25,
+        "shared_intermediate_size": 64,
+    },
+    "ministral3": {
+        "head_dim": 16,
+        "sliding_window": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "gpt_oss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -103,15 +102,82 @@ COMPRESSED_ONLY: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "gptj": {"rotary_dim": 16},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
-    "mpt": {"expansion_ratio": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 16},
+    "hy_v3": {**_EXPERTS, "moe_intermediate_size": 32, "num_shared_experts": 1, "head_dim": 16},
+    "hyperclovax": {"logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.4},
+    "jais2": {},
+    "mellum": {
+        **_EXPERTS,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    "ministral": {"head_dim": 16, "sliding_window": 32},
+    "mistral": {"sliding_window": 32},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 32},
     "nemotron": {},
     "olmo": {},
-    "olmo3": {"sliding_window": 32},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 32, "num_hidden_layers": 4},
+    "olmoe": {**_EXPERTS},
+    "phi": {},
+    "phi3": {"sliding_window": 32},
+    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
     "seed_oss": {"head_dim": 16},
+    "smollm3": {"num_hidden_layers": 4},
+    "solar_open": {**_MIXTURE, "head_dim": 16, "n_group": 2, "topk_group": 1},
+    "stablelm": {"use_qkv_bias": True},
+    "starcoder2": {"sliding_window": 32},
+    "vaultgemma": {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 24},
+}
+EXPERT_FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoeshared",
+    "glm4_moe",
+    "gpt_oss",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "mellum",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "solar_open",
+)
+# Families without experts that the runtime computes, beside those above.
+MORE_FAMILIES = tuple(name for name in SETTINGS if name not in (*FAMILIES, *EXPERT_FAMILIES))
+
+# Families that are compressed here and run by transformers.
+COMPRESSED_ONLY: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "codegen": {"rotary_dim": 16},
+    "falcon": {"multi_query": True, "alibi": False},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gptj": {"rotary_dim": 16},
+    "mpt": {"expansion_ratio": 2},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
 
 

@@ -48,6 +48,7 @@ LAYERS = {
     "remote": 1,  # servers, as their clients see them
     "hub": 5,  # a card says what inspection saw
     "inspection": 4,
+    "dense_source": 4,
     "report": 4,
     "kernels.ops": 4,  # picks among the three below, which do not know each other
     "kernels.torch": 3,

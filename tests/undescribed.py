@@ -31,6 +31,30 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Files whose tensors transformers renames or joins: modules, experts under a renamed module, convolutions of three.
+RENAMED: dict[str, dict[str, Any]] = {
+    "lfm3": {"num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"]},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 16},
+    "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -72,11 +96,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 
 
 def make_undescribed(folder: Path, family: str) -> Path:
-    """Write a random model of one of `UNDESCRIBED` or `MIXTURES`, with a tokenizer."""
+    """Write a random model of one of `UNDESCRIBED`, `MIXTURES` or `RENAMED`, with a tokenizer."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **{**UNDESCRIBED, **MIXTURES}[family]))
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **{**UNDESCRIBED, **MIXTURES, **RENAMED}[family]))
     return _save(model, folder)
 
 

@@ -11,24 +11,18 @@ line per finding, with the seed that repeats it alone, and counts by command and
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import importlib
 import itertools
 import json
 import multiprocessing
 import os
-import pkgutil
 import random
 import resource
-import select
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,21 +33,11 @@ for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS
 sys.path.insert(0, str(Path(__file__).parent))
 
 import hostile  # noqa: E402
+from limited_child import LIMIT_BYTES, PLANTS, import_all, run_command, supervise  # noqa: E402
 
 SECRET = "the user's own: 4d7c2f"
-LIMIT_S, LIMIT_BYTES, LIMIT_FILES = 60.0, 2 << 30, 256
+LIMIT_S = 60.0
 EXIT_CODES = (0, 2, 3, 4, 5)
-# What commands import late; children that have it from their parent cost a quarter.
-LIBRARIES = (
-    *("compressed_tensors", "compressed_tensors.compressors", "compressed_tensors.quantization", "gguf", "tokenizers"),
-    *("rich.console", "rich.live", "rich.progress", "rich.table", "pydantic", "transformers.models.auto"),
-    *(
-        "transformers.models.llama.modeling_llama",
-        "transformers.tokenization_utils_tokenizers",
-        "xml.etree.ElementTree",
-    ),
-)
-PLANTS = ("bug", "hang", "memory", "canary", "copy", "json", "signal", "link")
 
 FOLDER = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
 OURS = (*FOLDER, "quantkit.json", "quantkit-run.json")
@@ -186,8 +170,10 @@ def main() -> None:
         prepare(material, cases)
         seeds = range(options.seed, options.seed + options.runs)
         attack = partial(run, material, cases=cases, limit=options.limit, end=end)
-        # Forked, so that what is imported is there already.
-        with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        # Forked, so that what is imported is there already; with a limit, as a worker that the kernel kills is waited
+        # for without end.
+        limits = (resource.RLIMIT_DATA, (4 * LIMIT_BYTES, 4 * LIMIT_BYTES))
+        with multiprocessing.get_context("fork").Pool(options.jobs, resource.setrlimit, limits) as pool:
             drawn = zip(seeds, itertools.chain(plants, itertools.repeat(None)), strict=False)
             for done in pool.imap_unordered(attack, drawn):
                 if done:
@@ -201,7 +187,7 @@ def main() -> None:
 
 def prepare(material: Path, cases: list[str]) -> None:
     """One of each file that these cases read, made by the commands themselves; heavy imports on the way."""
-    _import_all()
+    import_all()
     from quantkit.demo import DEMO_MODEL
 
     needed = {word for case in cases for word in (*CASES[case].arguments, *CASES[case].files)}
@@ -214,63 +200,28 @@ def prepare(material: Path, cases: list[str]) -> None:
     (material / "suite.yaml").write_text(SUITE)
     config = json.loads((material / "m/config.json").read_text())
     (material / "shape.yaml").write_text(json.dumps({**config, "name": "a shape"}))
-    _command(material, "recipes", "show", "rtn-int4", to="recipe.yaml")
+    run_command(material, "recipes", "show", "rtn-int4", to="recipe.yaml")
     if needed & {"q", "q/report.json", "home/quantkit/tune/*.json"}:
-        _command(material, *["quantize", "m", "--recipe", "rtn-int4", "-o", "q"])
+        run_command(material, *["quantize", "m", "--recipe", "rtn-int4", "-o", "q"])
     if needed & {"g", "m.gguf"}:
-        _command(material, *["quantize", "m", "--recipe", "rtn-int4", "--set", "format=gptq", "-o", "g"])
-        _command(material, *["convert", "g", "--to", "gguf", "-o", "m.gguf"])
+        run_command(material, *["quantize", "m", "--recipe", "rtn-int4", "--set", "format=gptq", "-o", "g"])
+        run_command(material, *["convert", "g", "--to", "gguf", "-o", "m.gguf"])
     if needed & {"tuned.json", "home/quantkit/tune/*.json"}:
-        _command(material, *CASES["tune"].arguments)
+        run_command(material, *CASES["tune"].arguments)
         tuned = material / "home/quantkit/tune/stand-in.json"
         tuned.parent.mkdir(parents=True)
         shutil.copyfile(material / "tuned.json", tuned)
     if "kernels" in cases:
-        _command(material, *CASES["kernels"].arguments)
+        run_command(material, *CASES["kernels"].arguments)
     if "q/report.json" in needed:
-        _command(material, *["verify", "q", "--baseline", "m"], *VERIFIED)
+        run_command(material, *["verify", "q", "--baseline", "m"], *VERIFIED)
         shutil.copytree(material / "q", material / "r")
     if "search" in cases:
-        _command(material, *CASES["search"].arguments, fault="state.json:3")
+        run_command(material, *CASES["search"].arguments, fault="state.json:3")
         assert (material / "found.yaml.search/state.json").exists(), "no interrupted search to go on with"
     if "resume" in cases:
-        _command(material, *CASES["resume"].arguments, fault="progress.json:4")
+        run_command(material, *CASES["resume"].arguments, fault="progress.json:4")
         assert (material / "half.partial/progress.json").exists(), "no interrupted run to go on with"
-
-
-def _import_all() -> None:
-    import quantkit
-
-    ours = [module.name for module in pkgutil.walk_packages(quantkit.__path__, "quantkit.")]
-    ours.remove("quantkit.__main__")
-    for name in (*LIBRARIES, *ours):
-        with contextlib.suppress(ImportError):  # what is not installed here
-            importlib.import_module(name)
-
-
-def _command(folder: Path, *arguments: str, to: str = "/dev/null", fault: str = "") -> None:
-    """A command in a child, as all are; a fault `FILE:N` kills it before that file is written for the n-th time."""
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            _enter(folder, folder / to, Path("/dev/null"))
-            _kill_at(*fault.split(":")) if fault else None
-            _main(arguments)
-        os._exit(7)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (-9 if fault else 0), f"preparing with {arguments} ended with {status}"
-
-
-def _kill_at(name: str, moment: str) -> None:
-    rename, calls = Path.replace, [0]
-
-    def replace(path: Path, target: Path) -> Path:
-        calls[0] += Path(target).name == name
-        if calls[0] == int(moment):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return rename(path, target)
-
-    Path.replace = replace  # type: ignore[method-assign]
 
 
 def run(material: Path, drawn: tuple[int, str | None], cases: list[str], limit: float, end: float) -> dict[str, Any]:
@@ -325,114 +276,6 @@ def _mutated(work: Path, case: Case, generator: random.Random, mine: Path) -> st
     if not path.is_file() or path.is_symlink() or path.stat().st_size > 1 << 27:
         return f"{name}: changed already"
     return f"{name}: {hostile.mutate(path, generator, mine)}"
-
-
-def supervise(folder: Path, arguments: tuple[str, ...], limit: float, plant: str | None) -> tuple[int | None, int]:
-    """Exit code, None after a hang, and the most bytes that were resident."""
-    ended, written = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(ended)
-            os.setsid()
-            _enter(folder / "work", folder / "stdout", folder / "stderr")
-            resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT_FILES, LIMIT_FILES))
-            resource.setrlimit(resource.RLIMIT_DATA, (2 * LIMIT_BYTES, 2 * LIMIT_BYTES))
-            if plant:
-                _plant(plant)
-            _main(arguments)
-        finally:
-            os._exit(7)
-    os.close(written)
-    ready = select.select([ended], [], [], limit)[0]
-    os.close(ended)
-    if not ready:
-        os.killpg(child, signal.SIGKILL)
-    _, status, usage = os.wait4(child, 0)
-    return os.waitstatus_to_exitcode(status) if ready else None, usage.ru_maxrss * 1024
-
-
-def _enter(work: Path, stdout: Path, stderr: Path) -> None:
-    os.chdir(work)
-    os.environ["HOME"] = os.environ["XDG_CACHE_HOME"] = str(work / "home")
-    for number, path in ((1, stdout), (2, stderr)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-
-
-def _main(arguments: tuple[str, ...]) -> None:
-    """The command line; leaves the child without what its parent has to tidy up."""
-    from quantkit.cli import main as command_line
-
-    _stand_in(arguments[0])
-    code: Any = 7
-    try:
-        command_line(list(arguments))
-    except SystemExit as left:
-        code = left.code or 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
-
-
-def _stand_in(command: str) -> None:
-    """For what takes long or is not here: a machine measured on little, a GPU on which all choices are equal."""
-    if command == "bench":
-        from quantkit.benchmark import ceilings
-
-        vars(ceilings).update(_BUFFER_BYTES=1 << 20, _GEMM_ROWS=64)
-    if command == "tune":
-        import torch
-
-        from quantkit.benchmark import tune_device
-
-        torch.cuda.get_device_name = lambda *_: "Stand-in"
-        torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc]
-        tune_device.gpu.capability = lambda *_: 90
-        vars(tune_device).update(
-            find_gpu=lambda _: torch.device("cpu"), opener=lambda *_: lambda _: contextlib.nullcontext(_Equal())
-        )
-
-
-class _Equal:
-    """A kernel that takes as long with every choice."""
-
-    def check(self, _choice: object) -> str:
-        return ""
-
-    def times(self, among: Sequence[object], samples: int) -> list[list[float]]:
-        return [[10.0] * samples for _ in among]
-
-
-def _plant(name: str) -> None:
-    """A defect in front of the first thing that a command computes."""
-    from quantkit.cli import _output
-
-    honest = _output.Output.result
-
-    def result(self: Any, data: Any, *shown: Any) -> None:
-        if name == "bug":
-            raise KeyError("weights")
-        if name == "hang":
-            time.sleep(3600)
-        if name == "memory":
-            hoard = b"x" * (LIMIT_BYTES + (1 << 26))
-            assert hoard
-        if name == "canary":
-            Path("thesis.txt").unlink()
-        if name == "copy":
-            shutil.copyfile("../mine/secret.txt", "out.safetensors")
-        if name == "json":
-            honest(self, data, *shown)
-        if name == "signal":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if name == "link":
-            Path("../mine/sub/new.txt").write_text("x")
-        honest(self, data, *shown)
-
-    _output.Output.result = result  # type: ignore[method-assign]
 
 
 def _judged(code: int | None, peak: int, streams: list[str], as_json: bool) -> list[str]:

@@ -5,6 +5,7 @@ hostile.mutate(path, random.Random(7), outside)    # says in one line what it di
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -156,16 +157,21 @@ def _change(data: Any, generator: random.Random) -> str:
         del box[key]
     elif kind in ("add", "rename") and isinstance(box, dict):
         box[generator.choice(["x", "", "__class__", "auto_map", "quantization_config", key + "s"])] = (
-            box.pop(key) if kind == "rename" else generator.choice(STRANGE)
+            box.pop(key) if kind == "rename" else _strange(generator)
         )
     elif kind == "nest":
         for _ in range(generator.choice([1, 60, 300])):
             box[key] = generator.choice([[box[key]], {"a": box[key]}])
     elif kind == "grow" and isinstance(old, list | str):
-        box[key] = old * 1000 if len(old) < 1000 else old * 2
+        box[key] = old * (1000 if len(json.dumps(old)) < 1 << 17 else 2)
     else:
-        box[key] = generator.choice(STRANGE)
+        box[key] = _strange(generator)
     return f"{kind} {where}: {str(box[key])[:40] if kind == 'replace' else ''}"
+
+
+def _strange(generator: random.Random) -> Any:
+    """A copy: what is put into a document may be changed there, and again in the next run."""
+    return copy.deepcopy(generator.choice(STRANGE))
 
 
 def _header(path: Path, generator: random.Random) -> str:

@@ -111,8 +111,8 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
     layers = [
         LayerCost(
             token_bytes=layout.page_bytes / layout.page_size,
-            # Per head one product with the key and one weighted value, each of head_dim multiply-adds.
-            pair_flops=2 * config.num_heads * 2 * layout.head_dim,
+            # Per head one product with the key and one weighted value.
+            pair_flops=2 * config.num_heads * (layout.head_dim + layout.value_dim),
             window=window,
         )
         for layout, window in zip(layouts, config.windows, strict=True)
@@ -151,7 +151,7 @@ def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
     """The linears of a block, and whether each belongs to an expert that only some tokens are sent to."""
     mlp, is_mixture = block.mlp, hasattr(block.mlp, "router")
     dense = mlp.shared if is_mixture else mlp
-    plain = [block.attention.qkv, block.attention.output, *((dense.up, dense.down) if dense is not None else ())]
+    plain = [*block.attention.linears, *((dense.up, dense.down) if dense is not None else ())]
     if is_mixture:
         plain += [mlp.router, *([] if mlp.shared_gate is None else [mlp.shared_gate])]
         yield from ((linear, True) for linear in mlp.linears)

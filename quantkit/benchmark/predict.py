@@ -7,7 +7,7 @@ N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,6 +175,16 @@ class _HeaderWeights(Weights):
                 self.num_bytes += quantized_bytes(rows, width, scheme, bias, scale, self.kernels)
                 self.quantized.append((group[0], rows, width, scheme))
         return _COUNTED
+
+    def exact_linear(self, names: Sequence[str]) -> Linear:
+        rows, width = self._sizes[names[0]]
+        self.num_bytes += dense_bytes(rows, width, False, torch.float32, replace(self.kernels, dtype=torch.float32))
+        return _COUNTED
+
+    def dense(self, name: str) -> Tensor:
+        value = torch.empty(self._sizes[name], dtype=self.dtype, device="meta")
+        self.num_bytes += value.nbytes
+        return value
 
     def stored(self, name: str, otherwise: torch.dtype | None = None) -> torch.dtype:
         """Of a tensor in the checkpoint; of the computation where there is none of that name."""

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoints.writer import write_json
-from quantkit.compress.pipeline.identity import refuse_changes
+from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, write_state
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
-from quantkit.untrusted import read_object
 
 
 class SearchState:
@@ -47,19 +45,18 @@ class SearchState:
         if key not in self._numbers:
             self._numbers[key] = measure()
             # At once: measuring takes seconds to minutes, and a kill may come at any time.
-            write_json(self._path, {"identity": self._identity, "threads": self.threads, "numbers": self._numbers})
+            write_state(self._path, {"identity": self._identity, "threads": self.threads, "numbers": self._numbers})
         return self._numbers[key]
 
     def _read(self) -> None:
-        todo = "start over with --no-resume"
-        saved = read_object(self._path, ResumeError, todo)
+        saved = read_state(self._path)
         try:
             self._numbers = {str(key): float(value) for key, value in saved["numbers"].items()}
             self.threads = min(max(1, int(saved.get("threads", self.threads))), MAX_THREADS)
             identity = saved["identity"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ResumeError(f"{self._path} is damaged ({error}); {todo}") from error
+            raise ResumeError(f"{self._path} is damaged ({error}); {START_OVER}") from error
         refuse_changes(
-            identity, self._identity, f"the search in {self._path.parent}", f"give another --work, or {todo}"
+            identity, self._identity, f"the search in {self._path.parent}", f"give another --work, or {START_OVER}"
         )
         self.resumed = len(self._numbers)

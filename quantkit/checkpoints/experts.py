@@ -70,16 +70,22 @@ class LinearExperts(nn.ModuleList):
         gate = functools.partial(_activated, fused, data.interleaved)
         super().__init__([Expert(names, hidden, width, bias, gate) for _ in range(up.shape[0])])
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
         """As the module that it stands in for.
 
         Args:
-            hidden_states: (..., H).
+            hidden_states: (..., H); for modules that are called with nothing else, (E * T, H): all tokens for each
+                expert, weighed already.
             top_k_index: (T, k) experts of each token.
             top_k_weights: (T, k) how much each counts, or (T, E).
         Returns:
             (..., H).
         """
+        if top_k_index is None or top_k_weights is None:
+            tokens = hidden_states.view(len(self), -1, hidden_states.shape[-1])
+            return torch.cat([expert(own) for expert, own in zip(self, tokens, strict=True)])
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         if top_k_weights.shape != top_k_index.shape:
             top_k_weights = top_k_weights.gather(1, top_k_index)
@@ -125,9 +131,10 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
 
 
 def holds_stacked_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts in two 3-D parameters."""
+    """Whether a module holds experts in two 3-D parameters, of as many each; in LongCat's some have a gate alone."""
     parameters = dict(module.named_parameters(recurse=False))
-    return all(name in parameters and parameters[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
+    stacked = [parameters[name] for name in ("gate_up_proj", "down_proj") if name in parameters]
+    return [item.dim() for item in stacked] == [3, 3] and stacked[0].shape[0] == stacked[1].shape[0]
 
 
 def _replace(layer: nn.Module, name: str, module: nn.Module) -> None:
@@ -148,4 +155,7 @@ def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
         # Past the registry of nn.Module: the layer's code finds it, and its parameters have the stored name only.
         parent.__dict__[leaf] = module
         owner, _, leaf = other.rpartition(".")
+        *outer, last = owner.split(".")
+        if last and last not in layer.get_submodule(".".join(outer))._modules:
+            layer.get_submodule(".".join(outer)).add_module(last, nn.Module())  # only checkpoints have it
         layer.get_submodule(owner).add_module(leaf, module)

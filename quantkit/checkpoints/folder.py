@@ -10,7 +10,7 @@ from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.symlinks import check_links, check_pointers
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.quantities import byte_size
-from quantkit.untrusted import MAX_TEXT_BYTES, read_object, shorten
+from quantkit.untrusted import MAX_TEXT_BYTES, check_path, read_object, shorten
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,8 +37,7 @@ def check_folder(path: Path) -> Path:
     Raises:
         ModelError: it is missing or a file, or holds links that lead out of it; see `links`.
     """
-    if "\0" in str(path):
-        raise ModelError(f"{str(path)!r} is no path: it holds a zero byte; check it")
+    check_path(path, ModelError)
     if path.is_dir():
         check_links(path)
         check_pointers(path)

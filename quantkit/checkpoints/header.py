@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
@@ -76,6 +76,16 @@ class TensorInfo:
         dtype: torch.dtype = getattr(torch, _TORCH_NAMES[self.kind])
         return dtype
 
+    def item(self, index: int) -> TensorInfo:
+        """Where one entry of the first dimension lies."""
+        num_bytes = self.num_bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype; "" = it cannot hold it."""
+    return _KINDS.get(str(dtype).removeprefix("torch."), "")
+
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Tensors of one safetensors file, checked against each other and against the size of the file.
@@ -126,7 +136,7 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) ->
     Raises:
         CheckpointError: a dtype that safetensors cannot hold.
     """
-    kinds = {name: _KINDS.get(str(dtype).removeprefix("torch."), "") for name, (dtype, _) in tensors.items()}
+    kinds = {name: kind_of(dtype) for name, (dtype, _) in tensors.items()}
     for name, kind in kinds.items():
         if not kind:
             raise CheckpointError(

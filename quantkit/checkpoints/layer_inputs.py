@@ -5,6 +5,7 @@ is; nothing is computed in the layers.
 """
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ class _OtherShape(Exception):
     """Raised by a recorder that is given something else than the first one was."""
 
 
+Compute = Callable[[Tensor, dict[str, Any]], Any]
+"""A layer's work: hidden states and its other arguments by name to whatever the layer returns."""
+
+
+def compute_with(layer: nn.Module) -> Compute:
+    """A layer as it is; hidden states are copied, since it may add to them in place."""
+    return lambda hidden, arguments: layer(hidden.clone(), **arguments)
+
+
 class Recorder(nn.Module):
     """Stands in for a decoder layer, returns its input and keeps what else it was called with.
 
@@ -29,15 +39,15 @@ class Recorder(nn.Module):
         layer: whose place it takes.
         last: whether it ends the forward pass.
         length: of the tuple with the hidden states first that the model expects of its layers; 0 = no tuple.
-        shape: of the hidden states.
+        shape: batch and tokens, two dimensions of the hidden states; the first recorder adds all of theirs.
         compute: what runs in place of passing through.
     """
 
     def __init__(
-        self, layer: nn.Module, last: bool, length: int, shape: tuple[int, int], compute: nn.Module | None = None
+        self, layer: nn.Module, last: bool, length: int, shape: list[torch.Size], compute: Compute | None = None
     ) -> None:
         super().__init__()
-        self._compute = [compute]
+        self._compute = compute
         self._layer, self._last, self._length = [layer], last, length  # in a list, so that it is not registered
         self._names = list(inspect.signature(layer.forward).parameters)
         self._shape = shape
@@ -48,14 +58,20 @@ class Recorder(nn.Module):
         """Record and pass through."""
         arguments = {**dict(zip(self._names, given, strict=False)), **named}
         hidden = arguments.pop(self._names[0])
-        if hidden.dim() != 3 or tuple(hidden.shape[:2]) != self._shape:
-            raise _OtherShape(tuple(hidden.shape))
+        self._check(hidden.shape)
         self.hidden, self.arguments = hidden, arguments
         if self._last:
             raise _Recorded
-        if self._compute[0] is not None:
-            return self._compute[0](*given, **named)
+        if self._compute is not None:
+            return self._compute(hidden, arguments)
         return (hidden, *[None] * (self._length - 1)) if self._length else hidden
+
+    def _check(self, shape: torch.Size) -> None:
+        """Several residual streams are a dimension behind batch and tokens, or one before them."""
+        if len(self._shape) == 1 and len(shape) >= 3 and self._shape[0] in (shape[:2], shape[1:3]):
+            self._shape.append(shape)
+        if shape != self._shape[-1]:
+            raise _OtherShape(tuple(shape))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,7 +82,7 @@ class Recorder(nn.Module):
 
 
 def pass_through(
-    model: nn.Module, backbone: str, layers: str, first: nn.Module | None = None, **inputs: Tensor
+    model: nn.Module, backbone: str, layers: str, computed: Mapping[int, Compute] | None = None, **inputs: Tensor
 ) -> list[Recorder]:
     """Run a model up to its last layer without computing any.
 
@@ -74,7 +90,7 @@ def pass_through(
         model: parameters may be on the meta device but for those that are used before the layers.
         backbone: name of the module that takes `inputs` and passes hidden states through the layers.
         layers: name of the list of them.
-        first: the first layer with weights: it is computed, and the second ends the run.
+        computed: what to compute in place of some layers, by number; the one behind the last of them ends the run.
         inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T).
     Returns:
         a recorder for each layer that was reached.
@@ -83,7 +99,7 @@ def pass_through(
     """
     for length in range(4):  # a model may take the first of several outputs
         try:
-            recorders = _pass(model, backbone, layers, length, inputs, first)
+            recorders = _pass(model, backbone, layers, length, inputs, computed or {})
         except (_OtherShape, IndexError):
             continue
         except ValueError as error:
@@ -99,16 +115,20 @@ def pass_through(
 
 @torch.inference_mode()
 def _pass(
-    model: nn.Module, backbone: str, layers: str, length: int, inputs: dict[str, Tensor], first: nn.Module | None
+    model: nn.Module,
+    backbone: str,
+    layers: str,
+    length: int,
+    inputs: dict[str, Tensor],
+    computed: Mapping[int, Compute],
 ) -> list[Recorder]:
     owner, _, leaf = layers.rpartition(".")
     parent, originals = model.get_submodule(owner), model.get_submodule(layers)
     assert isinstance(originals, nn.ModuleList), f"{layers} is no list"
-    shape = next(iter(inputs.values())).shape
-    last = len(originals) - 1 if first is None else 1
+    shape = [next(iter(inputs.values())).shape[:2]]
+    last = max(computed) + 1 if computed else len(originals) - 1
     recorders = [
-        Recorder(layer, number == last, length, (shape[0], shape[1]), None if number else first)
-        for number, layer in enumerate(originals)
+        Recorder(layer, number == last, length, shape, computed.get(number)) for number, layer in enumerate(originals)
     ]
     setattr(parent, leaf, nn.ModuleList(recorders))
     try:

@@ -1,23 +1,32 @@
 """A checkpoint with one tensor for each linear, whatever its files hold.
 
 Experts that are stored as one 3-D tensor appear as a matrix for each, matrices that are stored transposed as (N, K),
-and names that lack the prefix of the causal LM have it. Nothing is copied: it is a view of the files. `restore` is the
-way back, for tensors that are written in the layout in which they came.
+names that lack the prefix of the causal LM have it, and what transformers joins or cuts while loading is what it makes
+of it. Nothing is copied: it is a view of the files. `restore` is the way back, for tensors that are written in the
+layout in which they came.
 Shapes: E experts, I width of an expert, H hidden width.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import SchemeError
 from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
+from quantkit.models.stored_names import Conversion
+from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+# Conversions whose result is kept: parts of experts are asked for one by one, gate and up and down in turns.
+_KEPT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +58,9 @@ class ModelReader(CheckpointReader):
     Args:
         path: of the checkpoint.
         family: its family.
-    Attributes:
-        notes: what a user should know about the view, a sentence each.
     Raises:
         ModelError, CheckpointError: as `CheckpointReader`.
     """
-
-    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path | str, family: Family) -> None:
         super().__init__(path)
@@ -73,18 +78,49 @@ class ModelReader(CheckpointReader):
     def tensor(self, name: str) -> Tensor:
         part = self._parts.get(name)
         if part is None:
-            return super().tensor(name)
+            return self._converted(name).clone() if name in self._made else super().tensor(name)
         whole = self._whole(part.stored, part.expert)
         # A view would keep the whole stored tensor in memory for as long as one part of it is used.
         return part.of(whole).clone(memory_format=torch.contiguous_format)
 
+    def stored_scheme(self, name: str) -> LinearScheme | None:
+        """See `CheckpointReader`; what transformers makes of several tensors has no codes of its own."""
+        part = self._parts.get(name)
+        if name in self._made or (part is not None and part.stored in self._made):
+            return None
+        return super().stored_scheme(name)
+
+    def codes(self, name: str) -> QuantizedTensor:
+        """Codes (N, K) of a weight for which `stored_scheme` says what they are.
+
+        Raises:
+            SchemeError: blocks of codes that share a scale are not those of this part alone.
+        """
+        part, info = self._parts.get(name), self._tensors[name]
+        if part is not None:
+            whole = self._stored[part.stored]
+            info = whole if part.expert is None else whole.item(part.expert)
+        assert isinstance(info, EncodedInfo), f"{name} has no codes"
+        weight = info.codes(self._read_tensor)
+        if part is None or part.outputs == slice(None):
+            return weight
+        start, _, step = part.outputs.indices(weight.shape[0])
+        rows = weight.scheme.block_rows
+        if rows not in (1, None) and (step != 1 or start % rows):
+            raise SchemeError(f"{name} begins inside a block of {rows} outputs of {part.stored}")
+        return weight.take_rows(torch.arange(weight.shape[0])[part.outputs])
+
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """See `CheckpointReader`; all of a part is read."""
-        return self.tensor(name)[start:stop].clone() if name in self._parts else super().rows(name, start, stop)
+        return self.tensor(name)[start:stop].clone() if self._is_view(name) else super().rows(name, start, stop)
 
-    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
+    def gather_rows(self, name: str, indices: Tensor) -> Tensor:
+        """See `CheckpointReader`; all of a part is read."""
+        return self.tensor(name)[indices.cpu()] if self._is_view(name) else super().gather_rows(name, indices)
+
+    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
         """See `CheckpointReader`; a part comes in one chunk."""
-        if name in self._parts:
+        if self._is_view(name):
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
         else:
             yield from super().chunks(name, size)
@@ -106,27 +142,87 @@ class ModelReader(CheckpointReader):
         for whole_name, names in stored.items():
             if not {whole_name, whole_name.removesuffix("_bias")} <= whole:
                 continue  # biases go with their weights
+            if any(f"{name}_scale" in tensors for name in names):
+                continue  # codes under the names of weights, which loaders look for expert by expert
             info = self._stored[whole_name]
             value = torch.empty(info.shape, dtype=restored[names[0]].dtype)
             for name in names:
                 part = self._parts[name]
                 part.of(value if part.expert is None else value[part.expert]).copy_(restored.pop(name))
             restored[whole_name] = value
+        for conversion in self._conversions():
+            # What a step has changed stays as the model has it, which loaders take as well.
+            targets = [name for name in conversion.targets if name in restored]
+            same = (torch.equal(restored[name], self._converted(name)) for name in targets)
+            if len(targets) == len(conversion.targets) and all(same):
+                for name in targets:
+                    del restored[name]
+                restored |= {name: self._read_tensor(self._stored[name]) for name in conversion.sources}
         return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor of this view; parts of a stored tensor keep their names."""
+        if self._family.stored_names is not None:
+            return self._family.stored_names.of(name)
         for own, stored in _renamed(self._family):
             if name.startswith(own):
                 return stored + name.removeprefix(own)
         return name
 
+    def write_converted(self, sources: Container[str]) -> bool:
+        """Write what is made of these stored tensors in the form that the model has; whether that is news."""
+        kept = [item for item in self._conversions() if any(name in sources for name in item.sources)]
+        self._unrestored |= {id(item) for item in kept}
+        return bool(kept)
+
+    def _conversions(self) -> list[Conversion]:
+        """Those after which files keep their tensors."""
+        made = {id(item): item for item in self._made.values()}
+        return [item for key, item in made.items() if key not in self._unrestored]
+
+    def written_shapes(self, quantized: Container[str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is written beside codes, by the names of files, if nothing else is changed.
+
+        Args:
+            quantized: tensors of this view that become codes.
+        """
+        names = [name for name in self.names if name not in quantized]
+        blank = {name: torch.empty(self.info(name).shape, device="meta") for name in names}
+        parts: dict[str, list[str]] = {}
+        for name, part in self._parts.items():
+            parts.setdefault(part.stored, []).append(name)
+        for stored, own in parts.items():
+            if all(name in blank for name in own):
+                for name in own:
+                    del blank[name]
+                blank[stored] = torch.empty(self._stored[stored].shape, device="meta")
+        for conversion in self._conversions():
+            if all(name in blank for name in conversion.targets):
+                for name in conversion.targets:
+                    del blank[name]
+                blank |= {name: torch.empty(self._stored[name].shape, device="meta") for name in conversion.sources}
+        return {self.stored_name(name): tuple(value.shape) for name, value in blank.items()}
+
+    def _is_view(self, name: str) -> bool:
+        return name in self._parts or name in self._made
+
+    def _converted(self, name: str) -> Tensor:
+        """A tensor that transformers makes of others; the last ones are remembered."""
+        conversion = self._made[name]
+        if id(conversion) not in self._kept:
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            sources = {source: self._read_tensor(self._stored[source]) for source in conversion.sources}
+            self._kept[id(conversion)] = conversion.convert(sources)
+        return self._kept[id(conversion)][name]
+
     def _whole(self, stored: str, expert: int | None) -> Tensor:
+        if stored in self._made:
+            value = self._converted(stored)
+            return value if expert is None else value[expert]
         info = self._stored[stored]
         if expert is not None:
-            # Only this expert's bytes are read; the tensor holds those of the whole layer.
-            size = info.num_bytes // info.shape[0]
-            info = replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
+            info = info.item(expert)  # only this expert's bytes are read; the tensor holds those of the whole layer
         return self._read_tensor(info)
 
     def _view(self, family: Family) -> None:
@@ -134,6 +230,10 @@ class ModelReader(CheckpointReader):
         self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, StoredPart] = {}
         self._stored: dict[str, TensorInfo] = {}
+        self._made: dict[str, Conversion] = {}
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._unrestored: set[int] = set()
+        copied = self._convert(family)
         for stored, parts in _find_parts(self._tensors, family).items():
             info = self._stored[stored] = self._tensors.pop(stored)
             shape = info.shape if next(iter(parts.values())).expert is None else info.shape[1:]
@@ -143,7 +243,25 @@ class ModelReader(CheckpointReader):
                 size = torch.Size(own).numel() * info.dtype.itemsize
                 self._parts[name] = part
                 self._tensors[name] = replace(info, shape=own, num_bytes=size)
-        self.names = tuple(sorted(self._tensors))
+        self.names = tuple(sorted(name for name in self._tensors if name not in copied))
+
+    def _convert(self, family: Family) -> set[str]:
+        """Put in what transformers makes of the files' tensors; what of it is copied in the form that files have."""
+        copied: set[str] = set()
+        for conversion in family.stored_names.conversions if family.stored_names else ():
+            if not all(name in self._tensors for name in conversion.sources):
+                continue  # of another shard, or written in the form that the model has
+            inside = all(name.startswith(f"{family.layers}.") for name in conversion.targets)
+            self._stored |= {name: self._tensors[name] for name in conversion.sources}
+            first = self._tensors[conversion.sources[0]]
+            for name in conversion.sources if inside else ():
+                del self._tensors[name]
+            for name, shape in conversion.targets.items():
+                size = torch.Size(shape).numel() * first.dtype.itemsize
+                self._tensors[name] = replace(first, shape=shape, num_bytes=size)
+                self._made[name] = conversion
+            copied |= set() if inside else set(conversion.targets)
+        return copied
 
 
 def _renamed(family: Family) -> list[tuple[str, str]]:
@@ -159,6 +277,8 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
 
 def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
     """Names as the causal LM has them, where files were saved by a wrapper around it or by the model inside it."""
+    if family.stored_names is not None:
+        return {own: tensors[name] for name, own in family.stored_names.own(tuple(tensors)).items()}
     pairs, (prefix, _, inside) = _renamed(family), family.layers.partition(".")
     if family.stored_prefix is None and inside and not any(name.startswith(f"{prefix}.") for name in tensors):
         pairs += [(f"{prefix}.", "")] if any(name.startswith(f"{inside}.") for name in tensors) else []
@@ -174,12 +294,16 @@ def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, 
     """Parts by name, for each stored tensor that is not itself one."""
     layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
     parts_of: dict[str, dict[str, StoredPart]] = {}
+    own_names = {stored: own for own, stored in family.stored_tensors.items()}
     for name, info in tensors.items():
         match = layer.match(name)
         if match is None:
             continue
         prefix, local = match.group(), name[match.end() :]
-        if local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
+        if local in own_names:
+            part = StoredPart(stored=name, expert=None, outputs=slice(None), transposed=False)
+            parts_of[name] = {prefix + own_names[local]: part}
+        elif local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
             parts_of[name] = {name: StoredPart(stored=name, expert=None, outputs=slice(None), transposed=True)}
         elif family.experts is not None and len(info.shape) >= 2:
             parts = {prefix + key: part for key, part in expert_parts(name, local, info.shape, family.experts)}

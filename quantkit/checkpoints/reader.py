@@ -4,22 +4,25 @@ No memory map: pages of a mapped file count as resident memory of the process fo
 memory must be bounded by one layer. Every call opens the file, reads its bytes into memory of its own, and closes it.
 """
 
+import copy
 import functools
 import hashlib
 import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.untrusted import CHUNK_BYTES, opened, read_chunks
 
 if sys.byteorder != "little":
@@ -40,7 +43,11 @@ class CheckpointReader:
     Raises:
         ModelError: no such directory, no usable config.json, or no safetensors weights.
         CheckpointError: a weight file or the index is missing, truncated or inconsistent.
+    Attributes:
+        notes: what a user should know about it, a sentence each.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path | str) -> None:
         self.path: Path = check_folder(Path(path))
@@ -59,6 +66,19 @@ class CheckpointReader:
         reader._tensors = read_header(file)
         reader.names = tuple(sorted(reader._tensors))
         return reader
+
+    def view(self, tensors: Mapping[str, TensorInfo], config: dict[str, Any], note: str) -> "CheckpointReader":
+        """The same files, and so the same digests, as another model.
+
+        Args:
+            tensors: of that model by name, made of those of the files.
+            config: contents of its config.json.
+            note: for the user.
+        """
+        view = copy.copy(self)
+        view._tensors, view.names, view.config = dict(tensors), tuple(sorted(tensors)), config
+        view.notes = (*self.notes, note)
+        return view
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -79,6 +99,11 @@ class CheckpointReader:
                 f"{self.path} has no tensor {name!r}{suggestion(name, self.names)}; see `reader.names`"
             )
         return self._tensors[name]
+
+    def stored_scheme(self, name: str) -> LinearScheme | None:
+        """How a weight is stored, if it is codes."""
+        info = self._tensors.get(name)
+        return info.scheme if isinstance(info, EncodedInfo) else None
 
     def check_shape(self, name: str, shape: tuple[int, ...], *, required: bool = True) -> None:
         """A tensor is there and has the shape that follows from config.json.
@@ -103,6 +128,8 @@ class CheckpointReader:
         return self._read_tensor(self.info(name))
 
     def _read_tensor(self, info: TensorInfo) -> Tensor:
+        if isinstance(info, EncodedInfo):
+            return info.values(self._read_tensor)
         with opened(info.file) as file:
             return _read(file, info, 0, info.num_bytes).view(info.dtype).view(info.shape)
 
@@ -120,6 +147,8 @@ class CheckpointReader:
         info = self.info(name)
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise CheckpointError(f"tensor {name!r} of shape {info.shape} has no rows {start} to {stop}")
+        if isinstance(info, EncodedInfo):
+            return self._read_tensor(info)[start:stop].clone()
         width = _row_bytes(info)
         with opened(info.file) as file:
             data = _read(file, info, start * width, (stop - start) * width)
@@ -144,6 +173,8 @@ class CheckpointReader:
             raise CheckpointError(
                 f"tensor {name!r} of shape {info.shape} has no rows {int(rows.min())} to {int(rows.max())}"
             )
+        if isinstance(info, EncodedInfo):
+            return self._read_tensor(info)[rows].view(*indices.shape, *info.shape[1:])
         width = _row_bytes(info)
         # Bytes, not elements: indexing must not depend on what torch can do with 8-bit floats.
         result = torch.empty(len(rows), width, dtype=torch.uint8)
@@ -154,13 +185,15 @@ class CheckpointReader:
                 result[positions] = block[rows[positions] - first]
         return result.view(-1).view(info.dtype).view(*indices.shape, *info.shape[1:])
 
-    def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
         """The raw bytes of a tensor, at most `size` at a time.
 
         Raises:
             CheckpointError: no such tensor, or its file cannot be read.
         """
         info = self.info(name)
+        if isinstance(info, EncodedInfo):
+            return value_chunks(self._read_tensor(info), size)
         return read_chunks(info.file, info.offset, info.num_bytes, size)
 
     @functools.cached_property
@@ -187,6 +220,14 @@ class CheckpointReader:
         for path, stamp in self._stamps.items():
             if _stamp(path) != stamp:
                 raise CheckpointError(f"{path} changed while it was read; start over, quantize with --no-resume")
+
+
+def value_chunks(value: Tensor, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """The bytes of a tensor in memory, at most `size` at a time."""
+    # Flattened first: a single number has no last dimension to view as bytes.
+    data = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
 
 
 def _stamp(path: Path) -> tuple[int, int]:

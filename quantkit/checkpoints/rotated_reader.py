@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.models.family import Family
 from quantkit.numerics.hadamard import Rotation, random_rotation
@@ -27,7 +28,7 @@ class RotatedReader(ModelReader):
     """See the module's description.
 
     Args:
-        path: of the checkpoint.
+        source: of the checkpoint.
         family: its family.
         seed: of the rotations.
         heads: rotate value heads too.
@@ -35,13 +36,13 @@ class RotatedReader(ModelReader):
         ModelError: the family cannot be rotated; says why.
     """
 
-    def __init__(self, path: Path | str, family: Family, *, seed: int, heads: bool) -> None:
-        super().__init__(path, family)
+    def __init__(self, source: CheckpointReader, family: Family, *, seed: int, heads: bool) -> None:
+        self.__dict__ |= ModelReader.of(source, family).__dict__  # its files have been opened and checked
         self._head = f"{family.stored_head or family.head}.weight"
         self._embedding, self._final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"
         parts = family.parts
         self._readers = {**dict.fromkeys(parts.qkv, parts.input_norm), **dict.fromkeys(parts.up, parts.mlp_norm)}
-        self._check(path)
+        self._check(source.path)
         self._tied = self._head not in self._tensors
         if self._tied:
             # It cannot stay tied: the final norm is folded into the head and not into the embedding.
@@ -49,7 +50,8 @@ class RotatedReader(ModelReader):
             self.names = tuple(sorted(self._tensors))
             self.config = {**self.config, "tie_word_embeddings": False}
             size = self.info(self._head).num_bytes / 1e6
-            self.notes = (f"the output head, tied to the embedding in the source, gets {size:.1f} MB of its own",)
+            note = f"the output head, tied to the embedding in the source, gets {size:.1f} MB of its own"
+            self.notes = (*self.notes, note)
         self._stream = random_rotation(self.info(self._embedding).shape[1], seed)
         width = int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
         self._heads = random_rotation(width, seed + 1) if heads and len(parts.qkv) == 3 else None
@@ -74,7 +76,7 @@ class RotatedReader(ModelReader):
         value = super().gather_rows(name, indices)
         return self._stream.apply(value.float().view(-1, value.shape[-1])).view(value.shape).to(value.dtype)
 
-    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
+    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
         shape, width = self.info(name).shape, self.info(name).num_bytes // self.info(name).shape[0]
         step = max(1, size // width) if name in (self._embedding, self._head) else shape[0]
         for start in range(0, shape[0], step):

@@ -5,13 +5,17 @@ masks) is found by running the model's own forward with its layers replaced by r
 """
 
 import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import rebuild_layer, set_parameter
-from quantkit.checkpoints.layer_inputs import Recorder, build_model, pass_through
+from quantkit.checkpoints.layer_call import Batch, LayerCall, hand_back, merged, moved, tensors_beside
+from quantkit.checkpoints.layer_inputs import Compute, Recorder, build_model, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.family import Family
@@ -47,6 +51,8 @@ class Skeleton:
         for layer in layers:
             rebuild_layer(layer, family)
         self._layers = layers
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        self._tied = {name: other for name, other in tied.items() if name.startswith(f"{family.layers}.")}
         self._load_stem()
         self._arguments: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
@@ -59,6 +65,16 @@ class Skeleton:
     def hidden_size(self) -> int:
         """Width of the hidden states."""
         return int(self._config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token embeddings."""
+        return int(self._embedding().get_parameter("weight").shape[0])
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of a token embedding, before whatever projects it."""
+        return int(self._embedding().get_parameter("weight").shape[1])
 
     @property
     def head_dim(self) -> int:
@@ -130,7 +146,16 @@ class Skeleton:
             state = layer.state_dict(keep_vars=True)
             expected |= {f"{self.layer_name(index)}.{name}": parameter.shape for name, parameter in state.items()}
         for name, shape in expected.items():
-            self.reader.check_shape(name, tuple(shape))
+            self.reader.check_shape(self._stored(name), tuple(shape))
+
+    def _stored(self, name: str) -> str:
+        """The tensor that files keep in place of one that several layers share."""
+        return name if name in self.reader else self._tied.get(name, name)
+
+    def is_shared(self, index: int, module: str) -> bool:
+        """Whether the weight of a module of a layer (relative name) is that of another layer too."""
+        name = f"{self.layer_name(index)}.{module}.weight"
+        return name in self._tied or name in self._tied.values()
 
     def layer(self, index: int) -> nn.Module:
         """A copy of one layer with its weights read from disk, in evaluation mode.
@@ -146,7 +171,7 @@ class Skeleton:
 
     def _fill(self, module: nn.Module, name: str, full: str, device: torch.device) -> None:
         """Give a module one of its parameters or saved buffers from the tensor `full` of the checkpoint."""
-        value = self.reader.tensor(full)
+        value = self.reader.tensor(self._stored(full))
         # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
         if not torch.isfinite(value).all():
             bad = int((~torch.isfinite(value)).sum())
@@ -163,8 +188,11 @@ class Skeleton:
         """Read what stands between embedding and first layer, e.g. learned positions; most families have nothing."""
         backbone, names = self._model.get_submodule(self.family.backbone), self.family
         known = tuple(f"{name}." for name in (names.layers, names.embedding, names.final_norm))
+        tables = {f"{name}.weight" for name, module in backbone.named_modules() if isinstance(module, nn.Embedding)}
         for name in backbone.state_dict(keep_vars=True):
             full = f"{names.backbone}.{name}"
+            if names.hands_on and name in tables:
+                continue  # read row by row, see `_with_rows`: one per layer is as large as the model
             if not full.startswith(known) and full in self.reader:
                 self._fill(backbone, name, full, torch.device("cpu"))  # where hidden states are made
 
@@ -185,24 +213,111 @@ class Skeleton:
         assert hidden is not None
         return hidden
 
-    def arguments(self, index: int, hidden: Tensor) -> dict[str, Any]:
-        """Keyword arguments that the model would call layer `index` with, besides the hidden states (B, T, D)."""
-        key = (hidden.shape[0], hidden.shape[1])
+    def arguments(self, index: int, batch: Batch) -> dict[str, Any]:
+        """Keyword arguments that the model would call layer `index` with, besides the hidden states."""
+        if isinstance(batch, LayerCall):
+            usual = self._usual_arguments(index, batch)
+            # Copies: a layer may change in place what the next one is given.
+            arguments: dict[str, Any] = moved(merged(usual, batch.beside), self.device, copy=True)
+            return arguments
+        return self._usual_arguments(index, batch)
+
+    def _usual_arguments(self, index: int, batch: Batch) -> dict[str, Any]:
+        """What of a layer's arguments follows from the shape of its input: (B, T)."""
+        key = (batch.shape[0], batch.shape[1])
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
             # What layers are called with depends on the shape alone, so zeros will do.
-            recorded = self.record(torch.zeros(*key, hidden.shape[2], dtype=self.dtype))
-            moved: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
-            self._arguments[key] = [_to_device(recorder.arguments, self.device, moved) for recorder in recorded]
+            if isinstance(batch, LayerCall):
+                recorded = self._record_ids(torch.zeros_like(batch.token_ids))
+            else:
+                recorded = self.record(torch.zeros(*key, self.embedding_width, dtype=self.dtype))
+            shared: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
+            self._arguments[key] = [_to_device(recorder.arguments, self.device, shared) for recorder in recorded]
         return self._arguments[key][index]
+
+    def first_call(self, token_ids: Tensor) -> LayerCall:
+        """What the model calls its first layer with for one sequence (1, T), where layers hand on more than states."""
+        return self._call(0, token_ids, self._record_ids(token_ids)[0])
+
+    def next_call(self, index: int, call: LayerCall, compute: Compute) -> LayerCall:
+        """What the model calls the layer behind `index` with.
+
+        Args:
+            index: of a layer that is not the last.
+            call: what it is called with.
+            compute: the layer; whatever else it returns goes through the model's own code, in its own order.
+        """
+        layer = self._compute(call, compute)
+        return self._call(index + 1, call.token_ids, self._record_ids(call.token_ids, {index: layer})[-1])
+
+    def call_after(self, computes: Sequence[Compute], token_ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Hidden states and other arguments of the layer behind the first ones, which run together as in the model."""
+        layers = {index: self._compute(None, compute) for index, compute in enumerate(computes)}
+        recorder = self._record_ids(token_ids, layers)[-1]
+        assert recorder.hidden is not None
+        return recorder.hidden, recorder.arguments
+
+    def hand_on(self) -> None:
+        """From here on layers are called in the model's own order, see `Family.hands_on`."""
+        self.family = replace(self.family, hands_on=True)
+        self._arguments.clear()
+
+    def _compute(self, call: LayerCall | None, compute: Compute) -> Compute:
+        """A layer on the skeleton's device inside a forward pass on the CPU; it sees `call` where one is given."""
+
+        def run(hidden: Tensor, arguments: dict[str, Any]) -> Any:
+            states, beside = (hidden, {}) if call is None else (call.hidden, call.beside)
+            used = moved(merged(arguments, beside), self.device, copy=call is not None)
+            output = compute(states.to(self.device), used)
+            hand_back(arguments, used, "cpu")
+            return moved(output, "cpu")
+
+        return run
+
+    def _call(self, index: int, token_ids: Tensor, recorder: Recorder) -> LayerCall:
+        assert recorder.hidden is not None
+        bare = LayerCall(token_ids=token_ids, hidden=recorder.hidden)
+        beside = tensors_beside(recorder.arguments, moved(self._usual_arguments(index, bare), "cpu"))
+        return replace(bare, beside={path: value.clone() for path, value in beside.items()})
 
     def _embedding(self) -> nn.Module:
         return self._model.get_submodule(self.family.embedding)
 
-    def record(self, hidden: Tensor, first: nn.Module | None = None) -> list[Recorder]:
-        """What the model calls its layers with for hidden states (B, T, D); see `pass_through`."""
-        return pass_through(self._model, self.family.backbone, self.family.layers, first, inputs_embeds=hidden)
+    def record(self, hidden: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
+        """What the model calls its layers with for embeddings (B, T, D); see `pass_through`."""
+        return pass_through(self._model, self.family.backbone, self.family.layers, computed, inputs_embeds=hidden)
+
+    def _record_ids(self, token_ids: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
+        """The same for token ids (B, T); of tables of embeddings the rows of these are read and no others."""
+        names = self.family
+        backbone = self._model.get_submodule(names.backbone)
+        tables = {
+            f"{names.backbone}.{name}".removeprefix("."): module
+            for name, module in backbone.named_modules()
+            if isinstance(module, nn.Embedding) and module.weight.is_meta
+        }
+        hooks = [
+            module.register_forward_pre_hook(partial(self._with_rows, f"{name}.weight"))
+            for name, module in tables.items()
+            if not name.startswith(f"{names.layers}.")
+        ]
+        weights = {module: module.weight for module in tables.values()}
+        try:
+            return pass_through(self._model, names.backbone, names.layers, computed, input_ids=token_ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, weight in weights.items():
+                module.weight = weight
+
+    def _with_rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Give a table of embeddings the rows that it is asked for, and their numbers in it in place of token ids."""
+        used, rows = torch.unique(args[0], return_inverse=True)
+        module.__dict__["padding_idx"] = None  # that row of the full table is another one here
+        set_parameter(module, "weight", self.reader.gather_rows(name, used.flatten()).to(self.dtype))
+        return (rows, *args[1:])
 
 
 def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:

@@ -14,6 +14,7 @@ from quantkit.checkpoints.replaceable import check_checkpoint
 from quantkit.checkpoints.work_folder import WorkFolder, work_folder
 from quantkit.checkpoints.writer import sync_folder, writing
 from quantkit.errors import OutputError
+from quantkit.untrusted import check_path
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +95,7 @@ def open_stage(
     Raises:
         OutputError: the output or the folder is somebody else's, a link, or being written by another process.
     """
+    check_path(output, OutputError)
     if output.name in ("", ".."):
         raise OutputError(f"output {output} has no name of its own; give one, such as {output / 'out'}")
     folder = output.with_name(f"{output.name}.partial")

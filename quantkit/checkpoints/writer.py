@@ -20,10 +20,9 @@ from torch import Tensor
 
 from quantkit.checkpoints.folder import INDEX_NAME
 from quantkit.checkpoints.header import encode_header
-from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.reader import CheckpointReader, value_chunks
 from quantkit.errors import OutputError, QuantkitError, ResourceError
 from quantkit.quantities import byte_size
-from quantkit.untrusted import CHUNK_BYTES
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -40,7 +39,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
         CheckpointError: a dtype that safetensors cannot hold.
     """
     infos = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return _write_tensors(path, infos, lambda name: _chunks(tensors[name]))
+    return _write_tensors(path, infos, lambda name: value_chunks(tensors[name]))
 
 
 def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, stored: Callable[[str], str] = str) -> str:
@@ -129,14 +128,6 @@ def _translated(error: OSError, path: Path, needed_bytes: int | None) -> Quantki
         f"no space left writing {path}: {needed}{limit}; "
         "free space or choose another --output, then run the same command again to resume"
     )
-
-
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, a few MiB at a time."""
-    # Flattened first: a single number has no last dimension to view as bytes.
-    data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(data), CHUNK_BYTES):
-        yield data[start : start + CHUNK_BYTES]
 
 
 def _write_tensors(

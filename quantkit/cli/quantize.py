@@ -110,6 +110,7 @@ def _summary(result: CompressionResult) -> Table:
             ("model", result.model),
             ("recipe", f"{result.recipe} ({result.format})"),
             ("layers", layers),
+            ("quantized", _share(result)),
             ("bits per weight", f"{result.bits_per_weight:.3f}" if result.num_quantized else None),
             ("KV cache", describe_caches(result.layers)),
             ("experts", describe_experts(result.layers)),
@@ -119,6 +120,15 @@ def _summary(result: CompressionResult) -> Table:
             ("output", result.output),
         ]
     )
+
+
+def _share(result: CompressionResult) -> str | None:
+    """How much of the decoder's weights became codes, and what the largest of the others are."""
+    if result.quantized_share is None:
+        return None
+    kinds = list(result.unquantized)
+    others = ", ".join(kinds[:3]) + (f" and {len(kinds) - 3} more kinds" if len(kinds) > 3 else "")
+    return f"{result.quantized_share:.1%} of the decoder's weights" + (f"; not {others}" if kinds else "")
 
 
 def _times(result: CompressionResult) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.dense_source import open_dense
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.inspection import read_manifest
 from quantkit.kernels.types import Linear, WrappedLinear
@@ -102,7 +103,7 @@ def find_fused_groups(llm: LLM, original: LLM) -> list[FusedGroup]:
     # In another arithmetic a swapped group carries rounding of its own into the KL.
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
-    sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.family.layers)
+    sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), ours.config.family.layers)
     return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 
 

@@ -127,7 +127,7 @@ def packs_densely() -> bool:
 
 def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
     """Refuse what no loader takes; say what some do not take. See `Format.check_model`."""
-    name = family.hf_names[0]
+    name = family.hf_names[0] if family.hf_names else "this family"
     if family.decode_at_load:
         return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})
     experts = {scheme for layer in layers for linear, scheme in layer.items() if find_expert(linear)}

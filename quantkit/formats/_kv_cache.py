@@ -13,6 +13,7 @@ It lies outside `quantization_config`, so other readers pass it over and compute
 Source of names: vLLM `model_loader/weight_utils.py` (`maybe_remap_kv_scale_name`), ModelOpt `unified_export_hf.py`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,15 @@ VERSION = 1
 
 _STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
 _FIXED = {"tensor": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR), "attn_head": KVScheme(key=FP8_HEAD, value=FP8_HEAD)}
+# Of tensors that belong to a cache and to no weight, whatever the tool; matched against the end of a name.
+CACHE_TENSORS = r"\.(kv|[qkv])_scale|\.[qkv]_proj\.output_scale|\.(q|k|v|prob)_zero_point"
 # Where tools put the scale of keys; that of values has a v for the k. The last is one scale for both.
 _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "qkv_proj.{}_scale", "kv_scale")
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor of this full name says how keys and values are quantized."""
+    return re.search(f"({CACHE_TENSORS})$", name) is not None
 
 
 def cache_tensors(

@@ -43,11 +43,15 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
     if scheme.dtype.scale == "e8m0":
         if stored.dtype != torch.uint8:
             raise CheckpointError(f"tensor 'weight_scale' is {stored.dtype}, exponents are uint8")
-        scale = torch.exp2(stored.to(torch.float64) - _BIAS).float()
-        return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
+        return QuantizedTensor(codes=codes, scale=powers_of_two(stored), zero_point=None, scheme=scheme)
     outer = take(tensors, "weight_global_scale", (1,)).float()
     scale = stored.float() / outer
     return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme, global_scale=outer)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """What bytes of E8M0 stand for, any shape, as float32; 255, its NaN, comes out as infinity."""
+    return torch.exp2(exponents.view(torch.uint8).to(torch.float64) - _BIAS).float()
 
 
 def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:

@@ -58,6 +58,8 @@ class Format(ABC):
     order_name: ClassVar[str] = ""
     # Of the matrix with the shape of the weight; "" = shapes do not tell.
     shape_name: ClassVar[str] = "weight"
+    # Whether it is of experts that the model keeps in one tensor (E, K, N); `decode` is given one of them.
+    is_stacked: ClassVar[bool] = False
     # What scales can be stored in; the first is taken when a model's own dtype is none of them.
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
@@ -112,6 +114,32 @@ class Format(ABC):
             scheme: of the linear.
         """
         return matrix_shape(shapes.get(self.shape_name))
+
+    def exact_shape(
+        self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme, read: Callable[[str], Tensor]
+    ) -> tuple[int, int] | None:
+        """(N, K) of a linear; as `shape`, but exact, if need be from a small tensor that says it.
+
+        Args:
+            shapes: of its tensors, by local name.
+            scheme: of the linear.
+            read: gives a tensor by its local name.
+        """
+        return self.shape(shapes, scheme)
+
+    def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Weights that are stored as codes: their tensors' full names by local name, by full name of the weight.
+
+        A weight whose name does not end in `.weight` is a stack of matrices, and its tensors have one dimension more.
+
+        Args:
+            names: of all tensors of a checkpoint.
+        """
+        modules = ((module, local) for module, local in by_module(names).items() if stores_codes(local))
+        return {
+            f"{module}.weight": {name: f"{module}.{name}" for name in local if name != "bias"}
+            for module, local in modules
+        }
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`; `decode` gives back exactly the same codes and scales."""

@@ -18,7 +18,7 @@ Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -75,6 +75,15 @@ class CompressedTensorsFormat(Format):
             return words[0], words[1] * 2
         # Words may be filled up, so where there are groups these tell the number of inputs exactly.
         return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
+
+    def exact_shape(
+        self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme, read: Callable[[str], Tensor]
+    ) -> tuple[int, int] | None:
+        shape = self.shape(shapes, scheme)
+        if shape is None or scheme.weight.group_size is not None or "weight_shape" not in shapes:
+            return shape
+        rows, width = take({"weight_shape": read("weight_shape")}, "weight_shape", (2,)).tolist()
+        return rows, width
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"

@@ -1,24 +1,38 @@
-"""Fine-grained FP8 as DeepSeek and Qwen publish it, for reading: one scale per block of 128 x 128 weights.
+"""Fine-grained FP8 as DeepSeek, Qwen and MiniMax publish it, for reading: one scale per block of 128 x 128 weights.
 
     weight             float8_e4m3fn (N, K)
-    weight_scale_inv   float32 (ceil(N / 128), ceil(K / 128)); value = code * scale, its name notwithstanding
+    weight_scale_inv   (ceil(N / 128), ceil(K / 128)); value = code * scale, its name notwithstanding
+    activation_scale   () where inputs have a fixed scale
 
-Inputs are quantized at run time in groups of 128 per token.
+Scales are floats, or bytes of E8M0 (`scale_fmt: ue8m0`); without a block size there is one for the whole weight. Inputs
+are quantized at run time in groups of 128 per token, or with the fixed scale. Experts may be stacked: then
+`<name>` (E, N, K) stands beside `<name>_scale_inv`. In int8 instead of FP8 there are two FP4 codes per byte, as
+DeepSeek-V4 has its experts.
 Source: transformers `integrations/finegrained_fp8.py`; DeepSeek-V3 `inference/fp8_cast_bf16.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError
-from quantkit.formats._tensors import take_matrix
-from quantkit.formats._unpacked import with_scales
-from quantkit.formats.base import Format, ignored_rules
-from quantkit.numerics.dtype import FP8
+from quantkit.formats._tensors import take, take_matrix, take_one
+from quantkit.formats._unpacked import decode_microscaling, powers_of_two, with_scales
+from quantkit.formats.base import Format, ignored_rules, matrix_shape
+from quantkit.numerics.dtype import FP8, MXFP4
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
+
+_SCALE, _INPUT = "weight_scale_inv", "activation_scale"
+# What others call these, behind the name of a module or of a stack of experts.
+_SUFFIXES = {
+    **dict.fromkeys((".weight_scale_inv", ".scale", ".qscale_weight", "_scale_inv"), _SCALE),
+    **dict.fromkeys((".activation_scale", ".input_scale", ".qscale_act", "_activation_scale"), _INPUT),
+}
+_FP4 = WeightScheme(dtype=MXFP4, group_size=MXFP4.group)
 
 
 class FineGrainedFP8(Format):
@@ -27,23 +41,54 @@ class FineGrainedFP8(Format):
     name: ClassVar[str] = "fp8"
     method: ClassVar[str] = "fp8"
     is_written: ClassVar[bool] = False
-    scale_name: ClassVar[str] = "weight_scale_inv"
+    scale_name: ClassVar[str] = _SCALE
+
+    def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        known, weights = set(names), dict[str, dict[str, str]]()
+        for name in sorted(known):
+            suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+            if suffix is None:
+                continue
+            owner = name.removesuffix(suffix)
+            weight = f"{owner}.weight" if suffix.startswith(".") else owner
+            if weight in known or _SUFFIXES[suffix] == _SCALE:
+                weights.setdefault(weight, {"weight": weight} if weight in known else {})[_SUFFIXES[suffix]] = name
+        return weights
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        stored, scale = matrix_shape(shapes.get("weight")), shapes.get(_SCALE)
+        # Dtypes are not known here, but no block of FP8 has 16 inputs and one output.
+        is_fp4 = stored is not None and scale == (stored[0], stored[1] * 2 // _FP4.group_width(32))
+        return (stored[0], stored[1] * 2) if stored is not None and is_fp4 else stored
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
+        scale, stored = take(tensors, self.scale_name, None), take(tensors, "weight", None)
+        if stored.dtype == torch.int8:
+            packed = {"weight_packed": stored.view(torch.uint8), "weight_scale": scale.view(torch.uint8)}
+            return decode_microscaling(packed, _FP4)
         codes = take_matrix(tensors, "weight", scheme.weight.dtype.storage)
-        return with_scales(codes, tensors, scheme.weight, self.scale_name)
+        if scale.dtype.itemsize == 1:
+            scale = powers_of_two(scale)
+        weight = with_scales(codes, {self.scale_name: scale}, scheme.weight, self.scale_name)
+        if scheme.activation is None or scheme.activation.dynamic:
+            return weight
+        return replace(weight, input_scale=take_one(tensors, _INPUT).float())
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
-        block = section.get("weight_block_size", [128, 128])
+        block, inputs = section.get("weight_block_size", [128, 128]), section.get("activation_scheme", "dynamic")
         sizes_known = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-        if not sizes_known or section.get("activation_scheme", "dynamic") != "dynamic":
+        if (not sizes_known and block is not None) or inputs not in ("dynamic", "static"):
             raise SchemeError(
-                f"quantization_config has weight_block_size {block!r} and activation_scheme "
-                f"{section.get('activation_scheme')!r}; can be decoded: two sizes and 'dynamic'"
+                f"quantization_config has weight_block_size {block!r} and activation_scheme {inputs!r}; can be "
+                "decoded: two sizes or null, and 'dynamic' or 'static'"
             )
-        weight = WeightScheme(dtype=FP8, group_size=block[1], block_rows=block[0])
-        linear = LinearScheme(weight=weight, activation=ActivationScheme(dtype=FP8, group_size=block[1]))
-        return Scheme(default=linear, rules=ignored_rules(section, "modules_to_not_convert"))
+        activation = ActivationScheme(dtype=FP8, granularity="tensor", dynamic=False)
+        if inputs == "dynamic":
+            activation = ActivationScheme(dtype=FP8, group_size=None if block is None else block[1])
+        rows, width = (None, None) if block is None else block
+        weight = WeightScheme(dtype=FP8, group_size=width, block_rows=rows)
+        linear = LinearScheme(weight=weight, activation=activation)
+        return Scheme(default=linear, rules=ignored_rules(section, "modules_to_not_convert", "ignored_layers"))
 
 
 FORMAT = FineGrainedFP8()

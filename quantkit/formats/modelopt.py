@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._tensors import take, take_matrix, take_one
 from quantkit.formats._unpacked import unpack_fp4, with_scales
-from quantkit.formats.base import Format, ignored_rules
+from quantkit.formats.base import Format, ignored_rules, matrix_shape
 from quantkit.numerics.dtype import FP8, INT4, NVFP4
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -36,8 +36,13 @@ class ModelOpt(Format):
     name: ClassVar[str] = "modelopt"
     method: ClassVar[str] = "modelopt"
     is_written: ClassVar[bool] = False
-    shape_name: ClassVar[str] = ""  # which side of a matrix of bytes is halved depends on the algorithm
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        stored = matrix_shape(shapes.get("weight"))
+        # Two codes share a byte: of neighbouring outputs, or of neighbouring inputs.
+        rows, columns = {INT4: (2, 1), NVFP4: (1, 2)}.get(scheme.weight.dtype, (1, 1))
+        return stored and (stored[0] * rows, stored[1] * columns)
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if "pre_quant_scale" in tensors:

@@ -80,7 +80,7 @@ class KVViews:
     Args:
         layout: what the pool is laid out by.
         pool: (N, page_bytes) uint8, what the arrays are views of.
-        key, value: its keys and values.
+        key, value: its keys and values; of latent attention both are its keys.
         key_residual: (rows, H, residual_tokens, D) in the model's dtype, the newest keys of each sequence, token at
             position p in slot p % residual_tokens; None unless keys are quantized per channel.
     """
@@ -99,6 +99,9 @@ class KVLayout:
     Args:
         num_heads: key/value heads, H.
         head_dim: channels of a key and of a value, D.
+        rope_dim: of latent attention, whose one head has keys only: all channels but these first ones are the value
+            too; 0 = ordinary.
+        sinks: whether attention has any, for which there is no kernel but torch's.
         page_size: tokens per page, S.
         dtype: of keys and values that are not quantized, of the residual window, and of what is computed.
         cache: number types, the default keeps both in `dtype`; and scales of granularity "tensor" and "head".
@@ -112,8 +115,13 @@ class KVLayout:
     page_size: int
     dtype: torch.dtype
     cache: LayerCache = _UNQUANTIZED
+    rope_dim: int = 0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
+        if self.rope_dim and (self.has_residual or self.scheme.rotation != "none"):
+            what = "rotated keys" if self.scheme.rotation != "none" else f"{self.scheme.key.describe()} keys"
+            raise SchemeError(f"latent attention keeps no {what}, which are its values too; use bf16, fp8 or int8")
         if self.page_size < 1:
             raise SchemeError(f"a KV page of {self.page_size} tokens; use 16 or more, {DEFAULT_PAGE_SIZE} by default")
         for what, scheme, known, scales in (
@@ -136,6 +144,11 @@ class KVLayout:
     def scheme(self) -> KVScheme:
         """Number types."""
         return self.cache.scheme
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.head_dim - self.rope_dim
 
     @property
     def has_residual(self) -> bool:
@@ -165,7 +178,8 @@ class KVLayout:
     def blocks(self) -> dict[str, PageArray]:
         """The arrays of a page by name, in the order in which they lie."""
         key, value = self._sides
-        dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": self.head_dim}
+        kept = 0 if self.rope_dim else self.head_dim
+        dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": kept}
         return page_arrays(key, value, **dims, page_size=self.page_size)
 
     def views(self, pool: Tensor, residual: Tensor | None = None) -> KVViews:
@@ -190,7 +204,9 @@ class KVLayout:
                 fixed=self._fixed(scheme, getattr(self.cache, f"{name}_scale"), pool.device),
             )
 
-        return KVViews(layout=self, pool=pool, key=side("key"), value=side("value"), key_residual=residual)
+        key = side("key")
+        value = key if self.rope_dim else side("value")
+        return KVViews(layout=self, pool=pool, key=key, value=value, key_residual=residual)
 
     def _fixed(self, scheme: CacheScheme, scales: Scales, device: torch.device) -> Tensor | None:
         """(H,) float32; None where there is nothing to multiply with."""
@@ -232,19 +248,22 @@ def layer_layout(
     scheme: KVScheme | None = None,
     cache: LayerCache | None = None,
     window: int | None = None,
+    rope_dim: int = 0,
+    sinks: bool = False,
 ) -> KVLayout:
     """Layout of one layer of a model, with the rule that sliding-window layers are never quantized.
 
     A window layer reads few tokens, so there is little to save, and its errors are known to cost accuracy.
 
     Args:
-        num_heads, head_dim, page_size, dtype: see `KVLayout`.
+        num_heads, head_dim, page_size, dtype, rope_dim, sinks: see `KVLayout`.
         scheme: number types; None = not quantized.
         cache: the same with scales, in place of `scheme`.
         window: the layer's sliding window, if it has one.
     """
     kept = (cache or LayerCache(scheme=scheme or KVScheme())) if window is None else _UNQUANTIZED
-    return KVLayout(num_heads=num_heads, head_dim=head_dim, page_size=page_size, dtype=dtype, cache=kept)
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "page_size": page_size, "rope_dim": rope_dim}
+    return KVLayout(**sizes, dtype=dtype, cache=kept, sinks=sinks)
 
 
 def page_bytes(layouts: Sequence[KVLayout]) -> int:

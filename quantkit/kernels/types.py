@@ -167,7 +167,14 @@ class StackedExperts(Protocol):
         """What was stacked, two of each expert."""
         ...
 
-    def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        shared: Tensor | None,
+        shared_score: Tensor | None,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """What `reference.experts.route` and `run_each` compute.
 
         Args:
@@ -175,6 +182,7 @@ class StackedExperts(Protocol):
             scores: (T, E) router logits.
             shared: (T, K) is added to the result; None = nothing is.
             shared_score: (T, 1), weighs `shared` through a sigmoid; None = it counts fully.
+            choose: in place of `route`: scores to weights (T, k) float32 and numbers (T, k) of the chosen.
         Returns:
             (T, K), dtype of x.
         """
@@ -206,6 +214,8 @@ class AttentionOptions:
         softcap: scores become softcap * tanh(score / softcap); None = as they are.
         interleaved: angles turn channels (2i, 2i + 1) instead of (i, i + R/2); see `ops.rotary_`.
         norms: of queries and keys; None = none.
+        sinks: (Hq,) float32, a score of each head beside those of the keys, which counts in the sum and has no value;
+            None = there are none. Only for layouts that say so.
     """
 
     scale: float
@@ -213,6 +223,7 @@ class AttentionOptions:
     softcap: float | None = None
     interleaved: bool = False
     norms: HeadNorms | None = None
+    sinks: Tensor | None = None
 
 
 class PagedAttention(Protocol):

@@ -63,6 +63,11 @@ class AttentionShape:
             return "full"
         return "dsa" if self.index_dim else "mla"
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether the bundled runtime has pages for it."""
+        return self.kind not in LATENT or self.kind == "mla"
+
     def describe(self) -> str:
         """Short form for tables, e.g. `GQA 32/8 x 128` or `window 1024, GQA 32/8 x 128`."""
         if self.value_dim:
@@ -79,23 +84,26 @@ class AttentionShape:
         return text if self.top_k is None else f"{text}, top {self.top_k}"
 
     def offers(self, form: KVForm) -> bool:
-        """Whether engines keep this kind of layer in that form: the latent kinds come in 16 (32) bits and fp8 only."""
-        return self.kind not in LATENT or form.bits >= 16 or form.name == "fp8"
+        """Whether engines keep this kind of layer in that form.
+
+        The latent kinds come in 16 (32) bits and fp8 only, that without indexer or window in int8 too.
+        """
+        if self.kind not in LATENT or form.bits >= 16:
+            return True
+        return form.name == "fp8" or (self.kind == "mla" and form.name == "int8")
 
     def entry_bytes(self, form: KVForm) -> float:
         """Bytes of one entry, the indexer's key not counted."""
-        if self.kind not in LATENT or form.bits >= 16:
+        if self.is_paged or form.bits >= 16:
             form = self._kept(form)
             return self.num_kv_heads * (form.key.token_bytes(self.key_dim) + form.value.token_bytes(self.value_dim))
         plain = self.key_dim - self.rope_dim
-        if self.kind == "mla":
-            return self.key_dim  # one scale for the tensor
         if self.kind == "dsa":
             return plain + 4 * math.ceil(plain / 128) + 2 * self.rope_dim
         return plain + 2 * self.rope_dim + 8  # csa, hca: 8 bytes of block exponents
 
     def page_bytes(self, form: KVForm) -> int:
-        """Bytes of one page of this layer in the bundled runtime; of kinds that it pages: full and window."""
+        """Bytes of one page of this layer in the bundled runtime; of kinds that it pages."""
         form = self._kept(form)
         dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
         return padded_bytes(page_arrays(form.key, form.value, **dims))
@@ -103,14 +111,14 @@ class AttentionShape:
     def allocated_bytes(self, tokens: int, form: KVForm, dtype_bytes: int = 2) -> float:
         """Bytes that one sequence of this length takes from the pool: whole pages, and the residual window's.
 
-        The latent kinds, which the bundled runtime has no pages for, are counted without rounding.
+        Kinds that the bundled runtime has no pages for are counted without rounding.
 
         Args:
             tokens: length.
             form: of the cache.
             dtype_bytes: of one element of the residual window.
         """
-        if self.kind in LATENT:
+        if not self.is_paged:
             return self.cached_bytes(tokens, form)
         pages = math.ceil(tokens / DEFAULT_PAGE_SIZE)
         if self.window is not None:

@@ -54,7 +54,9 @@ class Side:
     zero_bytes: int = 0
 
     def token_bytes(self, width: int) -> float:
-        """Bytes of one token's key or value of one head, its share of scales included."""
+        """Bytes of one token's key or value of one head, its share of scales included; of nothing, none."""
+        if not width:
+            return 0
         scales = math.prod(self.scale_shape(1, DEFAULT_PAGE_SIZE, width)) / DEFAULT_PAGE_SIZE
         return math.ceil(width * self.bits / 8) + scales * (self.scale_bytes + self.zero_bytes)
 
@@ -93,11 +95,11 @@ def page_arrays(
 
     Args:
         key, value: how they are stored; codes of less than a byte are packed along the channels.
-        heads, key_dim, value_dim: key/value heads and their channels.
+        heads, key_dim, value_dim: key/value heads and their channels; no channels = values are not kept.
         page_size: tokens of a page.
     """
     shapes: list[tuple[str, tuple[int, ...], int]] = []
-    sides = (("key", key, key_dim), ("value", value, value_dim))
+    sides = [("key", key, key_dim), *([("value", value, value_dim)] if value_dim else [])]
     for name, side, width in sides:
         # Codes of less than a byte are packed, so the last dimension then counts bytes.
         whole = max(1, side.bits // 8)

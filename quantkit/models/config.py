@@ -21,7 +21,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
     "num_experts_per_tok": ("num_experts_per_token",),
     "n_shared_experts": ("num_shared_experts",),
-    "rms_norm_eps": ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+    "rms_norm_eps": ("layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"),
     "hidden_activation": ("hidden_act",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
     "partial_rotary_factor": ("rotary_pct",),
@@ -30,6 +30,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "rope_theta": ("rotary_emb_base",),
     "rope_type": ("type",),
 }
+
+# Of what something is computed for each before a weight is seen. Other counts fit what GGUF keeps them in.
+_AT_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
 
 
 class NotNative(ModelError):
@@ -84,12 +87,14 @@ class ConfigReader:
         """A whole number.
 
         Raises:
-            ModelError: it is missing without a default, no whole number, or too small.
+            ModelError: it is missing without a default, no whole number, too small or too large.
         """
-        value = self._required(key, default)
+        value, at_most = self._required(key, default), _AT_MOST.get(key, (1 << 32) - 1)
         # Not isinstance: JSON's `true` is an int to that, and would count as one.
         if type(value) is not int or value < at_least:
             raise self._wrong(key, value, f"a whole number of at least {at_least}")
+        if value > at_most:
+            raise self._wrong(key, value, f"a whole number of at most {at_most}")
         return value
 
     def optional_count(self, key: str) -> int | None:

@@ -6,7 +6,7 @@ computes beyond its tensors (rotations, scales, activations) is the runtime's `M
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quantkit.errors import ModelError
 from quantkit.models.attention_shape import AttentionShape
@@ -27,6 +27,10 @@ class ExpertsShape:
         width: of an expert.
         normalize: whether the scores of the chosen are made to sum to one.
         shared_width: of the experts that see every token, as one; None = there are none.
+        scoring: what makes scores of router logits.
+        num_groups, chosen_groups: experts are chosen from the best groups only.
+        group_rule: a group is as good as its best expert, or as the sum of its best two.
+        scale: of the scores of the chosen.
     """
 
     num_experts: int
@@ -34,6 +38,16 @@ class ExpertsShape:
     width: int
     normalize: bool
     shared_width: int | None
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    chosen_groups: int = 1
+    group_rule: Literal["best", "two"] = "two"
+    scale: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen by a softmax alone."""
+        return self.scoring == "softmax" and self.num_groups == 1 and self.scale == 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +69,11 @@ class LatentShape:
     index_dim: int
     index_heads: int
     top_k: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head's query and key."""
+        return self.plain_dim + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +166,10 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
     vocabulary, hidden, heads = (read.count(key) for key in ("vocab_size", "hidden_size", "num_attention_heads"))
     # Rows that take turns head by head give each query head a key and a value of its own.
     kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
+    latent = None if read.get("kv_lora_rank") is None or family.block else _latent(read)
     if family.multi_query is not None and read.flag(family.multi_query):
         kv_heads = 1
-    if read.get("head_dim") is None and hidden % heads:
+    if latent is None and read.get("head_dim") is None and hidden % heads:
         raise ModelError(
             f"{read.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
             "head_dim; mend it"
@@ -166,13 +186,13 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": read.count("head_dim", default=hidden // heads),
+        "head_dim": latent.head_dim if latent else read.count("head_dim", default=hidden // heads),
         "windows": windows,
         "with_experts": sparse,
         "qk_norm": family.qk_norm is not None and read.flag(family.qk_norm.switch, family.qk_norm.switch is None),
         "parallel": read.flag(family.parallel),
         "experts": _experts(read, family.experts) if family.experts is not None and any(sparse) else None,
-        "latent": None if read.get("kv_lora_rank") is None or family.block else _latent(read),
+        "latent": latent,
         "tied": read.flag("tie_word_embeddings"),
     }
 
@@ -184,7 +204,7 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
     width, shared = read.count(data.width, default=read.get("intermediate_size")), None
     if data.shared_up:
         key = data.shared_width
-        shared = read.count(key) if key else width * read.count("n_shared_experts", default=0, at_least=0)
+        shared = read.count(key, at_least=0) if key else width * read.count("n_shared_experts", default=0, at_least=0)
     return ExpertsShape(
         num_experts=count,
         num_chosen=chosen,
@@ -192,7 +212,22 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
         normalize=read.flag(data.normalize, True),
         # A model without shared experts may say 0 as well as nothing.
         shared_width=shared or None,
+        scoring=data.scoring,
+        **_groups(read, data, count, chosen),
+        scale=read.number(data.scale, default=1.0),
     )
+
+
+def _groups(read: ConfigReader, data: Experts, count: int, chosen: int) -> dict[str, Any]:
+    """In how many groups experts are, and from how many of them they are chosen."""
+    groups = read.count("n_group", default=1) if data.groups and read.get("topk_method") != "greedy" else 1
+    kept = read.count("topk_group", default=1) if groups > 1 else 1
+    if count % groups or kept > groups or kept * (count // groups) < chosen:
+        raise ModelError(
+            f"{read.where}: {chosen} experts of each token cannot come from topk_group {kept} of n_group {groups} with "
+            f"{count} experts in all; mend it"
+        )
+    return {"num_groups": groups, "chosen_groups": kept, "group_rule": data.groups or "two"}
 
 
 def _latent(read: ConfigReader) -> LatentShape:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from quantkit.models.config import ConfigReader
+from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.linear_sets import MLA_SETS, LinearSet, expand_set
+from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors
 
 
@@ -47,18 +49,20 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryKeyNorm:
-    """A norm on queries and keys before the rotation.
+    """A norm on queries and keys.
 
     Args:
         over: "head": one weight (D,) for every head; "heads": each head its own; "projection": all heads together.
         switch: key that says whether there is one; None = always.
         bias: whether layer norms among these have biases.
+        after_rotation: behind the rotation in place of before it.
         query, key: module names; `{head}` stands for the number of the head where each is a module of its own.
     """
 
     over: Literal["head", "heads", "projection"] = "head"
     switch: str | None = None
     bias: bool = True
+    after_rotation: bool = False
     query: str = "self_attn.q_norm"
     key: str = "self_attn.k_norm"
 
@@ -72,11 +76,13 @@ class Window:
             `max_window_layers` on; "even_lower": every other layer below it; "none" unless `layer_types` says so.
         switch: key that turns the rule on; None = on wherever `sliding_window` is set.
         pattern: n, where config.json does not have `sliding_window_pattern`.
+        first: with "pattern", the first of each n layers has none in place of the last.
     """
 
     rule: Literal["all", "listed", "pattern", "upper", "even_lower", "none"]
     switch: str | None = None
     pattern: int = 1
+    first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,17 +92,27 @@ class Rope:
     Args:
         theta: base of the wavelengths.
         local_theta: base in layers with a window, whose wavelengths are never scaled; None = as in the others.
+        local_scaled: False: wavelengths in layers with a window are never scaled.
         partial: share of each head that is rotated.
-        interleaved: neighbours 2i, 2i+1 are a pair; else i, i + R/2.
-        layers: "all" rotate; "window": only those with one; "listed": those with a 1 in `no_rope_layers`, by default
-            all but every n-th, n being `no_rope_layer_interval`.
+        width: key of how many channels of each head are; it wins.
+        interleaved: neighbours 2i, 2i+1 are a pair; else i, i + R/2; a key, true by default, or a constant.
+        grows: queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + how often the original length fits into
+            their position).
+        fixed_alpha: "dynamic" scaling with an `alpha` is a larger base, whatever the length.
+        layers: "all" rotate; "window": only those with one; "local": the same, but all of a model without windows;
+            "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, n being
+            `no_rope_layer_interval`.
     """
 
     theta: float = 10000.0
     local_theta: float | None = None
+    local_scaled: bool = True
     partial: float = 1.0
-    interleaved: bool = False
-    layers: Literal["all", "window", "listed"] = "all"
+    width: str | None = None
+    interleaved: str | bool = False
+    grows: bool = False
+    fixed_alpha: bool = False
+    layers: Literal["all", "window", "local", "listed"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +125,7 @@ class Multipliers:
         logits_divisor: of the logits.
         attention: of query times key; attention_root: the same to the power of -1/2; neither: head_dim to that power.
         attention_softcap, logits_softcap: c of c * tanh(x / c).
+        clip: bound of the absolute value of queries, keys and values.
     """
 
     root_embedding: bool = False
@@ -120,6 +137,7 @@ class Multipliers:
     attention_root: str | None = None
     attention_softcap: str | None = None
     logits_softcap: str | None = None
+    clip: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +157,12 @@ class Experts:
         shared_width: key of its width; None = as wide as `n_shared_experts` of the others.
         smooth_down: the last of its up linears can absorb a scale of down's input.
         balance: a number for each expert that evens out how often it is chosen.
+        balance_rows: it is stored with a dimension of this size in front; 0 = without.
+        scoring: what makes scores of router logits.
+        groups: experts are chosen from the `topk_group` best of `n_group` groups, a group being as good as its best
+            expert or as the sum of its best two; None = there are no groups.
+        scale: key of what the scores of the chosen are multiplied with.
+        exact: the router multiplies in float32.
     """
 
     router: str = "mlp.gate"
@@ -157,11 +181,24 @@ class Experts:
     shared_width: str | None = None
     smooth_down: bool = True
     balance: str | None = None
+    balance_rows: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: Literal["best", "two"] | None = None
+    scale: str | None = None
+    exact: bool = False
 
 
 SHARED_UP = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 SHARED_EXPERTS = Experts(shared_up=SHARED_UP, shared_down="mlp.shared_experts.down_proj")
-BALANCED_EXPERTS = replace(SHARED_EXPERTS, balance="mlp.gate.e_score_correction_bias")
+BALANCED_EXPERTS = replace(
+    SHARED_EXPERTS,
+    balance="mlp.gate.e_score_correction_bias",
+    scoring="sigmoid",
+    groups="two",
+    scale="routed_scaling_factor",
+    exact=True,
+)
+"""As DeepSeek-V3 has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,36 +217,6 @@ class Biases:
     mlp: str | bool = "mlp_bias"
     head: bool = False
     norms: bool = True
-
-
-GGUF_NUMBERS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "vocab_size": "vocab_size",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GGUFNames:
-    """How llama.cpp calls the family; names of tensors follow from the parts.
-
-    Args:
-        name: `general.architecture`.
-        interleaved: rows of q and k are reordered, because rotary pairs lie next to each other there.
-        numbers: entry after `<name>.` by key of config.json; a key that is missing there is left out.
-        rotary: whether there are rotary embeddings.
-    Source: llama.cpp `convert_hf_to_gguf.py` and gguf-py `constants.py`, `tensor_mapping.py`.
-    """
-
-    name: str
-    interleaved: bool = False
-    numbers: Mapping[str, str] = field(default_factory=lambda: GGUF_NUMBERS)
-    rotary: bool = True
 
 
 def inside(backbone: str, **modules: str) -> dict[str, Any]:
@@ -234,7 +241,9 @@ class Family:
         linear_sets: linears of a decoder layer, sets in the order in which they run; None = as the parts say.
         latent: multi-head latent attention.
         layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
+        stored_names: what files call each tensor, where a loader renames more than the prefix of the backbone.
         stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
+        hands_on: layers hand on more than hidden states, or see token ids: they are run in the model's own order.
         parts: modules of a layer.
         norm: kind of all norms; "bare" ones have no weights.
         norm_offset: added to the weights of all norms.
@@ -243,6 +252,7 @@ class Family:
         window, rope, multipliers, experts: see there.
         biases: see there.
         vectors: other parameters of each layer by name; their shapes are numbers or keys.
+        sinks: of these, the score of nothing at all that each head adds to its others; None = there is none.
         outside: the same of parameters beside the layers, e.g. learned positions.
         multi_query: key that says that all heads share one key/value head.
         mlp_ratio: width of the MLP over the hidden width, where config.json does not have it.
@@ -250,6 +260,7 @@ class Family:
         defaults: values of keys that config.json may lack.
         transposed: linears that are stored as (K, N), relative names.
         stored_modules: modules of a layer that checkpoints call by another name than transformers.
+        stored_tensors: other tensors of a layer, by the names of transformers, that checkpoints call otherwise.
         compressed_experts: whether transformers loads experts that are stored as codes, each under its own name.
         decode_at_load: transformers computes with the weights of this family's linears itself, so that a loader must
             have decoded them before.
@@ -273,7 +284,9 @@ class Family:
     linear_sets: tuple[LinearSet, ...] | None = None
     latent: bool = False
     layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
+    stored_names: StoredNames | None = None
     stored_prefix: str | None = None
+    hands_on: bool = False
     parts: Parts = Parts()
     norm: Literal["rms", "layer", "bare"] = "rms"
     norm_offset: float = 0.0
@@ -285,6 +298,7 @@ class Family:
     experts: Experts | None = None
     biases: Biases = Biases()
     vectors: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    sinks: str | None = None
     outside: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     multi_query: str | None = None
     mlp_ratio: int | None = None
@@ -292,6 +306,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
     stored_modules: Mapping[str, str] = field(default_factory=dict)
+    stored_tensors: Mapping[str, str] = field(default_factory=dict)
     compressed_experts: bool = True
     decode_at_load: bool = False
     native: bool = True
@@ -367,5 +382,6 @@ def _expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
     down = LinearSet(linears=(data.down,), source=data.up[1] if data.smooth_down else None, parent=data.down)
     if data.shared_down is None:
         return ups, down
-    shared = LinearSet(linears=(data.shared_down,), source=data.shared_up[1], parent=data.shared_down, optional=True)
+    source = data.shared_up[1] if len(data.shared_up) == 2 else None
+    shared = LinearSet(linears=(data.shared_down,), source=source, parent=data.shared_down, optional=True)
     return ups, down, shared

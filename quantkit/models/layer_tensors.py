@@ -39,7 +39,8 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     if model.with_experts[index]:
         matrices += _mixture(model)
         if family.experts is not None and family.experts.balance and model.experts is not None:
-            vectors[family.experts.balance] = (model.experts.num_experts,)
+            rows = (family.experts.balance_rows,) if family.experts.balance_rows else ()
+            vectors[family.experts.balance] = (*rows, model.experts.num_experts)
     else:
         bias = model.entries.flag(family.biases.mlp)
         matrices += _mlp(model, family.parts.up, family.parts.down, model.width, bias=bias, gated=family.parts.gated)

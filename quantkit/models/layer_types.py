@@ -41,8 +41,8 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
 
     def windowed(index: int) -> bool:
         if rule.rule == "pattern" or pattern:
-            # Counted from one: the n-th of each n layers attends to everything.
-            return (index + 1) % (pattern or rule.pattern) != 0
+            # Of each n layers the last attends to everything, or the first.
+            return (index + (0 if rule.first else 1)) % (pattern or rule.pattern) != 0
         if rule.rule == "upper":
             return index >= bound
         if rule.rule == "even_lower":
@@ -87,6 +87,9 @@ def _is_sparse(read: ConfigReader, index: int) -> bool:
     types = read.get("mlp_layer_types")
     if isinstance(types, list) and index < len(types):
         return types[index] not in ("dense", "mlp")
+    end = read.get("moe_layer_end_index")  # -1 = the last layer
+    if type(end) is int and 0 <= end < index:
+        return False
     if index < read.count("first_k_dense_replace", default=0, at_least=0):
         return False
     if type(read.get("moe_layer_freq")) is int:  # a list in some configs, whose dense layers are the first ones
@@ -100,9 +103,10 @@ def positions_by_layer(read: ConfigReader, family: Family, windows: tuple[int | 
     Raises:
         ModelError: a list that is not one entry for each layer.
     """
-    if family.rope.layers == "window":
+    has_windows = any(window is not None for window in windows)
+    if family.rope.layers == "window" or (family.rope.layers == "local" and has_windows):
         return [window is not None for window in windows]
-    if family.rope.layers == "all":
+    if family.rope.layers != "listed":
         return [True] * len(windows)
     listed = read.get("no_rope_layers")
     if listed is None:

@@ -108,7 +108,8 @@ class ExpertLocation:
     """Where a linear of an expert is in its layer.
 
     Args:
-        owner: the module that routes tokens, e.g. `mlp`; its first argument is what experts read.
+        owner: the module whose first argument is what experts read: the one that routes tokens, e.g. `mlp`, or where
+            that is the layer, the experts.
         container: the experts, e.g. `mlp.experts`.
         number: of the expert.
     """
@@ -120,8 +121,10 @@ class ExpertLocation:
 
 def find_expert(name: str) -> ExpertLocation | None:
     """The expert that a linear (relative name, e.g. `mlp.experts.3.up_proj`) belongs to; None = no expert."""
-    match = re.fullmatch(r"(([^.]+(?:\.[^.]+)*)\.experts)\.(\d+)\..+", name)
-    return None if match is None else ExpertLocation(owner=match[2], container=match[1], number=int(match[3]))
+    match = re.fullmatch(r"((?:(.+)\.)?experts)\.(\d+)\..+", name)
+    if match is None:
+        return None
+    return ExpertLocation(owner=match[2] or match[1], container=match[1], number=int(match[3]))
 
 
 def common_owner(names: Iterable[str]) -> str:

@@ -32,6 +32,8 @@ class RopeConfig:
         attention_factor: of cosine and sine (yarn, longrope).
         beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
         low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
+        sharpening: of the scale of latent attention (yarn).
+        growth: of queries by position, see `family.Rope`; 0 = they do not grow.
         short_factors, long_factors: LongRoPE's factor of each wavelength (R/2), up to the original length and beyond.
     """
 
@@ -48,6 +50,8 @@ class RopeConfig:
     truncate: bool = True
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
+    sharpening: float = 1.0
+    growth: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -76,18 +80,25 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
         "partial_rotary_factor", default=config.number("partial_rotary_factor", default=family.partial)
     )
     width = int(head_dim * partial)
+    if family.width is not None and read.get("partial_rotary_factor") is None:
+        width = config.count(family.width, default=width)
     if width < 2 or width % 2 or width > head_dim:
         raise ModelError(f"config.json: {width} of {head_dim} channels of a head would be rotated; must be even, >= 2")
     kind = read.text("rope_type", default="default")
     kind = _OTHER_NAMES.get(kind, kind)
+    if family.fixed_alpha and kind == "dynamic" and read.get("alpha") is not None:
+        kind, theta = "default", theta * read.number("alpha") ** (width / (width - 2))
     if kind not in get_args(Kind):
         raise NotNative(f"rope_type {kind!r} (there are: {', '.join(get_args(Kind))})")
     settings = _scaling(kind, read, config, width, length)
+    if family.grows and read.get("llama_4_scaling_beta"):
+        settings["growth"] = read.number("llama_4_scaling_beta")
+        settings["original_length"] = read.count("original_max_position_embeddings")
     return RopeConfig(
         kind=kind,  # type: ignore[arg-type]  # just checked
         theta=theta,
         width=width,
-        interleaved=family.interleaved,
+        interleaved=config.flag(family.interleaved, True),
         max_length=length,
         **settings,
     )
@@ -100,7 +111,7 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
         raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; mend it")
     if any(isinstance(settings.get(kind), Mapping) for kind in _BY_LAYER_TYPE):
         return settings.get(_BY_LAYER_TYPE[local]) or {}
-    if local and family.local_theta is not None:
+    if local and (family.local_theta is not None or not family.local_scaled):
         return {}  # what is scaled is only the other layers
     return settings
 
@@ -131,7 +142,7 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
     if kind == "yarn":
         return {
             **settings,
-            "attention_factor": _yarn_attention(read, factor),
+            **_yarn_attention(read, factor),
             "beta_fast": read.number("beta_fast", default=32.0),
             "beta_slow": read.number("beta_slow", default=1.0),
             "truncate": read.flag("truncate", True),
@@ -152,12 +163,13 @@ def _factor(read: ConfigReader) -> float:
     return factor
 
 
-def _yarn_attention(read: ConfigReader, factor: float) -> float:
-    """YaRN's factor of cosine and sine: given, or from the growth of the context."""
+def _yarn_attention(read: ConfigReader, factor: float) -> dict[str, float]:
+    """YaRN's factor of cosine and sine: given, or from the growth of the context; and that of latent attention."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     own, everywhere = read.optional_number("mscale"), read.optional_number("mscale_all_dim")
     ratio = scale(own) / scale(everywhere) if own and everywhere else scale(1.0)
-    return read.number("attention_factor", default=ratio)
+    sharpening = scale(everywhere) ** 2 if everywhere else 1.0
+    return {"attention_factor": read.number("attention_factor", default=ratio), "sharpening": sharpening}

@@ -153,10 +153,12 @@ class Rule:
     Args:
         pattern: shell-style (`*.down_proj`), or a regular expression after `re:`.
         linear: their scheme, or None.
+        keep: they stay in the codes that the source has, whatever these are.
     """
 
     pattern: str
     linear: LinearScheme | None
+    keep: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +178,7 @@ class Scheme:
     rules: tuple[Rule, ...] = ()
     _exact: dict[str, int] = field(init=False, repr=False, compare=False)  # position of the last rule by plain name
     _expressions: tuple[int, ...] = field(init=False, repr=False, compare=False)  # positions of the others, last first
-    _answers: dict[str, LinearScheme | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _answers: dict[str, Rule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _budget: Budget = field(default_factory=Budget, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -196,6 +198,20 @@ class Scheme:
         Raises:
             SchemeError: a pattern takes too long to match.
         """
+        rule = self._rule(name)
+        return self.default if rule is None else rule.linear
+
+    def keeps(self, name: str) -> bool:
+        """Whether the linear with this full module name is to stay in the codes of the source.
+
+        Raises:
+            SchemeError: a pattern takes too long to match.
+        """
+        rule = self._rule(name)
+        return rule is not None and rule.keep
+
+    def _rule(self, name: str) -> Rule | None:
+        """The rule that a linear follows; None = the default."""
         if name not in self._answers:
             self._answers[name] = self._search(name)
         return self._answers[name]
@@ -212,14 +228,14 @@ class Scheme:
             if not (rule.pattern in known if plain else any(matches(rule.pattern, n, self._budget) for n in names)):
                 yield rule
 
-    def _search(self, name: str) -> LinearScheme | None:
+    def _search(self, name: str) -> Rule | None:
         # A name with a wildcard in it must not be taken for the expression of the same text.
         exact = self._exact.get(name, -1) if is_exact(name) else -1
         for index in self._expressions:
             # The last rule wins, so expressions before the last plain match need not be tried.
             if index > exact and matches(self.rules[index].pattern, name, self._budget):
-                return self.rules[index].linear
-        return self.default if exact < 0 else self.rules[exact].linear
+                return self.rules[index]
+        return None if exact < 0 else self.rules[exact]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -228,8 +228,6 @@ def _head(name: str | None, shape: ModelShape) -> weights.WeightForm | None:
 def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: weights.WeightForm | None) -> RecipePlan:
     if not shape.layers:
         raise InputError("a recipe needs the model's layers; give a config.json or --shape instead of --params")
-    if shape.quantized:
-        raise InputError(f"{shape.name} is quantized already; give the original, or leave --recipe out")
     from quantkit.compress.recipe import load
 
     plan = plan_recipe(shape, load(name, overrides), head)
@@ -241,10 +239,10 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: weights.W
 
 def _schemes(shape: ModelShape, plan: RecipePlan | None, head: weights.WeightForm | None) -> list[memory.WeightChoice]:
     stored = memory.everywhere(None, head)
-    if shape.quantized:
-        return [stored]
     if plan is not None:
         return [stored, plan.scheme]
+    if shape.quantized:
+        return [stored]
     if not shape.layers:
         plain = (weights.FP32_WEIGHTS, weights.BF16_WEIGHTS, *weights.UNSCALED_WEIGHTS)
         return [memory.everywhere(form) for form in (*plain, *weights.COMPARED_WEIGHTS[2:])]

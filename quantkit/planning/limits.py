@@ -160,7 +160,7 @@ def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[st
     for index, layer in enumerate(shape.layers):
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)
-            flops[form.compute if form is not None and not shape.quantized else "bf16"] += 2 * matrix.active_parameters
+            flops[form.compute if form is not None else "bf16"] += 2 * matrix.active_parameters
     return flops
 
 

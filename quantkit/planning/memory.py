@@ -23,10 +23,11 @@ class WeightChoice:
 
     Args:
         name: for tables.
-        choose: the form of each matrix.
+        choose: the form of each matrix; None = as stored, or as dequantized where other matrices are quantized anew.
         head: form of the output head; None = as stored.
         unquantized: what is ignored becomes this instead of what it is stored in; None = as stored.
         beside: bytes on disk of scales of the KV cache.
+        as_stored: nothing is changed.
     """
 
     name: str
@@ -34,6 +35,7 @@ class WeightChoice:
     head: WeightForm | None = None
     unquantized: WeightForm | None = None
     beside: int = 0
+    as_stored: bool = False
 
 
 def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> WeightChoice:
@@ -50,6 +52,7 @@ def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Weigh
         choose=lambda _, matrix: form if matrix.quantizable else None,
         head=head,
         unquantized=plain,
+        as_stored=form is None,
     )
 
 
@@ -80,7 +83,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
     """
     if not shape.layers:
         return _counted(shape, scheme)
-    if shape.quantized:
+    if shape.quantized and scheme.as_stored:
         stored = shape.stored_bytes or 0
         # A step looks up rows of the embedding, but multiplies with all of it where it is the head too.
         unread = shape.dtype_bytes * (shape.embedding if shape.head else 0)

@@ -3,10 +3,12 @@
 Loading a recipe imports torch, so nothing else here does; a plan without a recipe never comes by.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.compress.algorithms.base import Step
+from quantkit.errors import InputError
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.families import UNKNOWN
 from quantkit.planning.memory import WeightChoice
@@ -49,14 +51,16 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """
-    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts
+    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts, fit
 
-    layers = []
+    layers, family = [], shape.family or UNKNOWN
     for index, layer in enumerate(shape.layers):
         sizes = {m.first: (m.out_features, m.in_features) for m in layer.matrices if m.quantizable}
-        sets = (shape.family or UNKNOWN).sets_of_layer(sizes.__contains__)
+        sets = family.sets_of_layer(sizes.__contains__)
         layers.append(LayerLinears(f"{shape.prefix}.{index}", sizes, sets))
-    assigned = assign(recipe, layers)
+    with suppress(InputError):  # which are listed below
+        recipe = fit(recipe, family, layers, shape.stored)[0]
+    assigned = assign(recipe, layers, shape.stored)
     schemes = {scheme for of_layer in assigned for scheme in of_layer.values() if scheme is not None}
     forms: dict[Any, WeightForm] = {scheme: from_linear(scheme, recipe.format) for scheme in schemes}
     calibration, goal = recipe.calibration, recipe.kv_cache

@@ -1,8 +1,9 @@
 """The shape of a model: its matrices, its attention layers and what is left. Sizes only, no names of files."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import KVForm
@@ -33,6 +34,7 @@ class ModelShape:
         quantized: the checkpoint is quantized already, so `stored_bytes` is what its weights take.
         remarks: what the count leaves out or assumes.
         cache: what the checkpoint says of its KV cache; None = nothing.
+        stored: of a checkpoint that is quantized: the `LinearScheme` of a linear's codes by its full name.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ModelShape:
     quantized: bool = False
     remarks: tuple[str, ...] = ()
     cache: KVForm | None = None
+    stored: Callable[[str], Any] = lambda _: None
 
     @property
     def dtype_bytes(self) -> int:

@@ -3,12 +3,12 @@
 No weight is read, and from the hub only config.json is fetched.
 """
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.folder import checked_names, find_tensors, weight_files
-from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.source import download, is_hub_id, resolve
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import ModelError, SchemeError, suggestion
@@ -109,7 +109,7 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
     if not files or not all(file.is_file() for file in files):
         shape = from_config(model, name, "config.json")
     elif _has_codes(data):
-        shape = _quantized(model, name, find_tensors(folder)[0])
+        shape = _quantized(model, name, folder)
     else:
         shape = from_headers(model, name, find_tensors(folder)[0])
     return replace(shape, cache=_cache(data, shape))
@@ -137,12 +137,27 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
     return None if schemes is None else form_of_schemes("checkpoint", schemes, shape.dtype_bytes)
 
 
-def _quantized(model: ModelDescription, name: str, tensors: dict[str, TensorInfo]) -> ModelShape:
+def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
     """A checkpoint whose weights are codes: parameters from the config, bytes from the headers."""
-    stored = sum(tensor.num_bytes for tensor in tensors.values())
+    stored = sum(tensor.num_bytes for tensor in find_tensors(folder)[0].values())
     remarks = ("the weights are quantized already: their bytes are those of the shards",)
     shape = from_config(model, name, "config.json and shard headers")
-    return replace(shape, stored_bytes=stored, quantized=True, remarks=remarks)
+
+    @functools.cache
+    def reader() -> Any:
+        # Imported where a recipe keeps codes: torch and transformers' libraries come with it.
+        from quantkit.checkpoints.model_reader import ModelReader
+        from quantkit.dense_source import open_dense
+
+        return ModelReader.of(open_dense(folder), model.family)
+
+    return replace(
+        shape,
+        stored_bytes=stored,
+        quantized=True,
+        remarks=remarks,
+        stored=lambda linear: reader().stored_scheme(f"{linear}.weight"),
+    )
 
 
 def description_of(data: dict[str, Any], where: str) -> ModelDescription:

@@ -99,6 +99,8 @@ class CompressionResult(Record):
         seconds: wall time by phase, over all layers.
         peak_bytes: highest resident memory of the process, as the kernel reports it.
         resumed_layers: layers taken over from an interrupted run.
+        quantized_share: of the elements of all matrices in the decoder layers; None in documents of before.
+        unquantized: elements of the others by what they are called, layer and expert numbers left out.
     """
 
     model: str
@@ -116,6 +118,8 @@ class CompressionResult(Record):
     seconds: dict[str, float]
     peak_bytes: int
     resumed_layers: int
+    quantized_share: float | None = None
+    unquantized: dict[str, int] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:

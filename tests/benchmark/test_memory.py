@@ -41,6 +41,8 @@ FAMILIES = {
     "gpt_neox": {},  # layer norms, one fused projection, no gate
     "phi3": {"pad_token_id": 0},  # gate and up stored as one
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "apertus": {},  # an activation with parameters
+    "deepseek_v3": {},  # latent attention, a router in float32
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from quantkit.bit_search.state import SearchState
+from quantkit.compress.pipeline.identity import write_state
 from quantkit.errors import ResumeError
 
 
@@ -30,5 +29,21 @@ def test_a_damaged_state_is_refused(tmp_path, text):
 
 
 def test_a_number_of_threads_from_a_file_is_bounded(tmp_path):
-    (tmp_path / "state.json").write_text(json.dumps({"identity": {}, "numbers": {}, "threads": 10**6}))
+    write_state(tmp_path / "state.json", {"identity": {}, "numbers": {}, "threads": 10**6})
     assert SearchState(tmp_path / "state.json", {}).threads < 10**5
+
+
+@pytest.mark.parametrize("numbers", [5, {"a": []}, [1]])
+def test_numbers_of_other_types_are_refused(tmp_path, numbers):
+    write_state(tmp_path / "state.json", {"identity": {}, "numbers": numbers})
+    with pytest.raises(ResumeError, match="is damaged"):
+        SearchState(tmp_path / "state.json", {})
+
+
+def test_a_number_that_was_changed_is_noticed(tmp_path):
+    path = tmp_path / "state.json"
+    SearchState(path, {"a": (1, 2)}).get("x", lambda: 0.125)
+    assert SearchState(path, {"a": (1, 2)}).get("x", lambda: 9.0) == 0.125
+    path.write_text(path.read_text().replace("0.125", "0.126"))
+    with pytest.raises(ResumeError, match=r"is damaged \(it was changed"):
+        SearchState(path, {"a": (1, 2)})

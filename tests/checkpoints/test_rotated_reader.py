@@ -17,7 +17,8 @@ from tests.helpers import make_model, transformers_logits
 
 
 def rotated(folder, heads=True):
-    return RotatedReader(folder, find(CheckpointReader(folder).config), seed=0, heads=heads)
+    source = CheckpointReader(folder)
+    return RotatedReader(source, find(source.config), seed=0, heads=heads)
 
 
 def write(reader, folder):

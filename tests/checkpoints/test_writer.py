@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quantkit.checkpoints import writer
-from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.reader import CheckpointReader, value_chunks
 from quantkit.errors import CheckpointError, OutputError, QuantkitError, ResourceError
 
 
@@ -61,7 +62,7 @@ def test_order_of_the_mapping_does_not_matter(tmp_path, tensors):
 
 
 def test_views_and_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "CHUNK_BYTES", 5)
+    monkeypatch.setattr(writer, "value_chunks", partial(value_chunks, size=5))
     base = torch.arange(24).view(4, 6)
     writer.write_shard(tmp_path / "x.safetensors", {"t": base.T, "s": base[1:3, ::2]})
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:

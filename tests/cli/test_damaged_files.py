@@ -114,6 +114,21 @@ def test_names_of_other_types_are_refused(checkpoint, entries, reader):
         reader(checkpoint)
 
 
+def test_a_path_that_no_report_could_name_is_refused_at_once(source, tmp_path, run):
+    latin = str(tmp_path / os.fsdecode(b"q\xff"))
+    for command in (
+        ["inspect", str(tmp_path / "q\0")],
+        ["inspect", latin],
+        ["quantize", latin, "--recipe", "rtn-int8", "-o", "out"],
+        ["quantize", source / "m", "--recipe", "rtn-int8", "-o", latin],
+        ["convert", source / "q", "--to", "dense", "-o", latin],
+    ):
+        code, _, error = run(*command)
+        assert (code, error.count("\n")) == (4, 1), error
+        assert "holds a zero byte" in error or "is not UTF-8" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_tensor_of_a_million_dimensions_is_refused_at_once(checkpoint):
     header = json.dumps({"a": {"dtype": "U8", "shape": [9**20] * 200_000, "data_offsets": [0, 1]}}).encode()
     (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")

@@ -64,6 +64,12 @@ def test_the_prompt_may_come_from_stdin(run, monkeypatch):
     assert run("--prompt", "-", "--max-tokens", 5)[1] == expected
 
 
+def test_a_stdin_that_was_closed_is_an_empty_prompt(run, monkeypatch):
+    _, expected, _ = run("--prompt", "", "--max-tokens", 5)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run("--prompt", "-", "--max-tokens", 5)[:2] == (0, expected)
+
+
 def test_a_prompt_that_is_no_text(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff one")))
     refused(run, 4, "not UTF-8", options=("--prompt", "-"))

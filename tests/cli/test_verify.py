@@ -29,6 +29,14 @@ def test_gates_that_hold(run, checkpoint, models):
     assert max(map(len, out.splitlines())) <= 80 + len(str(checkpoint))
 
 
+def test_a_run_log_whose_recipe_has_no_name_is_reported_all_the_same(run, checkpoint, models):
+    log = checkpoint / "quantkit-run.json"
+    log.write_text(json.dumps({**json.loads(log.read_text()), "recipe": 5}))
+    code, _, err = run("verify", checkpoint, *quickly(models), "--gate", "kl<=9")
+    assert code == 0, err
+    assert {"report.json", "junit.xml", "README.md"} <= {path.name for path in checkpoint.iterdir()}
+
+
 def test_a_gate_that_fails_is_named_with_a_remedy(run, checkpoint, models, tmp_path):
     code, out, err = run("verify", checkpoint, *quickly(models), "--gate", "kl<=0.0005", "-o", tmp_path / "new")
     assert code == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,18 @@ def attack(*options):
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout, done.stderr
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_run_leaves_what_the_next_draws_from_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    hostile = importlib.import_module("hostile")
+    before, generator = repr(hostile.STRANGE), random.Random(0)
+    for _ in range(300):
+        path = tmp_path / "config.json"
+        path.write_text('{"a": {"b": [1, {"c": "x"}]}, "d": {"e": {"f": 1}}}')
+        hostile._structure(path, generator)
+        assert path.stat().st_size < 1 << 29
+    assert repr(hostile.STRANGE) == before
 
 
 @pytest.mark.slow

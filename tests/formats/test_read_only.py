@@ -8,6 +8,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats import REGISTRY, recognise
@@ -167,6 +168,41 @@ def test_fine_grained_fp8(shape):
     assert torch.equal(CT.decode(written, scheme).dequantize(), decoded.dequantize())
 
 
+def test_fp8_of_one_scale_with_fixed_inputs():
+    _, format_, scheme = scheme_of(config(quant_method="fp8", weight_block_size=None, activation_scheme="static"))
+    codes = noise(8, 32).to(torch.float8_e4m3fn)
+    tensors = {"weight": codes, "weight_scale_inv": torch.tensor(0.25), "activation_scale": torch.tensor(0.5)}
+    decoded = format_.decode(tensors, scheme)
+    assert torch.equal(decoded.dequantize(), codes.float() * 0.25)
+    assert (scheme.activation.granularity, decoded.input_scale.tolist()) == ("tensor", [0.5])
+    with pytest.raises(CheckpointError, match="'activation_scale'"):
+        format_.decode({name: tensors[name] for name in ("weight", "weight_scale_inv")}, scheme)
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.float8_e8m0fnu])
+def test_fp8_scales_may_be_powers_of_two(stored):
+    _, format_, scheme = scheme_of(config(quant_method="fp8", weight_block_size=[1, 32], scale_fmt="ue8m0"))
+    codes, bytes_ = noise(4, 64).to(torch.float8_e4m3fn), torch.tensor([[127, 128]] * 4, dtype=torch.uint8)
+    decoded = format_.decode({"weight": codes, "weight_scale_inv": bytes_.view(stored)}, scheme)
+    assert torch.equal(decoded.dequantize(), codes.float() * torch.tensor([1.0, 2.0]).repeat_interleave(32))
+
+
+def test_fp4_experts_beside_fp8_blocks():
+    """DeepSeek-V4: two codes in an int8, a power of two per 32 inputs, under names of their own."""
+    _, format_, scheme = scheme_of(config(quant_method="fp8", weight_block_size=[128, 128]))
+    packed = torch.randint(-128, 128, (4, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scale = torch.full((4, 4), 126, dtype=torch.uint8)
+    decoded = format_.decode({"weight": packed, "weight_scale_inv": scale.view(torch.float8_e8m0fnu)}, scheme)
+    reference = Fp8Dequantize(None)._dequantize_one(packed, scale, output_dtype=torch.float32)
+    assert torch.equal(decoded.dequantize(), reference)
+    assert format_.shape({"weight": (4, 64), "weight_scale_inv": (4, 4)}, scheme) == (4, 128)
+    stored = format_.stored_weights(["a.w1.weight", "a.w1.scale", "a.up", "a.up_scale_inv", "norm.weight"])
+    assert stored == {
+        "a.w1.weight": {"weight": "a.w1.weight", "weight_scale_inv": "a.w1.scale"},
+        "a.up": {"weight": "a.up", "weight_scale_inv": "a.up_scale_inv"},
+    }
+
+
 def test_inputs_in_groups_are_quantized_group_by_group():
     values = noise(3, 256) * torch.tensor([1.0, 100.0]).repeat_interleave(128)
     decoded = fake_quantize_inputs(values, ActivationScheme(dtype=INT8, group_size=128))
@@ -229,7 +265,7 @@ BAD = [
     torchao("Int8WeightOnlyConfig", granularity={"_type": "PerTensor"}),
     config(quant_method="modelopt", quant_algo="W4A8_AWQ"),
     config(quant_method="fp8", weight_block_size=[128]),
-    config(quant_method="fp8", activation_scheme="static"),
+    config(quant_method="fp8", activation_scheme="none"),
 ]
 
 

@@ -23,7 +23,8 @@ from tests.helpers import make_model, transformers_logits
 FILE = '''
 """Novel: Llama under other names, with biases on q, k and v."""
 
-from quantkit.models.family import Biases, Family, GGUFNames, Parts
+from quantkit.models.family import Biases, Family, Parts
+from quantkit.models.gguf_names import GGUFNames
 
 FAMILY = Family(
     hf_names=("NovelForCausalLM",),

@@ -23,7 +23,7 @@ from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.memory import compression_bytes, everywhere, experts_read, planned_weight_bytes
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import description_of, from_model
-from tests.helpers import COMPRESSED_ONLY, make_model
+from tests.helpers import COMPRESSED_ONLY, SETTINGS, make_model
 from tests.helpers import FAMILIES as SMALL
 from tests.planning.shapes import shape_of
 
@@ -71,6 +71,7 @@ VARIANTS = {
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     "glm": {"head_dim": 16, "attention_bias": True},
     "glm4": {"head_dim": 16},
+    "mellum": {"num_hidden_layers": 2},
     "mixtral": EXPERTS,
     "olmoe": EXPERTS,
     "gpt_oss": {**EXPERTS, "head_dim": 16},
@@ -83,7 +84,8 @@ VARIANTS = {
     "deepseek_v4": V4,
 }
 FILES = {name.replace("-", "_") for name in REGISTRY.names()}
-COUNTED = sorted({*FILES, "gemma3_text", "hunyuan_v1_dense"} - {"gemma3", "hunyuan", "falcon", "ministral"})
+OTHERWISE = {"gemma3": "gemma3_text", "hunyuan": "hunyuan_v1_dense", "hunyuan_moe": "hunyuan_v1_moe"}
+COUNTED = sorted({*FILES, *OTHERWISE.values()} - {*OTHERWISE, "falcon"})
 # These have no key/value heads of their own, and a width of their own.
 PLAIN = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt")
 
@@ -92,7 +94,7 @@ PLAIN = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt")
 def test_the_count_from_config_is_that_of_the_real_model(family):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {**SIZES, **COMPRESSED_ONLY.get(family, {}), **VARIANTS.get(family, {})}
+    settings = {**SIZES, **SETTINGS.get(family, {}), **COMPRESSED_ONLY.get(family, {}), **VARIANTS.get(family, {})}
     if family in PLAIN:
         settings = {k: v for k, v in settings.items() if k not in ("num_key_value_heads", "intermediate_size")}
     try:
@@ -109,7 +111,7 @@ def test_the_count_from_config_is_that_of_the_real_model(family):
     ours = {
         f"{shape.prefix}.{i}.{m.name}" for i, layer in enumerate(shape.layers) for m in layer.matrices if m.copies == 1
     }
-    if family != "deepseek_v4":  # whose indexer transformers calls otherwise than its checkpoints do
+    if family not in ("deepseek_v4", "hy_v3"):  # whose modules transformers calls otherwise than checkpoints do
         assert {name for name in ours if "expert" not in name and "gate" not in name.split(".")[-1]} <= names
 
 

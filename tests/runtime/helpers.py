@@ -25,13 +25,16 @@ def make_loud_model(folder: Path, family: str, *, dtype: torch.dtype = torch.flo
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(0.4 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
             else:
                 loud = any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value", "gate.weight"))
                 parameter.copy_(noise * (2.5 if loud else 1.0) / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(folder)
     return folder
 

@@ -21,6 +21,13 @@ def right(device):
     yield torch.arange(4)
 
 
+def chatty(device):
+    """As libraries that greet, in Python and in C."""
+    print('a library greets\n["ops: chatty", 1.0]')
+    os.write(1, b"and does not end its line")
+    yield torch.ones(3)
+
+
 def wrong(device):
     yield torch.ones(3)
     yield torch.tensor([1.0, 2.0, 4.0 if is_kernel() else 5.0])

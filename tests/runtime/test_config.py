@@ -94,6 +94,7 @@ def test_defaults_are_those_of_transformers(family):
     needed = {
         "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
         "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        "deepseek_v2": ("num_experts_per_tok",),
         "olmoe": ("num_experts", "num_experts_per_tok"),
     }.get(family, ())
     sizes |= {key: getattr(tiny_config(family), key) for key in needed}
@@ -135,6 +136,12 @@ BAD = [
     ({"hidden_size": "absent"}, "'hidden_size' is missing"),
     ({"hidden_size": "64"}, "hidden_size is '64', not a whole number"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"num_hidden_layers": 1 << 64}, "num_hidden_layers is 18446744073709551616, not a whole number of at most 10000"),
+    (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**9, "num_experts_per_tok": 1},
+        "num_local_experts is 1000000000, not a whole number of at most 10000",
+    ),
+    ({"vocab_size": 10**12}, "vocab_size is 1000000000000, not a whole number of at most 4294967295"),
     ({"num_attention_heads": True}, "num_attention_heads is True"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),
@@ -174,7 +181,7 @@ def test_contradictions_are_refused_in_one_line(changes, message):
     [
         ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
         ({"hidden_act": "wave"}, "activation 'wave'"),
-        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ({"architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ],
 )
 def test_what_transformers_may_know_is_said_to_be_not_native(changes, message):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.kernels.reference import experts
 from quantkit.models.families import find
-from quantkit.runtime.model import loader
+from quantkit.runtime.model import loader, weights
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import load_model, load_native
 from quantkit.runtime.model.weights import Weights
@@ -71,6 +72,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_moe, window": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 32}),
     "qwen3_moe, plain router": ("qwen3_moe", {"norm_topk_prob": False}),
+    "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
+    "olmoe, clipped": ("olmoe", {"clip_qkv": 0.5}),
+    "olmo3, scaled": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, **YARN},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "exaone4, no window": ("exaone4", {"layer_types": ["full_attention"] * 4, "sliding_window": None}),
+    "hunyuan_v1_dense, alpha": ("hunyuan_v1_dense", scaled("dynamic", alpha=1000.0, factor=1.0)),
+    "deepseek_v2, yarn": (
+        "deepseek_v2",
+        {
+            **scaled("yarn", **YARN, mscale=0.7, mscale_all_dim=0.5),
+            "topk_method": "greedy",
+            "q_lora_rank": None,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek_v2, groups": ("deepseek_v2", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3, yarn": (
+        "deepseek_v3",
+        {**scaled("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0), "attention_bias": True, "v_head_dim": 24},
+    ),
+    "glm4_moe, groups": (
+        "glm4_moe",
+        {"use_qk_norm": True, "routed_scaling_factor": 2.0, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    ),
 }
 
 
@@ -182,6 +215,10 @@ def change_experts(**changes: Any):
     return change
 
 
+def change_norm(config: ModelConfig, **changes: Any) -> ModelConfig:
+    return replace(config, family=replace(config.family, qk_norm=replace(config.family.qk_norm, **changes)))
+
+
 def no_shared_expert(config: ModelConfig) -> ModelConfig:
     family = config.family
     experts = replace(family.experts, shared_up=(), shared_down=None, shared_gate=None)
@@ -225,6 +262,23 @@ SWITCHES = {
     "scores of the chosen do not": ("olmoe", change_experts(normalize=True)),
     "experts per token": ("qwen3_moe", change_experts(num_chosen=1)),
     "shared expert": ("qwen2_moe", no_shared_expert),
+    "sigmoid of router logits": ("glm4_moe, groups", change_experts(scoring="softmax")),
+    "groups of experts": ("glm4_moe, groups", change_experts(num_groups=1)),
+    "groups by their best": ("deepseek_v2, groups", change_experts(group_rule="two")),
+    "sharper scores": (
+        "deepseek_v3, yarn",
+        lambda config: replace(config, attention_scale=32**-0.5),
+    ),
+    "neighbours as pairs, latent": ("deepseek_v3", change_rope(interleaved=False)),
+    "halves as pairs, latent": ("youtu", change_rope(interleaved=True)),
+    "sinks": ("gpt_oss", lambda config: replace(config, family=replace(config.family, sinks=None))),
+    "queries that grow": ("ministral3", change_rope(growth=0.0)),
+    "scale of experts": ("glm4_moe, groups", change_experts(scale=1.0)),
+    "norms behind the rotation": ("hunyuan_v1_dense", lambda config: change_norm(config, after_rotation=False)),
+    "bound of queries, keys and values": ("olmo, clipped", lambda config: replace(config, clip=None)),
+    "wavelengths with a fixed alpha": ("hunyuan_v1_dense, alpha", change_rope(theta=10000.0)),
+    "windows unscaled": ("olmo3, scaled", one_rope),
+    "positions only with a window, if any": ("exaone4", positions_everywhere),
 }
 
 
@@ -234,6 +288,14 @@ def test_a_feature_switched_off_is_noticed(case, monkeypatch, switch):
     this = case(variant)
     monkeypatch.setattr(loader, "check_tensors", lambda *args: None)  # weights that nobody reads are refused elsewhere
     assert difference(run(this.load(change(this.config)), this.sequences), this.expected) > FAR
+
+
+@pytest.mark.parametrize("variant", ["dots1", "ernie4_5_moe", "minimax_m2"])
+def test_a_balance_left_out_is_noticed(case, monkeypatch, variant):
+    this = case(variant)
+    plain = experts.choose
+    monkeypatch.setattr(weights, "choose", lambda scores, experts, balance: plain(scores, experts, None))
+    assert difference(run(this.load(), this.sequences), this.expected) > FAR
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "starcoder2", "llama, biases", "phi"])

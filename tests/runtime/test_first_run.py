@@ -94,6 +94,23 @@ def test_families_that_are_wrong_or_end_their_child_are_replaced(load, no_child,
     assert gpu.why_replaced("ops", DEVICE) == reasons["ops"]
 
 
+def test_what_libraries_print_is_no_result(load):
+    assert len(load(ops__chatty=planted.chatty)) == 1
+    assert first_run.read_verdicts(DEVICE) == {"ops: chatty": (True, "0.00% of the largest number off torch", True)}
+
+
+def test_half_a_line_and_lines_of_others_say_nothing(load, monkeypatch):
+    said = b'hello\n\xff\n5\n[]\n["a", 1, 2]\n[[], 1]\n["other", 0]\n["ops: a", null]\n["ops: b", 0.0]\n["ops: a", 0.'
+    done = subprocess.CompletedProcess([], -9, stdout=said, stderr=b"")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    load(ops__a=planted.right, ops__b=planted.right)
+    verdicts = first_run.read_verdicts(DEVICE)
+    assert {key: (verdict.passed, verdict.is_final) for key, verdict in verdicts.items()} == {
+        "ops: a": (False, False),
+        "ops: b": (True, True),
+    }
+
+
 def test_what_hangs_is_ended_and_tried_twice(load, no_child, monkeypatch):
     monkeypatch.setattr(first_run, "_SECONDS", 1.0)
     for is_final in (False, True):

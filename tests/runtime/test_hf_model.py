@@ -11,16 +11,19 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.hf_model import TransformersModel
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams
-from tests.helpers import edit_config
+from tests.helpers import edit_config, known_to_transformers
 from tests.runtime.helpers import difference, make_batch, make_loud_model, prompts, reference_logits, run
 
 SEQUENCES = prompts(1, 40, 90)
 PAGES = [[0], [1], [2]]
 
 
-@pytest.fixture(scope="module", params=["olmo", "gemma2", "mamba", "gpt2", "qwen3_next"])
+@pytest.fixture(scope="module", params=["olmo", "gemma2", "mamba", "gpt2", "qwen3_next", "bamba", "minimax"])
 def folder(request, tmp_path_factory):
-    """Another family; windows and softcaps; a state of its own kind; other names; a state that cannot be cropped."""
+    """Another family; windows and softcaps; a state of its own kind; other names; a state that cannot be cropped;
+    positions that are counted from zero unless they are told; a class of cache of its own."""
+    if not known_to_transformers(request.param):
+        pytest.skip(f"transformers has no {request.param}")
     changes = {
         "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},
         "gpt2": {"n_positions": 512},
@@ -35,6 +38,20 @@ def folder(request, tmp_path_factory):
             "linear_num_value_heads": 2,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
+        },
+        "bamba": {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,
+        },
+        "minimax": {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "block_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
         },
     }
     return make_loud_model(tmp_path_factory.mktemp("hf"), request.param, **changes.get(request.param, {}))
@@ -80,11 +97,11 @@ def test_a_forgotten_sequence_starts_anew(model):
 
 
 def test_what_the_engine_asks_of_a_model(tmp_path):
-    model = load_model(make_loud_model(tmp_path / "untied", "olmo"))
+    model = load_model(make_loud_model(tmp_path / "untied", "olmo"), backend="transformers")
     assert (model.vocab_size, model.max_length, model.eos_ids, model.paged) == (260, 512, (1,), False)
     assert model.layouts(None, 16) == []
     assert model.stored_bytes < model.num_bytes
-    tied = load_model(make_loud_model(tmp_path / "tied", "olmo", tie_word_embeddings=True))
+    tied = load_model(make_loud_model(tmp_path / "tied", "olmo", tie_word_embeddings=True), backend="transformers")
     assert tied.stored_bytes == tied.num_bytes == model.stored_bytes
 
 
@@ -102,6 +119,21 @@ def test_tensors_that_are_missing_are_not_made_up(tmp_path, kept):
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensors[name] for name in tensors if kept and name.startswith(kept)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor \S+ is missing"):
+        load_model(folder, backend="transformers", dtype="float32")
+
+
+def test_tensors_without_a_place_and_of_other_shapes_are_refused(tmp_path):
+    """transformers only warns: scales of codes would be dropped, and noise put in for what does not fit."""
+    folder = make_loud_model(tmp_path, "olmo")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
+    load_model(folder, backend="transformers", dtype="float32")
+    save_file({**tensors, f"{name}_scale": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"has no place for tensor {name}_scale \\(1 in all\\)"):
+        load_model(folder, backend="transformers", dtype="float32")
+    save_file({**tensors, name: tensors[name][:-1].clone()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \[\d+, 64\] where transformers expects"):
         load_model(folder, backend="transformers", dtype="float32")
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
 from quantkit.runtime.config import EngineConfig
@@ -148,3 +152,47 @@ def test_who_waits_for_pages_keeps_no_drafts():
     assert step(made) == {0: 1}  # the last page is for the older
     assert young.drafts == []
     assert not preempted
+
+
+def interrupt_at(line, act):
+    """The user presses Ctrl-C before the n-th line of the scheduler that `act` comes to; whether there is one."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if frame.f_globals["__name__"] != Scheduler.__module__:
+            return None
+        lines += event == "line"
+        if lines == line and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_requests_are_taken_out_wherever_an_interrupt_came(preempts):
+    for line in range(1, 10_000):
+        made, _ = scheduler(num_pages=4 if preempts else 64)
+        one, two = sequence(1, 7), sequence(2, 7)
+        made.add(one)
+        made.add(two)
+        if preempts:
+            step(made)
+            one.ids += [0] * 4  # which needs a page of the other
+        is_interrupted = interrupt_at(line, made.schedule)
+        for item in (one, two):
+            made.remove(item)
+        assert not made.waiting
+        assert not made.running
+        if not is_interrupted:
+            break
+    assert 10 < line < 10_000

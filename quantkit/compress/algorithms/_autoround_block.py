@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from quantkit.checkpoints.layer_call import Batch, states_of
 from quantkit.compress.calibration.layer import LayerContext, hidden_states
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
@@ -46,7 +47,7 @@ class Examples:
         """Number of batches."""
         return len(self._store)
 
-    def batch(self, number: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def batch(self, number: int, rows: slice = slice(None)) -> tuple[Batch, Tensor]:
         """Inputs and outputs (B, T, D) of one batch of the store, or of some rows of it, as ordinary tensors."""
         target = self._target(number, rows) if self._targets is None else self._targets[number][rows]
         device = self._layer.device
@@ -69,7 +70,7 @@ class TunedBlock:
     def __init__(self, layer: LayerContext, values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
         self._layer, self._values, self.weights = layer, values, weights
 
-    def backward(self, hidden: Tensor, target: Tensor) -> float:
+    def backward(self, hidden: Batch, target: Tensor) -> float:
         """Add the gradients of this batch's error to those of the weights; the mean squared error over that of zero."""
         with torch.enable_grad():
             error = (self._forward(hidden).float() - target.float()).square().sum()
@@ -88,10 +89,10 @@ class TunedBlock:
             total += target.float().square().sum().item()
         return wrong / total if total > 0 else 0.0
 
-    def _forward(self, hidden: Tensor) -> Tensor:
+    def _forward(self, hidden: Batch) -> Tensor:
         # Copies, since autograd refuses tensors that inference mode has made.
         arguments = tree_map_only(Tensor, Tensor.clone, self._layer.arguments(hidden))
-        return hidden_states(functional_call(self._layer.block, self._values, (hidden,), arguments))
+        return hidden_states(functional_call(self._layer.block, self._values, (states_of(hidden),), arguments))
 
 
 @contextmanager

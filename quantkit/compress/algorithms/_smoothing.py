@@ -15,9 +15,10 @@ from quantkit.models.linear_sets import LinearSet
 def can_fold(layer: LayerContext, group: LinearSet) -> bool:
     """Whether the set's input comes from a module that can absorb the division.
 
-    A linear that is itself already in codes cannot, nor one whose outputs do not map onto the inputs head by head.
+    A linear that is itself already in codes cannot, nor one whose outputs do not map onto the inputs head by head. Nor
+    may anything that reads the input be in codes, which would have to be multiplied.
     """
-    if group.source is None or group.source in layer.chosen.quantized:
+    if group.source is None or not layer.chosen.quantized.keys().isdisjoint((group.source, *group.linears)):
         return False
     width, outputs = layer.weight(group.linears[0]).shape[1], _outputs(layer, group)
     return outputs == width or (group.grouped_heads and width % outputs == 0)

@@ -52,8 +52,9 @@ class Step(Protocol):
     those of the quantized one, and the layer as it was (`original_store` and `original` of `layer.data`); it costs
     twice the memory. A property `reorders_groups` says that groups are formed in another order than that of the
     inputs. A method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to
-    none. A method `open(path: Path, family: Family) -> ModelReader` of one step of a recipe makes another model of the
-    checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it cannot.
+    none. A method `open(source: CheckpointReader, family: Family) -> ModelReader` of one step of a recipe makes another
+    model of the checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it
+    cannot.
     """
 
     def apply(self, layer: LayerContext) -> None:

@@ -5,9 +5,9 @@ Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.rotated_reader import RotatedReader
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.models.family import Family
@@ -25,9 +25,9 @@ class RotateStep:
     heads: bool = True
     seed: int = 0
 
-    def open(self, path: Path, family: Family) -> ModelReader:
+    def open(self, source: CheckpointReader, family: Family) -> ModelReader:
         """The checkpoint as the rotated model; see `Step`."""
-        return RotatedReader(path, family, seed=self.seed, heads=self.heads)
+        return RotatedReader(source, family, seed=self.seed, heads=self.heads)
 
     def apply(self, layer: LayerContext) -> None:
         """Nothing: the layer was rotated when it was read."""

@@ -1,6 +1,7 @@
 """The hidden states that enter the current decoder layer, in memory or on disk, and saved after each layer.
 
-States are kept in batches (B, T, D) of samples of equal length. In memory mode they are also written to the state
+States are kept in batches (B, T, D) of samples of equal length, or sample by sample with whatever else layers hand on
+(see `layer_call`). In memory mode they are also written to the state
 folder once per layer, so that an interrupted run can go on; in disk mode they live only there.
 """
 
@@ -15,6 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from quantkit.checkpoints.header import read_header
+from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
 from quantkit.checkpoints.reader import file_digest
 from quantkit.checkpoints.writer import write_shard
 from quantkit.errors import CheckpointError, ResumeError
@@ -28,12 +30,12 @@ class ActivationStore:
     Args:
         folder: where states are saved; one sub-folder per layer. None keeps nothing on disk (memory mode only).
         mode: "ram" or "disk".
-        batches: states before the first layer, each (B, T, D); consumed as they are stored.
+        batches: what enters the first layer, e.g. states (B, T, D); consumed as they are stored.
     """
 
-    def __init__(self, folder: Path | None, mode: Mode, batches: Iterator[Tensor]) -> None:
+    def __init__(self, folder: Path | None, mode: Mode, batches: Iterator[Batch]) -> None:
         self._folder, self._mode, self._layer = folder, mode, 0
-        self._memory: list[Tensor] = []
+        self._memory: list[Batch] = []
         self.digests: list[str] = []
         self._keep(batches, "the embedding", 0)
 
@@ -60,16 +62,16 @@ class ActivationStore:
     def __len__(self) -> int:
         return len(self.digests) if self._mode == "disk" else len(self._memory)
 
-    def __getitem__(self, number: int) -> Tensor:
+    def __getitem__(self, number: int) -> Batch:
         return self._memory[number] if self._mode == "ram" else self._load(number)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Batch]:
         return (self[number] for number in range(len(self)))
 
-    def advance(self, forward: Callable[[Tensor], Tensor]) -> None:
+    def advance(self, forward: Callable[[Batch], Batch]) -> None:
         """Replace every batch by `forward(batch)`; the previous layer's files stay until `forget_previous`."""
         # Back on the CPU, so that the device holds one batch at a time.
-        batches = (forward(self[number]).cpu() for number in range(len(self)))
+        batches = (forward(self[number]).to("cpu") for number in range(len(self)))
         self._keep(batches, f"layer {self._layer}", self._layer + 1)
 
     def forget_previous(self) -> None:
@@ -77,22 +79,23 @@ class ActivationStore:
         if self._folder is not None:
             shutil.rmtree(self._folder / str(self._layer - 1), ignore_errors=True)
 
-    def _keep(self, batches: Iterator[Tensor], source: str, layer: int) -> None:
+    def _keep(self, batches: Iterator[Batch], source: str, layer: int) -> None:
         """Take each batch as it comes as the states before a layer, in memory in place of the batch before."""
         digests: list[str] = []
         for number, states in enumerate(batches):
-            require_finite(states, source)
+            require_finite(states_of(states), source)
             if self._mode == "ram":
                 self._memory[number : number + 1] = [states]
             if self._folder is not None:
                 path = self._path(layer, number)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                digests.append(write_shard(path, {"hidden": states}))
+                tensors = {"hidden": states} if isinstance(states, Tensor) else states.tensors()
+                digests.append(write_shard(path, tensors))
         self._layer, self.digests = layer, digests
 
-    def _load(self, number: int) -> Tensor:
-        hidden: Tensor = load(self._path(self._layer, number).read_bytes())["hidden"]
-        return hidden
+    def _load(self, number: int) -> Batch:
+        saved: dict[str, Tensor] = load(self._path(self._layer, number).read_bytes())
+        return saved["hidden"] if len(saved) == 1 else LayerCall.of_tensors(saved)
 
     def _path(self, layer: int, number: int) -> Path:
         assert self._folder is not None, "disk mode needs a folder"

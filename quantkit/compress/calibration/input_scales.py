@@ -66,6 +66,8 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
         DataError: an input was zero throughout, or never came.
     """
     sets = _inputs(layer)
+    if not sets:
+        return
     observers = {names[0]: InputRange(keep=method == "mse") for names in sets}
     layer.observe(observers)
     for names in sets:
@@ -89,7 +91,8 @@ def _inputs(layer: LayerContext) -> list[list[str]]:
     for number, group in enumerate(layer.sets):
         for name in group.linears:
             activation = layer.schemes[name].activation if name in layer.schemes else None
-            if activation is not None and activation.is_calibrated:
+            kept = name in layer.chosen.quantized and layer.chosen.quantized[name].input_scale is not None
+            if activation is not None and activation.is_calibrated and not kept:
                 shared.setdefault((number, name.rpartition(".")[0]), []).append(name)
     return list(shared.values())
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
+from quantkit.checkpoints.layer_inputs import Compute, compute_with
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.calibration.errors import relative_error
 from quantkit.compress.calibration.expert_inputs import (
@@ -50,6 +52,7 @@ class LayerContext:
         scale_dtype: dtype in which scales are stored, by relative name.
         head_dim: width of an attention head.
         arguments: what the model calls the layer with, besides the hidden states.
+        next_call: what the model calls the next layer with after this one, where that is more than hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
         seed: of the run, for steps that draw random numbers.
         data: what the layer is fed.
@@ -62,7 +65,8 @@ class LayerContext:
     schemes: Mapping[str, LinearScheme]
     scale_dtype: Mapping[str, torch.dtype]
     head_dim: int
-    arguments: Callable[[Tensor], dict[str, Any]] = lambda _: {}
+    arguments: Callable[[Batch], dict[str, Any]] = lambda _: {}
+    next_call: Callable[[LayerCall, Compute], LayerCall] | None = None
     stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
     seed: int = 0
     data: LayerData = field(default_factory=LayerData)
@@ -177,11 +181,11 @@ class LayerContext:
             left -= kept.shape[0] * kept.shape[1]
         return calls
 
-    def forward(self, hidden: Tensor, **extra: Any) -> Tensor:
+    def forward(self, hidden: Batch, **extra: Any) -> Tensor:
         """Output of the layer with its present weights; inputs of committed linears are quantized if the scheme says.
 
         Args:
-            hidden: (B, T, D), any device.
+            hidden: (B, T, D) or a call, any device.
             extra: arguments for the layer besides those that the model gives it.
         Returns:
             (B, T, D) on the layer's device.
@@ -189,15 +193,34 @@ class LayerContext:
         with self.quantized_inputs(self.chosen.quantized):
             return self._run(self.block, hidden, extra)
 
-    def original_forward(self, hidden: Tensor) -> Tensor:
-        """Output of the original layer, for hidden states (B, T, D) of the original model."""
+    def original_forward(self, hidden: Batch) -> Tensor:
+        """Output of the original layer, for hidden states (B, T, D) or a call of the original model."""
         assert self.data.original is not None, "no step of the recipe has asked for the original layer"
         return self._run(self.data.original, hidden, {})
 
     @torch.inference_mode()
-    def _run(self, block: nn.Module, hidden: Tensor, extra: dict[str, Any]) -> Tensor:
+    def _run(self, block: nn.Module, hidden: Batch, extra: dict[str, Any]) -> Tensor:
         hidden = hidden.to(self.device)
-        return hidden_states(block(hidden, **{**self.arguments(hidden), **extra}))
+        return hidden_states(block(states_of(hidden), **{**self.arguments(hidden), **extra}))
+
+    def advance(self, batch: Batch) -> Batch:
+        """What enters the next layer, given what enters this one."""
+        if isinstance(batch, Tensor):
+            return self.forward(batch)
+        with self.quantized_inputs(self.chosen.quantized):
+            return self._advance(self.block, batch)
+
+    def original_advance(self, batch: Batch) -> Batch:
+        """The same in the original model."""
+        if isinstance(batch, Tensor):
+            return self.original_forward(batch)
+        assert self.data.original is not None, "no step of the recipe has asked for the original layer"
+        return self._advance(self.data.original, batch)
+
+    @torch.inference_mode()
+    def _advance(self, block: nn.Module, call: LayerCall) -> LayerCall:
+        assert self.next_call is not None, "nobody has said how this model's layers hand on"
+        return self.next_call(call, compute_with(block))
 
     def grid(self, name: str) -> WeightGrid:
         """What the weight of a linear can be rounded to."""
@@ -245,6 +268,27 @@ class LayerContext:
         )
         self.chosen.quantized[name] = weight
         current.copy_(decoded)  # what is measured from here on is what is written
+
+    def keep(self, name: str, weight: QuantizedTensor) -> None:
+        """Set codes that the source has of a linear, which then no step touches.
+
+        Args:
+            name: relative name.
+            weight: codes and scales, on any device; the layer computes with their decoded values as `commit` has it.
+        """
+        if weight.input_scale is not None:
+            weight = replace(weight, input_scale=weight.input_scale.to(self.device))
+        self.chosen.records[name] = LinearRecord(
+            name=name,
+            scheme=self.schemes[name].describe(),
+            shape=weight.shape,
+            bits_per_weight=8 * weight.stored_bytes / weight.codes.numel(),
+            rounding_error=0.0,
+            error=0.0,
+            measure="weight",
+        )
+        self.chosen.quantized[name] = weight
+        self.weight(name).copy_(weight.dequantize(weight.values_dtype))
 
     def _plainly_rounded(self, name: str, grid: WeightGrid) -> Callable[[slice], Tensor]:
         """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
@@ -294,8 +338,8 @@ class LayerContext:
     def _set(self, name: str) -> LinearSet:
         return next(group for group in self.sets if name in group.linears)
 
-    def batches(self) -> Iterator[Tensor]:
-        """Hidden states before the layer, each (B, T, D)."""
+    def batches(self) -> Iterator[Batch]:
+        """What enters the layer: hidden states (B, T, D), or calls of one sequence each."""
         assert self.data.store is not None, "this recipe has no calibration data"
         return iter(self.data.store)
 

@@ -12,7 +12,8 @@ from quantkit.compress.convert.source import Source
 from quantkit.errors import ModelError
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import supported
-from quantkit.models.family import Family, GGUFNames
+from quantkit.models.family import Family
+from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.layer_tensors import norm_names
 from quantkit.models.rope import RopeConfig, read_rope
 from quantkit.untrusted import shorten

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quantkit.checkpoints.folder import CONFIG_NAME
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import CheckpointError, located
+from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import recognise
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
@@ -87,6 +87,8 @@ def open_source(path: Path) -> Source:
     if described is None:
         return Source(reader=reader, format=DENSE, linears={}, modules=modules)
     format_, scheme = described
+    if format_.is_stacked:
+        raise SchemeError(f"{reader.path}: experts stacked in {format_.name} are no source of convert; use quantize")
     schemes = {module: scheme.find(module) for module, tensors in modules.items() if stores_codes(tensors)}
     linears = {module: linear for module, linear in schemes.items() if linear is not None}
     if not linears and scheme.default is None:

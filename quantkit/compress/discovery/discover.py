@@ -7,7 +7,9 @@ config.json and the versions of the libraries alone. Code that comes with a chec
 """
 
 import copy
+import functools
 from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from quantkit.checkpoints.layer_inputs import build_model
+from quantkit.checkpoints.experts import holds_stacked_experts
+from quantkit.checkpoints.hf_names import Renaming, find_stored_names
+from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of, tensors_beside
+from quantkit.checkpoints.layer_inputs import build_model, compute_with
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
@@ -23,12 +28,15 @@ from quantkit.compress.calibration.layer import hidden_states
 from quantkit.compress.discovery.fused_sets import Gates
 from quantkit.compress.discovery.layout import find_model_layout
 from quantkit.compress.discovery.stacked_experts import fill_randomly, find_experts
-from quantkit.compress.discovery.survey import Survey, survey
+from quantkit.compress.discovery.survey import Survey, survey, survey_modules
 from quantkit.errors import ModelError, first_line, located
 from quantkit.models.family import Family
+from quantkit.models.linear_sets import LinearSet
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
 _SHAPE = (2, 24)
+# Layers that are held at once to see that one after another they do what they do together.
+_TOGETHER = 2
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -41,12 +49,14 @@ class Discovery:
         family: names of its parts, and the sets of each layer.
         surveys: what was found in each kind of layer.
         kinds: number of its survey for each layer.
+        obstacle: why its layers cannot be run one after another, and so not be calibrated; empty where they can.
     """
 
     name: str
     family: Family
     surveys: tuple[Survey, ...]
     kinds: tuple[int, ...]
+    obstacle: str = ""
 
     @property
     def summary(self) -> str:
@@ -56,10 +66,10 @@ class Discovery:
         linears = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         pairs, failed = (sum(numbers) for numbers in zip(*[(i.pairs, len(i.dropped)) for i in distinct], strict=True))
         dropped = list(dict.fromkeys(text for item in distinct for text in item.dropped))
-        text = (
-            f"no description of {self.name}: found {len(self.kinds)} layers at {self.family.layers}, {linears} "
-            f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
-        )
+        text = f"no description of {self.name}: found {len(self.kinds)} layers at {self.family.layers}, {linears} "
+        if self.obstacle:
+            return f"{text}linears each, by their modules alone since they do not run by themselves ({self.obstacle})"
+        text += f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
         return "; ".join([text, *(f"dropped: {reason}" for reason in dropped)])
 
     @property
@@ -87,31 +97,120 @@ def discover(reader: CheckpointReader) -> Discovery:
     """Find out what a model is made of.
 
     Args:
-        reader: of its checkpoint; only names and shapes of tensors are used.
+        reader: of its checkpoint; of its tensors only names and shapes are used, and what stands before the layers.
     Raises:
         ModelError: it is no model of decoder layers, or none of its linears can be quantized; one line says why.
     """
     name = str((reader.config.get("architectures") or ["this model"])[0])
     model: Any = build_model(reader)
     with located(str(reader.path)):
-        layout = find_model_layout(model)
+        layout, obstacle = find_model_layout(model)
+        bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
     config = model.config.get_text_config()
     gates = Gates(
         most=int(getattr(config, "num_attention_heads", 0) or 0),
         experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
     )
-    bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
     del model
-    skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
+    skeleton = Skeleton(ModelReader.of(reader, bare), bare, torch.float32, torch.device("cpu"))
+    surveys, kinds, obstacle = _survey_all(skeleton, gates, obstacle)
+    if not any(item.sets for item in surveys):
+        raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
+    sets = tuple(_without_shared(skeleton, index, surveys[kind].sets) for index, kind in enumerate(kinds))
+    touched = any(item.touches_weights for item in surveys)
+    family = replace(skeleton.family, linear_sets=sets[0], layer_sets=sets, decode_at_load=touched)
+    return Discovery(name=name, family=family, surveys=surveys, kinds=kinds, obstacle=obstacle)
+
+
+def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
+    """The sets of a layer but for weights that it shares with other layers, which are ignored."""
+    kept: list[LinearSet] = []
+    for group in sets:
+        own = tuple(name for name in group.linears if not skeleton.is_shared(index, name))
+        touched = (*group.linears, *group.beside, *([group.source] if group.source else []))
+        if any(skeleton.is_shared(index, name) for name in touched):
+            group = replace(group, linears=own, source=None)
+        kept += [group] if own else []
+    return tuple(kept)
+
+
+def _survey_all(skeleton: Skeleton, gates: Gates, obstacle: str) -> tuple[tuple[Survey, ...], tuple[int, ...], str]:
+    """Each kind of layer, the kind of every layer, and why layers cannot be calibrated, if so.
+
+    Layers are run one by one; where they need more of each other than hidden states, in the model's own order; where
+    that cannot be done either, only their modules are looked at.
+    """
     signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
     distinct = list(dict.fromkeys(signatures))  # in the order of their first layers, which numbers the kinds
     kinds = tuple(map(distinct.index, signatures))
-    surveys = tuple(_survey_layer(skeleton, signatures.index(signature), gates) for signature in distinct)
-    if not any(item.sets for item in surveys):
-        raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
-    sets = tuple(surveys[kind].sets for kind in kinds)
-    family = replace(bare, linear_sets=sets[0], layer_sets=sets)
-    return Discovery(name=name, family=family, surveys=surveys, kinds=kinds)
+    firsts = [signatures.index(signature) for signature in distinct]
+    for run in () if obstacle else (_survey_each, _survey_in_order):
+        try:
+            return run(skeleton, firsts, gates), kinds, ""
+        except Exception as error:  # whatever a layer raises that does not run by itself
+            obstacle = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {first_line(error)}"
+    return tuple(survey_modules(skeleton.blank_layer(index), gates) for index in firsts), kinds, obstacle
+
+
+@torch.inference_mode()
+def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tuple[Survey, ...]:
+    """Layers that hand on nothing but hidden states."""
+    if skeleton.family.hands_on:
+        raise ModelError("its layers see more of the token ids than their embeddings")
+    states = torch.zeros(*_SHAPE, skeleton.embedding_width)
+    streams = skeleton.record(states)[0].hidden
+    if streams is None or streams.shape[:2] != _SHAPE:
+        raise ModelError("its layers keep several streams of hidden states in front of the sequences")
+    surveys: list[Survey] = []
+    for index in firsts:
+        generator = torch.Generator().manual_seed(index)
+        block = _random_layer(skeleton, index, generator)
+        hidden = torch.randn(streams.shape, generator=generator)
+        shared = [item for item in skeleton.arguments(index, hidden).values() if _is_empty(item)]
+        if index == 0 and skeleton.num_layers > 1:
+            _check_alone(skeleton, block, hidden)
+        surveys.append(_survey_layer(skeleton, index, block, hidden, gates))
+        if not all(map(_is_empty, shared)):  # a layer has left something for others in what all are given
+            raise ModelError("its layers hand on more than hidden states")
+    return tuple(surveys)
+
+
+@torch.inference_mode()
+def _survey_in_order(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tuple[Survey, ...]:
+    """Layers that hand on more: each is called as the model calls it after those before it."""
+    skeleton.hand_on()
+    generator = torch.Generator().manual_seed(0)
+    call = skeleton.first_call(torch.randint(skeleton.vocab_size, (1, _SHAPE[0] * _SHAPE[1]), generator=generator))
+    surveys: list[Survey] = []
+    before: list[nn.Module] = []
+    for index in range(max(firsts) + 1):
+        block = _random_layer(skeleton, index, torch.Generator().manual_seed(index))
+        if index in firsts:
+            surveys.append(_survey_layer(skeleton, index, block, call, gates))
+        if index + 1 < skeleton.num_layers:
+            call = skeleton.next_call(index, call, compute_with(block))
+            if index < _TOGETHER:
+                before.append(block)
+                _check_order(skeleton, before, call)
+    return tuple(surveys)
+
+
+def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCall) -> None:
+    """The layer behind these must be called as in a run of the model as a whole.
+
+    Raises:
+        ModelError: it is called otherwise.
+    """
+    hidden, arguments = skeleton.call_after([compute_with(block) for block in blocks], call.token_ids)
+    stepwise = skeleton.arguments(len(blocks), call)
+    if not _equal(call.hidden, hidden) or tensors_beside(arguments, stepwise, _alike):
+        raise ModelError("its layers hand on more than what the one before returns")
+
+
+def _random_layer(skeleton: Skeleton, index: int, generator: torch.Generator) -> nn.Module:
+    block = skeleton.blank_layer(index)
+    fill_randomly(block, generator)
+    return block
 
 
 def _signature(layer: nn.Module) -> str:
@@ -125,28 +224,42 @@ def _signature(layer: nn.Module) -> str:
     return "\n".join(parts)
 
 
-@torch.inference_mode()
-def _survey_layer(skeleton: Skeleton, index: int, gates: Gates) -> Survey:
-    block = skeleton.blank_layer(index)
-    generator = torch.Generator().manual_seed(index)
-    fill_randomly(block, generator)
-    hidden = torch.randn(*_SHAPE, skeleton.hidden_size, generator=generator)
-
+def _survey_layer(skeleton: Skeleton, index: int, block: nn.Module, batch: Batch, gates: Gates) -> Survey:
     def run() -> list[Tensor]:
         # A copy, since a layer may add to its input in place.
-        output = block(hidden.clone(), **skeleton.arguments(index, hidden))
+        output = block(states_of(batch).clone(), **skeleton.arguments(index, batch))
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         return [item for item in outputs if isinstance(item, Tensor)]
 
+    plain = torch.empty(*batch.shape[:2], skeleton.hidden_size, device="meta")  # of one stream
+    surveyed = survey(block, run, plain, head_dim=skeleton.head_dim, gates=gates)
+    linears = [name for group in surveyed.sets for name in group.linears]
+    return replace(surveyed, touches_weights=_touches_weights(block, run, linears))
+
+
+def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears: Sequence[str]) -> bool:
+    """Whether a layer reads the weight of a linear itself, which is not there where linears are codes.
+
+    Args:
+        block: the layer; changed while this runs and put back after it.
+        run: calls it.
+        linears: that may become codes.
+    """
+    modules = [block.get_submodule(name) for name in linears]
+    weights = [module.get_parameter("weight") for module in modules]
+    for module, weight in zip(modules, weights, strict=True):
+        del module._parameters["weight"]
+        bias = module._parameters.get("bias")
+        module.__dict__["forward"] = functools.partial(nn.functional.linear, weight=weight, bias=bias)
     try:
-        if index == 0 and skeleton.num_layers > 1:
-            _check_alone(skeleton, block, hidden)
-        return survey(block, run, hidden, head_dim=skeleton.head_dim, gates=gates)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever a layer raises that does not run by itself
-        where = f"{skeleton.reader.path}: {skeleton.layer_name(index)} cannot be run by itself"
-        raise ModelError(f"{where} ({type(error).__name__}: {first_line(error)})") from error
+        run()
+    except AttributeError as error:
+        return "has no attribute 'weight'" in str(error)
+    finally:
+        for module, weight in zip(modules, weights, strict=True):
+            del module.__dict__["forward"]
+            module._parameters["weight"] = weight
+    return False
 
 
 def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
@@ -155,12 +268,17 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
     Raises:
         ModelError: it sees more.
     """
+    embeddings = hidden.flatten(2)[..., : skeleton.embedding_width]  # of one stream
     expected = copy.deepcopy(skeleton.arguments(1, hidden))  # what is shared between layers may be changed by one
-    first, second = skeleton.record(hidden, block)
+    first, second = skeleton.record(embeddings, {0: compute_with(block)})
     assert first.hidden is not None and second.hidden is not None
     output = hidden_states(block(first.hidden.clone(), **skeleton.arguments(0, hidden)))
     if not (_equal(second.hidden, output) and _equal(second.arguments, expected)):
-        raise ModelError(f"{skeleton.reader.path}: its layers hand on more than hidden states, or other ones")
+        raise ModelError("its layers hand on more than hidden states, or other ones")
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, MutableMapping) and not value
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -179,17 +297,32 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
     """With what the files call the parts, and how their tensors lie."""
     layers = model.get_submodule(layout.layers)
     modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}
+    transposed = tuple(sorted(name for name, kind in modules if kind == "Conv1D"))
+    layout = replace(layout, linear_sets=(), transposed=transposed)
     own = f"{layout.backbone}." if layout.backbone else ""
     local = layout.layers.removeprefix(own)
     prefix = _stored_prefix(reader, own, local, layers)
-    return replace(
-        layout,
-        stored_prefix=None if prefix == own else prefix,
-        stored_head=_stored_head(reader, layout.head),
-        linear_sets=(),
-        transposed=tuple(sorted(name for name, kind in modules if kind == "Conv1D")),
-        experts=find_experts(reader, f"{prefix}{local}.", layers),
+    prefixed = replace(
+        layout, stored_prefix=None if prefix == own else prefix, stored_head=_stored_head(reader, layout.head)
     )
+    renaming = Renaming.of(model)
+    loaded = renaming.expert_names if renaming else lambda name: []
+    if renaming is not None:
+        names = find_stored_names(renaming, reader, own)
+        if names.conversions or not _has_all(ModelReader.of(reader, prefixed), layout.layers, layers):
+            renamed = replace(layout, stored_names=names)
+            stored = ModelReader.of(reader, renamed).names
+            return replace(renamed, experts=find_experts(stored, f"{layout.layers}.", layers, loaded))
+    return replace(prefixed, experts=find_experts(reader.names, f"{prefix}{local}.", layers, loaded))
+
+
+def _has_all(reader: ModelReader, prefix: str, layers: nn.Module) -> bool:
+    """Whether a checkpoint has all that layers consist of, experts stacked or one by one."""
+    expected = set(layers.state_dict())
+    for name, module in layers.named_modules():
+        if holds_stacked_experts(module) and any(key.startswith(f"{prefix}.{name}.0.") for key in reader.names):
+            expected -= {f"{name}.{leaf}" for leaf in module.state_dict()}
+    return all(f"{prefix}.{name}" in reader for name in expected)
 
 
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:

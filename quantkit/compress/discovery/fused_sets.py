@@ -132,7 +132,10 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
         if like is None:
             continue
         del alone[name]
-        if sum(template(other) == template(name) for other in like.linears) > 1:  # all experts are one set
+        # All experts are one set, also where a single one saw every token, and so reads what others read.
+        if sum(template(other) == template(name) for other in like.linears) > 1 or any(
+            template(n) == n for n in like.linears
+        ):
             like.linears.append(name)
             continue
         key = (expert(name), like.key)

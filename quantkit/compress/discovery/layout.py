@@ -6,13 +6,15 @@ through the lists of modules near the embedding. A language model inside a multi
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import set_parameter
-from quantkit.checkpoints.layer_inputs import pass_through
+from quantkit.checkpoints.layer_call import tensors_beside
+from quantkit.checkpoints.layer_inputs import Recorder, pass_through
 from quantkit.compress.calibration.expert_inputs import removed_after
 from quantkit.errors import ModelError, first_line
 from quantkit.models.family import Family
@@ -21,16 +23,16 @@ from quantkit.models.family import Family
 _IDS = torch.arange(12).view(2, 6)
 
 
-def find_model_layout(model: Any) -> Family:
+def find_model_layout(model: Any) -> tuple[Family, str]:
     """Find the parts of a language model.
 
     Args:
         model: a transformers model on the meta device, buffers real; parameters outside its layers are replaced.
     Returns:
-        a family that only says where they are: `final_norm` is empty when there is none with weights.
+        a family that only says where they are: `final_norm` is empty when there is none with weights; and why hidden
+        states could not be passed through the layers, which then are only the likeliest ones; empty where they could.
     Raises:
-        ModelError: it is no causal language model, or no list of layers is one that hidden states pass through; one
-            line says which.
+        ModelError: it is no causal language model, or it has nothing that could be its layers; one line says which.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -43,22 +45,21 @@ def find_model_layout(model: Any) -> Family:
     embedding, head = _name_of(model, table), _name_of(model, output)
     _fill_table(table)
     reasons: list[str] = []
-    for layers in _candidates(model, embedding):
-        backbone = _backbone(model, layers)
+    options = _candidates(model, embedding)
+    for layers in options:
+        family = Family(backbone=_backbone(model, layers), layers=layers, embedding=embedding, head=head, native=False)
         try:
-            _blank(model.get_submodule(backbone), (layers, embedding), backbone)
-            called = _try(model, backbone, layers, table)
+            _blank(model.get_submodule(family.backbone), (layers, embedding), family.backbone)
+            called, hands_on = _try(model, family.backbone, layers, table)
         except Exception as error:  # whatever a model raises that is not called as it expects
             reasons.append(f"{layers}: {first_line(error)}")
             continue
-        return Family(
-            backbone=backbone,
-            layers=layers,
-            embedding=embedding,
-            final_norm=_final_norm(model, layers, embedding, called),
-            head=head,
-            native=False,
-        )
+        return replace(family, final_norm=_final_norm(model, layers, called), hands_on=hands_on), ""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for layers in options:  # by their number alone
+        if len(model.get_submodule(layers)._modules) == count:
+            family = Family(backbone=_backbone(model, layers), layers=layers, embedding=embedding, head=head)
+            return replace(family, final_norm=_final_norm(model, layers, set()), native=False), "; ".join(reasons)
     why = "; ".join(reasons) or "it has no list of modules with linears beside its embedding"
     raise ModelError(f"{kind}: no decoder layers found that hidden states pass through ({why})")
 
@@ -115,25 +116,35 @@ def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
             set_parameter(backbone, key, torch.zeros((), dtype=torch.float32).expand(parameter.shape))
 
 
-def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> set[nn.Module]:
-    """Pass token ids and their embeddings through; the modules that were called on the way.
-
-    Raises:
-        ModelError: the layers do not see the same in both cases.
+def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> tuple[set[nn.Module], bool]:
+    """Pass token ids and their embeddings through; the modules that were called on the way, and whether layers see more
+    of the ids than their embeddings.
     """
     called: set[nn.Module] = set()
     handles = [m.register_forward_hook(lambda m, args, out: called.add(m)) for m in model.modules()]
     with removed_after(handles):
-        by_ids = pass_through(model, backbone, layers, input_ids=_IDS)[0].hidden
+        by_ids = pass_through(model, backbone, layers, input_ids=_IDS)
         with torch.inference_mode():
             hidden = table(_IDS)
-        by_hidden = pass_through(model, backbone, layers, inputs_embeds=hidden)[0].hidden
-    if by_ids is None or by_hidden is None or by_ids.shape != by_hidden.shape or not torch.allclose(by_ids, by_hidden):
-        raise ModelError("its layers see more of the token ids than their embeddings")
-    return called
+        try:
+            by_states = pass_through(model, backbone, layers, inputs_embeds=hidden)
+        except Exception:  # whatever a model raises that cannot do without the ids
+            return called, True
+    alike = (_sees_same(ours, theirs) for ours, theirs in zip(by_ids, by_states, strict=True))
+    return called, not all(alike)
 
 
-def _final_norm(model: nn.Module, layers: str, embedding: str, called: set[nn.Module]) -> str:
+def _sees_same(left: Recorder, right: Recorder) -> bool:
+    """Whether a layer is called with the same hidden states and other tensors."""
+    same = left.hidden is not None and right.hidden is not None and _close(left.hidden, right.hidden)
+    return same and not tensors_beside(left.arguments, right.arguments, _close)
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and torch.allclose(left.float(), right.float())
+
+
+def _final_norm(model: nn.Module, layers: str, called: set[nn.Module]) -> str:
     """The last module beside the layers with a weight per channel that was not called before them."""
     owner = layers.rpartition(".")[0]
     children = [(name, module) for name, module in model.get_submodule(owner).named_children() if module not in called]

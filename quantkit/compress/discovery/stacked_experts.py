@@ -8,6 +8,7 @@ Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for
 import copy
 import itertools
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import LinearExperts, holds_stacked_experts, set_parameter
 from quantkit.checkpoints.model_reader import expert_parts
-from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.models.family import Experts
 
@@ -23,20 +23,23 @@ _TOKENS = 8
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Experts | None:
+def find_experts(
+    names: Sequence[str], prefix: str, layers: nn.Module, loaded: Callable[[str], list[str]] = lambda name: []
+) -> Experts | None:
     """The experts of a model's layers; None when no layer has any in 3-D parameters.
 
     Args:
-        reader: of the checkpoint; only names are used.
-        prefix: of the layers' tensors in its files, up to a layer's number.
+        names: of the checkpoint's tensors.
+        prefix: of the layers' tensors among them, up to a layer's number.
         layers: the list of them, on the meta device.
+        loaded: what loaders call the parts of one expert that become a tensor of the model, if they take any.
     Raises:
         ModelError: they cannot be taken apart.
     """
     for index, layer in enumerate(layers.children()):
         for name, module in layer.named_modules():
             if holds_stacked_experts(module):
-                gate, up, down = _stored_names(reader, f"{prefix}{index}.{name}")
+                gate, up, down = _stored_names(names, f"{prefix}{index}.{name}", loaded)
                 own = f"{name}.{{expert}}"
                 data = Experts(
                     up=(f"{own}.{gate}", f"{own}.{up}"),
@@ -48,15 +51,16 @@ def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Ex
     return None
 
 
-def _stored_names(reader: CheckpointReader, owner: str) -> tuple[str, str, str]:
-    """What the files call gate, up and down of an expert; the usual names where they keep all experts in one tensor."""
+def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list[str]]) -> tuple[str, str, str]:
+    """What the files call gate, up and down of an expert; what loaders do where they keep all experts in one tensor."""
     pattern = re.compile(rf"{re.escape(owner)}\.0\.([^.]+)\.weight")
-    leaves = sorted(match.group(1) for name in reader.names if (match := pattern.fullmatch(name)))
+    leaves = sorted(match.group(1) for name in names if (match := pattern.fullmatch(name)))
     if not leaves:
-        return _NAMES
-    for names in (_NAMES, ("w1", "w3", "w2")):
-        if set(names) == set(leaves):
-            return names
+        parts = (*loaded(f"{owner}.gate_up_proj"), *loaded(f"{owner}.down_proj"))
+        return parts if len(parts) == 3 else _NAMES
+    for known in (_NAMES, ("w1", "w3", "w2")):
+        if set(known) == set(leaves):
+            return known
     raise ModelError(
         f"experts of {owner} consist of {', '.join(leaves)}; only gate_proj, up_proj and down_proj are known"
     )
@@ -86,12 +90,14 @@ def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
     states = torch.randn(_TOKENS, hidden, generator=generator)
     count = fused.get_parameter("down_proj").shape[0]
     weights, chosen = torch.rand(_TOKENS, count, generator=generator).topk(min(2, count), dim=-1)
-    with torch.inference_mode():
-        try:
-            expected: Tensor = fused(states, chosen, weights)
-        except (TypeError, RuntimeError, IndexError):  # it is called otherwise
-            return False
-        return torch.allclose(apart(states, chosen, weights), expected, rtol=1e-4, atol=1e-5)
+    for given in ((states, chosen, weights), (states.repeat(count, 1),)):  # routed inside, or before
+        with torch.inference_mode():
+            try:
+                expected: Tensor = fused(*given)
+            except (TypeError, RuntimeError, IndexError):  # it is called otherwise
+                continue
+            return torch.allclose(apart(*given), expected, rtol=1e-4, atol=1e-5)
+    return False
 
 
 def fill_randomly(module: nn.Module, generator: torch.Generator) -> None:

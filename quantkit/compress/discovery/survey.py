@@ -14,6 +14,12 @@ from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
 from quantkit.models.linear_sets import LinearSet, common_owner
 
+# What engines fuse, by the usual names.
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "up"),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
@@ -24,12 +30,14 @@ class Survey:
         ignored: linears that are not to be quantized, and why.
         pairs: smoothing pairs that were tried: one per set to whose input something seemed to lead.
         dropped: those that failed, each as one phrase.
+        touches_weights: the layer's code reads weights of linears itself.
     """
 
     sets: tuple[LinearSet, ...]
     ignored: dict[str, str]
     pairs: int
     dropped: tuple[str, ...]
+    touches_weights: bool = False
 
 
 def survey(
@@ -61,6 +69,23 @@ def survey(
         sets += [(draft.order, group) for draft, group in zip(alike, groups or plain, strict=True)]
     ordered = tuple(group for _, group in sorted(sets, key=lambda item: item[0]))
     return Survey(sets=ordered, ignored=alone, pairs=pairs, dropped=tuple(dropped))
+
+
+def survey_modules(block: nn.Module, gates: Gates) -> Survey:
+    """The linears of a layer that does not run by itself, by their modules alone: no source takes a smoothing scale.
+
+    Args:
+        block: the layer, with or without weights.
+        gates: which linears are gates or routers, by the number of their outputs.
+    """
+    rows = {name: module.weight.shape[0] for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    small = {name: f"a gate: {n} outputs" for name, n in rows.items() if n <= gates.most or n in gates.experts}
+    together: dict[tuple[str, str], list[str]] = {}
+    for name in (name for name in rows if name not in small):
+        owner, _, leaf = name.rpartition(".")
+        together.setdefault((owner, _FUSED.get(leaf, leaf)), []).append(name)
+    sets = (LinearSet(linears=tuple(names), source=None, parent="") for names in together.values())
+    return Survey(sets=tuple(sets), ignored=small, pairs=0, dropped=())
 
 
 def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:

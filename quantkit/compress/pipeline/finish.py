@@ -1,7 +1,9 @@
 """From finished layers to a checkpoint: what is no decoder layer, the checks of the whole, what was done and how."""
 
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from quantkit.checkpoints.writer import copy_tensors, write_json
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
-from quantkit.compress.pipeline.identity import identity_digest
+from quantkit.compress.pipeline.identity import plain_digest
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
+from quantkit.compress.pipeline.loading import check_loads
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import RunState
+from quantkit.errors import GateFailure
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CompressionResult
 
@@ -36,10 +40,12 @@ def finish_run(
     Raises:
         AuditError: the checkpoint is not what was planned.
         CheckpointError: the source changed meanwhile.
+        GateFailure: transformers would load something else than was written.
     """
     finishing = time.perf_counter()
     size = _write_rest(plan, state, folder)
     plan.reader.check_unchanged()
+    warnings = (*warnings, *_check_loads(plan, folder))
     phases: dict[str, float] = {}
     # What resumed layers took belongs to the run before.
     for name, taken in (item for record in state.records[resumed:] for item in record.seconds.items()):
@@ -68,6 +74,17 @@ def _write_rest(plan: Plan, state: RunState, folder: Path) -> int:
     return size
 
 
+def _check_loads(plan: Plan, folder: Path) -> list[str]:
+    """What the user has not been told yet of loading the checkpoint; see `check_loads`."""
+    try:
+        note = check_loads(folder, plan.reader, plan.format, plan.linears)
+    except GateFailure:
+        if plan.format.check_model(plan.family, plan.layers):
+            return []  # these are known not to load in transformers: the plan has said so
+        raise
+    return [note] if note and note not in plan.warnings else []
+
+
 def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
     """What config.json says of which module, for loaders that go by module names and those that go by tensor names.
 
@@ -93,6 +110,7 @@ def _describe(
     linears = [linear for record in state.records for linear in record.linears]
     weights = sum(math.prod(linear.shape) for linear in linears)
     bits = sum(linear.bits_per_weight * math.prod(linear.shape) for linear in linears)
+    others = _unquantized(plan)
     return CompressionResult(
         model=plan.model,
         output=str(plan.output),
@@ -109,7 +127,21 @@ def _describe(
         seconds={phase: round(value, 3) for phase, value in seconds.items()},
         peak_bytes=peak_bytes(),
         resumed_layers=resumed,
+        quantized_share=round(weights / (weights + sum(others.values())), 4) if weights else 0.0,
+        unquantized=others,
     )
+
+
+def _unquantized(plan: Plan) -> dict[str, int]:
+    """Elements of the decoder layers' matrices without codes, by name without numbers; the largest kinds first."""
+    counts: Counter[str] = Counter()
+    prefix = f"{plan.family.layers}."
+    for name in plan.reader.names:
+        shape = plan.reader.info(name).shape
+        if name.startswith(prefix) and len(shape) > 1 and name.removesuffix(".weight") not in plan.linears:
+            local = name.removeprefix(prefix).partition(".")[2].removesuffix(".weight")
+            counts[re.sub(r"\.\d+(?=\.|$)", ".*", local)] += math.prod(shape)
+    return dict(counts.most_common())
 
 
 def _write_manifest(plan: Plan, state: RunState, folder: Path, result: CompressionResult) -> None:
@@ -129,7 +161,7 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
             for name, digest in sorted(state.shards.items())
         },
         "identity": state.identity,
-        "identity_sha256": identity_digest(state.identity),
+        "identity_sha256": plain_digest(state.identity),
         "result": steady,
     }
     if plan.discovery is not None:

@@ -3,16 +3,20 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit.checkpoints.writer import write_json
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
 from quantkit.registry import installed_version
-from quantkit.untrusted import shorten
+from quantkit.untrusted import read_object, shorten
+
+START_OVER = "start over with --no-resume"
 
 
 def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
@@ -58,9 +62,26 @@ def describe_versions() -> dict[str, str]:
     return {name: installed_version(name, "unknown") for name in names}
 
 
-def identity_digest(identity: dict[str, Any]) -> str:
-    """SHA-256 of an identity, for the manifest."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+def plain_digest(data: dict[str, Any]) -> str:
+    """SHA-256 of plain data, such as an identity."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def write_state(path: Path, data: dict[str, Any]) -> None:
+    """Write what an interrupted command goes on from, atomically, with a digest of it."""
+    write_json(path, {**data, "sha256": plain_digest(data)})
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Inverse of `write_state`.
+
+    Raises:
+        ResumeError: it cannot be read, or says something else than was written.
+    """
+    data = read_object(path, ResumeError, START_OVER)
+    if data.pop("sha256", None) != plain_digest(data):
+        raise ResumeError(f"{path} is damaged (it was changed, or another version wrote it); {START_OVER}")
+    return data
 
 
 def refuse_changes(old: Any, new: Any, what: str, instead: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from quantkit.checkpoints.layer_call import Batch
 from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
@@ -47,11 +47,14 @@ def read_samples(plan: Plan) -> Samples | None:
     return replace(samples, warnings=(*samples.warnings, text))
 
 
-def embed(plan: Plan, samples: Samples) -> Iterator[Tensor]:
-    """Hidden states before the first layer, batches (B, T, D) of samples of equal length, on the CPU.
+def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
+    """What enters the first layer, on the CPU: hidden states (B, T, D) of samples of equal length, or call by call.
 
     Only the embedding rows of tokens that occur are read.
     """
+    if plan.family.hands_on:
+        yield from (plan.skeleton.first_call(torch.tensor([ids])) for ids in samples.token_ids)
+        return
     used = torch.tensor(sorted({token for sample in samples.token_ids for token in sample}))
     name = f"{plan.family.embedding}.weight"
     table = plan.reader.gather_rows(name, used)
@@ -96,6 +99,6 @@ def open_stores(
 def advance(stores: Sequence[ActivationStore], layer: LayerContext) -> list[str]:
     """Turn the states of both models into those before the next layer; their digests."""
     # Where no step compares with the original there is but one store.
-    for store, forward in zip(stores, (layer.forward, layer.original_forward), strict=False):
+    for store, forward in zip(stores, (layer.advance, layer.original_advance), strict=False):
         store.advance(forward)
     return [digest for store in stores for digest in store.digests]

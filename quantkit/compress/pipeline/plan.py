@@ -1,7 +1,7 @@
 """Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -15,9 +15,12 @@ from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
+from quantkit.compress.pipeline.kept import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
+from quantkit.compress.pipeline.loading import Unloadable
 from quantkit.compress.recipe import Recipe
-from quantkit.compress.recipe.assignment import LayerLinears, Schemes, assign, conflicts
+from quantkit.compress.recipe.assignment import LayerLinears, Schemes, Stored, fit
+from quantkit.dense_source import open_dense
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
@@ -92,14 +95,17 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
     """
-    source = CheckpointReader(resolve(model))
+    source = open_dense(resolve(model))
     name = "demo" if model is None else model
     short = name if model is None or not Path(model).is_dir() else source.path.resolve().name
-    if "quantization_config" in source.config:
-        raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
-    reader = _open(source.path, family, recipe, described=discovery is None)
+    if discovery is not None and discovery.obstacle and recipe.calibration is not None:
+        raise ModelError(
+            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; "
+            "take a recipe without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
+        )
+    reader = _open(source, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
@@ -108,18 +114,19 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
         for i in range(skeleton.num_layers)
     ]
-    assigned = assign(recipe, parts)
-    for problem in conflicts(recipe, parts, assigned):
-        raise problem
+    format_ = FORMATS.load(recipe.format)
+    leave = None if discovery is None else _Unloadable(reader, skeleton, family, format_, parts)
+    stored: Stored = lambda name: reader.stored_scheme(f"{name}.weight")  # noqa: E731
+    recipe, assigned, warnings = fit(recipe, family, parts, stored, leave)
+    if leave is not None:
+        family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
     layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
     linears = {
         f"{part.name}.{n}": scheme for part, layer in zip(parts, layers, strict=True) for n, scheme in layer.items()
     }
     ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
-    format_ = FORMATS.load(recipe.format)
-    # For its refusals: schemes that fit alone may not go together.
-    format_.config(linears, ())
-    warnings = (*format_.check_model(family, layers), *reader.notes)
+    kept = check_kept(recipe, reader, format_, linears)
+    warnings = (*warnings, *reader.notes, *kept)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
     metadata_files(reader.path)  # what cannot be carried is said before hours of work
@@ -140,6 +147,53 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     )
 
 
+@dataclass(slots=True)
+class _Unloadable:
+    """Takes out of a recipe's schemes what transformers could not load. *Mutable*.
+
+    Args:
+        reader, skeleton, family, format_, parts: of the plan.
+        dequantize: of the last schemes, whether the loader must dequantize all of it.
+    """
+
+    reader: ModelReader
+    skeleton: Skeleton
+    family: Family
+    format_: Format
+    parts: Sequence[LayerLinears]
+    dequantize: bool = False
+
+    def __call__(self, assigned: Sequence[Schemes]) -> tuple[list[Schemes], tuple[str, ...]]:
+        """The schemes of what can be loaded, and notes on the rest.
+
+        Raises:
+            ModelError: that is nothing.
+        """
+        layers = list(zip(self.parts, assigned, strict=True))
+        linears = {f"{part.name}.{name}": scheme for part, layer in layers for name, scheme in layer.items() if scheme}
+        ignored = [name for part, schemes in layers for name in _ignored(part, schemes)]
+        ignored += [*self.skeleton.other_linears(), self.family.head]
+        unloadable = Unloadable(self.reader, self.format_, linears, ignored)
+        self.dequantize = unloadable.dequantize
+        notes = [unloadable.note] if unloadable.note else []
+        if unloadable.modules:
+            name, why = next(iter(unloadable.modules.items()))
+            if len(unloadable.modules) == len(linears):
+                raise ModelError(
+                    f"{self.reader.path}: transformers would load none of its linears as {self.format_.name}, e.g. "
+                    f"{name} ({why}); set format=dense"
+                )
+            notes.append(
+                f"left as they are, because transformers would not load them as {self.format_.name}: "
+                f"{len(unloadable.modules)} linears like {name} ({why})"
+            )
+        kept = [
+            {name: None if f"{part.name}.{name}" in unloadable.modules else scheme for name, scheme in schemes.items()}
+            for part, schemes in layers
+        ]
+        return kept, tuple(notes)
+
+
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     """What a checkpoint's model is made of.
 
@@ -157,15 +211,17 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
         return discovery.family, discovery
 
 
-def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
+def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for name, step in recipe.steps.items():
-        make_reader: Callable[[Path, Family], ModelReader] | None = getattr(step, "open", None)
+        make_reader: Callable[[CheckpointReader, Family], ModelReader] | None = getattr(step, "open", None)
         if make_reader is not None:
             if not described:
-                raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
-            return make_reader(path, family)
-    return ModelReader(path, family)
+                raise ModelError(
+                    f"{source.path}: the step {name} needs a family that quantkit describes; leave the step out"
+                )
+            return make_reader(source, family)
+    return ModelReader.of(source, family)
 
 
 def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:

@@ -31,6 +31,7 @@ from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import run_identity
 from quantkit.compress.pipeline.inputs import advance, open_stores, read_samples
+from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
 from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
@@ -154,6 +155,7 @@ def _run_layer(
     phase = partial(_phase, listener, seconds)
     with phase("load"):
         layer = _layer_context(plan, index, stores)
+        keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
         first = stores[0][0][:1] if stores else None  # one sequence is enough to measure the layer's noise on
         # Before any step spends time on a layer that is broken.
@@ -216,6 +218,7 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
         scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in plan.layers[index]},
         head_dim=plan.skeleton.head_dim,
         arguments=partial(plan.skeleton.arguments, index),
+        next_call=partial(plan.skeleton.next_call, index),
         stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
         seed=plan.recipe.seed,
         data=LayerData(

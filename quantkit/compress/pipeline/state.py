@@ -12,9 +12,8 @@ from typing import Any
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.staging import Stage
 from quantkit.checkpoints.work_folder import WorkFolder
-from quantkit.checkpoints.writer import write_json
 from quantkit.compress.calibration.activations import check_saved
-from quantkit.compress.pipeline.identity import refuse_changes, with_threads_of
+from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, with_threads_of, write_state
 from quantkit.errors import ReportError, ResumeError
 from quantkit.results import LayerRecord
 from quantkit.results._record import Record
@@ -49,7 +48,7 @@ class RunState(Record):
 
     def save(self, folder: Path) -> None:
         """Write `progress.json` into the `.partial` folder, atomically."""
-        write_json(folder / "progress.json", self.to_dict())
+        write_state(folder / "progress.json", self.to_dict())
 
 
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
@@ -70,15 +69,15 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
         state.save(work.path)
         return state
     try:
-        state = RunState.from_dict(read_object(path, ResumeError, "start over with --no-resume"))
+        state = RunState.from_dict(read_state(path))
     except ReportError as error:
-        raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
+        raise ResumeError(f"{path} is damaged ({error}); {START_OVER}") from error
     identity = with_threads_of(state.identity, identity)
     refuse_changes(
         state.identity,
         identity,
         f"the interrupted run in {work.path}",
-        "run the old command, or start over with --no-resume",
+        f"run the old command, or {START_OVER}",
     )
     for name, digest in state.shards.items():
         check_saved(work.checkpoint / name, digest)

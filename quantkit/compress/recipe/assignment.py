@@ -1,19 +1,24 @@
 """A recipe on the linears of a model: the scheme of each, and why it cannot be had. For a run and for a plan of one."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
-from quantkit.compress.recipe.load import Recipe
+from quantkit.compress.recipe.load import Recipe, settled
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
+from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
 Schemes = dict[str, LinearScheme | None]
 """Of the linears of a layer by relative name; None = ignored."""
+
+Stored = Callable[[str], LinearScheme | None]  # by full name
+Leave = Callable[[Sequence[Schemes]], tuple[list[Schemes], tuple[str, ...]]]
 
 
 class LayerLinears(NamedTuple):
@@ -24,9 +29,81 @@ class LayerLinears(NamedTuple):
     sets: Sequence[LinearSet]
 
 
-def assign(recipe: Recipe, layers: Sequence[LayerLinears]) -> list[Schemes]:
-    """What the rules of a recipe give each linear of each layer."""
-    return [{name: recipe.scheme.find(f"{layer.name}.{name}") for name in layer.shapes} for layer in layers]
+def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
+    """What the rules of a recipe give each linear of each layer.
+
+    Args:
+        recipe: the recipe.
+        layers: of the model.
+        stored: by full name, the scheme of the codes that the source has of a linear; None = it has none.
+    Raises:
+        RecipeError: a linear is to keep codes that there are not.
+    """
+    return [{name: _scheme_of(recipe, f"{layer.name}.{name}", stored) for name in layer.shapes} for layer in layers]
+
+
+def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None:
+    if not recipe.scheme.keeps(name):
+        return recipe.scheme.find(name)
+    scheme = stored(name)
+    if scheme is None:
+        raise RecipeError(f"{name} is to keep the codes of the source, which has none of it; narrow keep's patterns")
+    return scheme
+
+
+def fit(
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None = None
+) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+    """A recipe on a model, checked.
+
+    Args:
+        recipe: with `symmetric: auto`, weights have zero points if format and loaders take them for this model.
+        family: of the model.
+        layers: of it.
+        stored: see `assign`.
+        leave: takes schemes away from linears that loaders could not read, and says so; None = there are none.
+    Returns:
+        the recipe with nothing left open, the schemes of each layer, and warnings, one sentence each.
+    Raises:
+        InputError: the first reason why it cannot be used.
+    """
+    first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
+    if first is recipe:
+        return recipe, *_checked(recipe, family, layers, stored, leave)
+    try:
+        assigned, warnings = _checked(first, family, layers, stored, leave)
+        reason = "fewer of them would be loaded with zero points"
+    except InputError as error:
+        assigned, warnings, reason = [], (), str(error).partition(": set ")[0]
+        failure = error
+    if assigned and _count(assigned) == _count(assign(first, layers, stored)):
+        return first, assigned, warnings
+    with suppress(InputError):
+        again, others = _checked(other, family, layers, stored, leave)
+        if _count(again) > _count(assigned):
+            return other, again, (f"symmetric: auto gives these weights no zero points: {reason}", *others)
+    if not assigned:
+        raise failure
+    return first, *_checked(first, family, layers, stored, leave)
+
+
+def _count(assigned: Sequence[Schemes]) -> int:
+    return sum(scheme is not None for schemes in assigned for scheme in schemes.values())
+
+
+def _checked(
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None
+) -> tuple[list[Schemes], tuple[str, ...]]:
+    assigned, format_, notes = assign(recipe, layers, stored), FORMATS.load(recipe.format), tuple[str, ...]()
+    if leave is not None:
+        assigned, notes = leave(assigned)
+    for problem in conflicts(recipe, layers, assigned):
+        raise problem
+    quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
+    parts = zip(layers, quantized, strict=True)
+    # For its refusals: schemes that fit alone may not go together.
+    format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
+    return assigned, (*format_.check_model(family, quantized), *notes)
 
 
 def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
@@ -55,7 +132,10 @@ def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence
         try:
             format_.check(scheme, shape)
         except SchemeError as error:
-            yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
+            if recipe.scheme.keeps(name):
+                yield SchemeError(f"{name} cannot be kept as the source has it: {error}")
+            else:
+                yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
     if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "

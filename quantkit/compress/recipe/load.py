@@ -4,7 +4,7 @@ Everything that can be wrong with a recipe alone fails here.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ class Recipe:
         name: short name, also part of the default output directory.
         description: what it does, when to use it, what it costs.
         gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
-        scheme: which numbers each linear is stored in.
+        scheme: which numbers each linear is stored in; with zero points where `symmetric: auto` leaves that open.
         kv_cache: what keys and values are stored in; None = nothing is said about them.
         steps: how well the numbers are chosen, by name in running order; none = plain rounding.
         calibration: None when nothing looks at data.
@@ -133,6 +133,24 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         )
 
 
+def settled(recipe: Recipe, *, symmetric: bool) -> Recipe:
+    """A recipe in which `symmetric: auto` is one of both; itself where that is not left open."""
+    parts = [recipe.source, *recipe.source["overrides"]]
+    if not any(part.get("weights", {}).get("symmetric") == "auto" for part in parts):
+        return recipe
+    source = {**recipe.source, **_settled(recipe.source, symmetric)}
+    source["overrides"] = [_settled(part, symmetric) for part in source["overrides"]]
+    return replace(recipe, source=source, scheme=_scheme({"activations": None, **source}))
+
+
+def _settled(part: Mapping[str, Any], symmetric: bool) -> dict[str, Any]:
+    weights = part.get("weights")
+    if weights is None or weights["symmetric"] != "auto":
+        return dict(part)
+    zero_points = not symmetric and not numbers.weight_scheme(weights, "weights").symmetric
+    return {**part, "weights": {**weights, "symmetric": not zero_points}}
+
+
 def check(path: str | Path) -> list[str]:
     """Read a recipe and say what is valid in it but probably not meant.
 
@@ -200,6 +218,8 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
     modules = list(override.modules)
     if not modules:
         raise RecipeError(f"overrides[{index}].modules: the list is empty; name at least one pattern")
+    if override.keep is not None:
+        return {"modules": modules, "keep": override.keep}
     if override.weights is None:
         return {"modules": modules, "skip": True}
     if document.weights is None:
@@ -220,7 +240,8 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
     rules: list[Rule] = []
     for index, override in enumerate(source["overrides"]):
         chosen = linear(override.get("weights"), f"overrides[{index}].weights")
-        rules += [Rule(pattern=pattern, linear=chosen) for pattern in override["modules"]]
+        keep = override.get("keep") is not None
+        rules += [Rule(pattern=pattern, linear=chosen, keep=keep) for pattern in override["modules"]]
     # The last rule wins, and what is to be ignored is ignored whatever an override says.
     rules += [Rule(pattern=pattern, linear=None) for pattern in source["ignore"]]
     return Scheme(default=default, rules=tuple(rules))

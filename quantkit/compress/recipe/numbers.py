@@ -55,10 +55,12 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
     if isinstance(size, str) and "x" in size:
         rows, size = map(int, size.split("x"))
     with as_recipe_error(path):
+        dtype, symmetric = find_dtype(fields["dtype"]), fields["symmetric"]
         return WeightScheme(
-            dtype=find_dtype(fields["dtype"]),
+            dtype=dtype,
             group_size=size if isinstance(size, int) else None,
-            symmetric=fields["symmetric"],
+            # Zero points wherever there can be any; which model it is decides the rest, see `assignment.fit`.
+            symmetric=(dtype.kind == "float" or rows != 1 or size == "tensor") if symmetric == "auto" else symmetric,
             block_rows=None if size == "tensor" else rows,
         )
 

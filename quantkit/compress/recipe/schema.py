@@ -41,6 +41,14 @@ def _group_size(value: Any) -> int | str:
     )
 
 
+def _symmetric(value: Any) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if value == "auto":
+        return "auto"
+    raise ValueError(f"expected true, false or 'auto', found {shorten(value)}")
+
+
 def _texts(value: Any, expected: str) -> tuple[str, ...]:
     """One text or a list of them."""
     texts = [value] if isinstance(value, str) else value
@@ -74,6 +82,7 @@ def _name(value: str) -> str:
 
 DTypeName = Annotated[str, AfterValidator(_dtype)]
 GroupSize = Annotated[int | str, PlainValidator(_group_size)]
+Symmetric = Annotated[bool | str, PlainValidator(_symmetric)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
 Gates = Annotated[tuple[str, ...], PlainValidator(partial(_texts, expected="a gate such as 'recovery>=98.9'"))]
 Positive = Annotated[int, Field(gt=0)]
@@ -103,7 +112,7 @@ class WeightsSection(RecipeSection):
 
     dtype: DTypeName
     group_size: GroupSize = "auto"
-    symmetric: bool = True
+    symmetric: Symmetric = True
 
 
 class WeightChanges(RecipeSection):
@@ -111,7 +120,7 @@ class WeightChanges(RecipeSection):
 
     dtype: DTypeName | None = None
     group_size: GroupSize | None = None
-    symmetric: bool | None = None
+    symmetric: Symmetric | None = None
 
 
 class ActivationsSection(RecipeSection):
@@ -147,16 +156,17 @@ class KVCacheSection(RecipeSection):
 
 
 class Override(RecipeSection):
-    """One entry of `overrides:`: other weights for some modules, or none."""
+    """One entry of `overrides:`: other weights for some modules, or none, or those that the source has."""
 
     modules: Patterns
     weights: WeightChanges | None = None
     skip: Literal[True] | None = None
+    keep: Literal["source"] | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> "Override":
-        if (self.weights is None) == (self.skip is None):
-            raise ValueError("give either 'weights' or 'skip: true', not both and not neither")
+        if [self.weights, self.skip, self.keep].count(None) != 2:
+            raise ValueError("give one of 'weights', 'skip: true' and 'keep: source'")
         return self
 
 

@@ -7,7 +7,7 @@ is computed is written in `reference.experts`. Launches: three for up to 4 token
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, H hidden width, I width of an expert.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -153,6 +153,10 @@ def combine(outputs: Tensor, num_chosen: int, shared: Tensor | None, score: Tens
     return out
 
 
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Scores (T, E) of experts to weights and numbers (T, k) of those that are chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonExperts:
     """All experts of a layer; see `types.StackedExperts`.
@@ -172,20 +176,35 @@ class TritonExperts:
     normalize: bool
     linears: tuple[LinearFacts, ...] = ()
 
-    def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        shared: Tensor | None,
+        shared_score: Tensor | None,
+        choose: Choose | None = None,
+    ) -> Tensor:
         """See `types.StackedExperts`."""
         if len(x) == 0:
             return torch.empty_like(x)
-        out = attempt("experts", x.device, self._run_together, x, scores, shared, shared_score)
-        return self._run_each(x, scores, shared, shared_score) if out is None else out
+        out = attempt("experts", x.device, self._run_together, x, scores, shared, shared_score, choose)
+        return self._run_each(x, scores, shared, shared_score, choose) if out is None else out
 
-    def _run_together(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
-        weights, chosen = route(scores.contiguous(), self.num_chosen, self.normalize)
-        return self.run(x, chosen, weights, shared, shared_score)
+    def _run_together(
+        self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None, choose: Choose | None
+    ) -> Tensor:
+        if choose is None:
+            weights, chosen = route(scores.contiguous(), self.num_chosen, self.normalize)
+        else:
+            weights, chosen = choose(scores)
+        return self.run(x, chosen.int(), weights, shared, shared_score)
 
-    def _run_each(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
+    def _run_each(
+        self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None, choose: Choose | None
+    ) -> Tensor:
         """Where Triton refuses: one expert after another, and the host is asked who is chosen."""
-        weights, chosen = reference.route(scores, self.num_chosen, self.normalize)
+        choose = choose or partial(reference.route, num_chosen=self.num_chosen, normalize=self.normalize)
+        weights, chosen = choose(scores)
         share = 1 if shared_score is None else shared_score.sigmoid()
         out = torch.zeros_like(x) if shared is None else shared * share
         return reference.run_each(x, chosen, weights, [partial(self._expert, i) for i in range(scores.shape[1])], out)

@@ -49,6 +49,8 @@ class Stepwise:
 
 def paged_attention(views: KVViews) -> PagedAttention:
     """The fastest attention for a layer's pages."""
+    if views.layout.rope_dim or views.layout.sinks:
+        return Stepwise(TorchAttention(views))  # of latent attention and of sinks there is no other
     on_gpu, fused = gpu.module("attention", views.pool.device), None
     if on_gpu and on_gpu.can(views):
         fused = on_gpu.TritonAttention(views, otherwise=Stepwise(TorchAttention(views)))

@@ -58,10 +58,10 @@ def attend(states: States, views: KVViews, batch: ForwardBatch, options: Attenti
         batch: what belongs to whom; its page table covers all cached tokens.
         options: scale, window and the like.
     Returns:
-        (T, Hq, D), dtype of the queries.
+        (T, Hq, D), dtype of the queries; D is that of the values.
     """
     query, key, value = states
-    out = query.new_empty(query.shape)
+    out = query.new_empty(*query.shape[:2], value.shape[2])
     for span in _spans(batch):
         first = 0 if options.window is None else max(0, span.cached - options.window + 1)
         keys, values = key[span.new].transpose(0, 1), value[span.new].transpose(0, 1)  # (Hkv, L, D)
@@ -78,6 +78,9 @@ def _gather(views: KVViews, batch: ForwardBatch, span: _Span, first: int, dtype:
     from_page, to_page = first // size, -(-span.cached // size)
     pages = batch.page_table[span.row, from_page:to_page]
     origin = from_page * size
+    if views.layout.rope_dim:
+        latents = _read(views.key, pages, dtype)[:, first - origin : span.cached - origin]
+        return latents, latents[..., views.layout.rope_dim :]
     values = _read(views.value, pages, dtype)[:, first - origin : span.cached - origin]
     # Keys before this position are in pages: all, or those of pages that were quantized when they became complete.
     paged = span.cached if views.key_residual is None else max(span.cached // size * size, first)
@@ -114,9 +117,8 @@ def _read_residual(residual: Tensor, row: Tensor, start: int, stop: int) -> Tens
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attention of one sequence: queries (Hq, L, D) are the last L of the keys (Hkv, N, D)."""
     length, total = query.shape[1], key.shape[1]
-    if options.softcap is not None:
-        seen = _mask(length, total, options.window, query.device)
-        return _attend_capped(query, key, value, seen, options.scale, options.softcap)
+    if options.softcap is not None or options.sinks is not None:
+        return _attend_plainly(query, key, value, _mask(length, total, options.window, query.device), options)
     sdpa = partial(F.scaled_dot_product_attention, scale=options.scale)
     if length == total and (options.window is None or options.window >= total):
         causal: Tensor = sdpa(query[None], key[None], value[None], is_causal=True, enable_gqa=True)
@@ -137,14 +139,19 @@ def _mask(length: int, total: int, window: int | None, device: torch.device) -> 
     return seen if window is None else seen & (queries - keys < window)
 
 
-def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """Attention in float32, its scores capped."""
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention in float32, its scores capped or with a sink beside them."""
     groups = query.shape[0] // key.shape[0]
     grouped = query.float().view(-1, groups, *query.shape[1:])  # (Hkv, G, L, D)
-    scores = grouped @ key.float().unsqueeze(1).transpose(-1, -2) * scale  # (Hkv, G, L, N)
-    scores = softcap * torch.tanh(scores / softcap)
+    scores = grouped @ key.float().unsqueeze(1).transpose(-1, -2) * options.scale  # (Hkv, G, L, N)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~mask, -torch.inf).flatten(0, 1)  # (Hq, L, N)
-    weights = torch.softmax(scores, dim=-1)
+    if options.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        sinks = options.sinks[:, None, None].expand(*scores.shape[:2], 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
     out = weights.view(-1, groups, *weights.shape[1:]) @ value.float().unsqueeze(1)  # (Hkv, G, L, D)
     return out.flatten(0, 1).to(query.dtype)
 
@@ -164,7 +171,8 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
     """
     pages = torch.div(batch.slots, views.layout.page_size, rounding_mode="floor")
     offsets = batch.slots - pages * views.layout.page_size
-    _write(views.value, value, pages, offsets)
+    if not views.layout.rope_dim:
+        _write(views.value, value, pages, offsets)
     if views.key_residual is None:
         _write(views.key, key, pages, offsets)
         return

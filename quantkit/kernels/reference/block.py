@@ -70,6 +70,46 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Activations by the name that transformers configs use."""
 
 
+XIELU = "xielu"
+"""Name of the activation that has parameters of its own, see `xielu`."""
+
+
+def xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor | float = 0.5, eps: Tensor | float = -1e-6
+) -> Tensor:
+    """A parabola above zero, an exponential below; its slope at zero is beta.
+
+    Args:
+        x: (T, I); not modified.
+        alpha_p, alpha_n: (1,), curvatures above and below before their softplus.
+        beta: slope.
+        eps: the exponential's argument is at most this.
+    Source: Huang 2024, Deriving Activation Functions Using Integration.
+    """
+    single = x.float()
+    above, below = F.softplus(alpha_p.float()), beta + F.softplus(alpha_n.float())
+    bent = torch.where(single > 0, above * single * single, (torch.expm1(single.clamp(max=eps)) - single) * below)
+    return (bent + beta * single).to(x.dtype)
+
+
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""Name of a gate that is more than an activation, see `clamped_swiglu`."""
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped first.
+
+    Args:
+        gate_up: (T, 2I), gate first; not modified.
+        alpha: of the sigmoid.
+        limit: of the gate from above, of up from both sides.
+    Source: OpenAI 2025, gpt-oss.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The activation of that name.
 

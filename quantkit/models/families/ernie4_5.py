@@ -1,7 +1,10 @@
 """ERNIE 4.5, dense: Llama with neighbours rotated together."""
 
-from quantkit.models.family import Biases, Family
+from quantkit.models.family import Biases, Family, Rope
 
-_BIASES = Biases(qkv="use_bias", output="use_bias", mlp="use_bias")
-
-FAMILY = Family(hf_names=("Ernie4_5ForCausalLM",), native=False, biases=_BIASES, defaults={"tie_word_embeddings": True})
+FAMILY = Family(
+    hf_names=("Ernie4_5ForCausalLM",),
+    biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
+    rope=Rope(theta=500_000.0, interleaved=True),
+    defaults={"tie_word_embeddings": True, "head_dim": 128, "rms_norm_eps": 1e-5},
+)

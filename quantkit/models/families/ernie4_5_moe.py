@@ -3,18 +3,29 @@
 from dataclasses import replace
 
 from quantkit.models.families.ernie4_5 import FAMILY as ERNIE
-from quantkit.models.family import BALANCED_EXPERTS
+from quantkit.models.family import SHARED_EXPERTS
 
 FAMILY = replace(
     ERNIE,
     hf_names=("Ernie4_5_MoeForCausalLM",),
-    experts=replace(BALANCED_EXPERTS, balance="mlp.moe_statics.e_score_correction_bias"),
+    experts=replace(
+        SHARED_EXPERTS, balance="mlp.moe_statics.e_score_correction_bias", balance_rows=1, normalize=True, exact=True
+    ),
     keys={
         "num_experts": "moe_num_experts",
         "num_experts_per_tok": "moe_k",
         "n_shared_experts": "moe_num_shared_experts",
         "first_k_dense_replace": "moe_layer_start_index",
         "decoder_sparse_step": "moe_layer_interval",
+    },
+    defaults={
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
     },
     stored_modules={"mlp.gate.moe_statics": "mlp.moe_statics"},
 )

@@ -1,8 +1,15 @@
-"""EXAONE 4: OLMo 2 with norms on each query and key head, and a window in three layers of four."""
+"""EXAONE 4: OLMo 2 with norms on each query and key head; with windows, only layers that have one have positions."""
 
 from dataclasses import replace
 
-from quantkit.models.families.olmo3 import FAMILY as OLMO3
-from quantkit.models.family import QueryKeyNorm
+from quantkit.models.families.olmo2 import FAMILY as OLMO2
+from quantkit.models.family import QueryKeyNorm, Rope, Window
 
-FAMILY = replace(OLMO3, hf_names=("Exaone4ForCausalLM",), qk_norm=QueryKeyNorm())
+FAMILY = replace(
+    OLMO2,
+    hf_names=("Exaone4ForCausalLM",),
+    qk_norm=QueryKeyNorm(),
+    window=Window(rule="pattern", pattern=4),
+    rope=Rope(layers="local"),
+    defaults={**OLMO2.defaults, "sliding_window": 4096},
+)

@@ -1,6 +1,7 @@
 """Gemma: norms that add one to their weight, embeddings times the root of the width, heads wider than their share."""
 
-from quantkit.models.family import Family, GGUFNames, Multipliers
+from quantkit.models.family import Family, Multipliers
+from quantkit.models.gguf_names import GGUFNames
 
 FAMILY = Family(
     hf_names=("GemmaForCausalLM",),

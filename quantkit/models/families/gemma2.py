@@ -1,6 +1,7 @@
 """Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer."""
 
-from quantkit.models.family import GGUF_NUMBERS, Family, GGUFNames, Multipliers, Parts, Window
+from quantkit.models.family import Family, Multipliers, Parts, Window
+from quantkit.models.gguf_names import GGUF_NUMBERS, GGUFNames
 
 _SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GGUF = GGUFNames(

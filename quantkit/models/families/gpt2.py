@@ -1,6 +1,7 @@
 """GPT-2: learned positions, layer norms, biases everywhere; its linears are stored transposed."""
 
-from quantkit.models.family import GGUF_NUMBERS, Biases, Family, GGUFNames, Parts, inside
+from quantkit.models.family import Biases, Family, Parts, inside
+from quantkit.models.gguf_names import GGUF_NUMBERS, GGUFNames
 
 _NUMBERS = {
     key.replace("layer_norm_rms", "layer_norm"): entry

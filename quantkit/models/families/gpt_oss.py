@@ -1,6 +1,6 @@
 """gpt-oss: attention sinks, a window in every other layer, experts with biases, stored transposed."""
 
-from quantkit.models.family import Biases, Experts, Family, Window
+from quantkit.models.family import Biases, Experts, Family, Rope, Window
 
 FAMILY = Family(
     hf_names=("GptOssForCausalLM",),
@@ -8,9 +8,24 @@ FAMILY = Family(
     experts=Experts(
         router="mlp.router", transposed=True, interleaved=True, width="intermediate_size", bias=True, smooth_down=False
     ),
+    activation="clamped_swiglu",
     compressed_experts=False,
-    native=False,
     window=Window(rule="pattern", pattern=2),
+    rope=Rope(theta=150_000.0),
     biases=Biases(qkv=True, output=True),
     vectors={"self_attn.sinks": ("num_attention_heads",)},
+    sinks="self_attn.sinks",
+    defaults={
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 )

@@ -1,5 +1,8 @@
-"""Ministral, counted only: Mistral where config.json may list which layers have the window."""
+"""Ministral: Mistral where config.json may list which layers have the window."""
 
-from quantkit.models.family import Family, Window
+from dataclasses import replace
 
-FAMILY = Family(window=Window(rule="listed"), defaults={"sliding_window": 4096}, native=False)
+from quantkit.models.families.mistral import FAMILY as MISTRAL
+from quantkit.models.family import Window
+
+FAMILY = replace(MISTRAL, hf_names=("MinistralForCausalLM",), window=Window(rule="listed"), gguf=None)

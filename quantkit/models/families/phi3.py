@@ -1,6 +1,7 @@
 """Phi-3 and Phi-4: Llama with one projection for q, k and v and one for gate and up; long contexts by LongRoPE."""
 
-from quantkit.models.family import GGUF_NUMBERS, Family, GGUFNames, Parts, Window
+from quantkit.models.family import Family, Parts, Window
+from quantkit.models.gguf_names import GGUF_NUMBERS, GGUFNames
 
 FAMILY = Family(
     hf_names=("Phi3ForCausalLM",),

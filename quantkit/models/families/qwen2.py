@@ -1,6 +1,7 @@
 """Qwen2: Llama with biases on q, k and v; the biases stay as they are, that of v shrinks with its smoothing scale."""
 
-from quantkit.models.family import Biases, Family, GGUFNames, Window
+from quantkit.models.family import Biases, Family, Window
+from quantkit.models.gguf_names import GGUFNames
 
 FAMILY = Family(
     hf_names=("Qwen2ForCausalLM",),

@@ -1,6 +1,7 @@
 """Qwen3: Llama with a norm on each query and key head, which sits behind q and k and so changes nothing here."""
 
-from quantkit.models.family import Family, GGUFNames, QueryKeyNorm, Window
+from quantkit.models.family import Family, QueryKeyNorm, Window
+from quantkit.models.gguf_names import GGUFNames
 
 FAMILY = Family(
     hf_names=("Qwen3ForCausalLM",),

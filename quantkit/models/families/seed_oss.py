@@ -2,6 +2,8 @@
 
 from quantkit.models.family import Biases, Family
 
-_BIASES = Biases(output="attention_out_bias")
-
-FAMILY = Family(hf_names=("SeedOssForCausalLM",), native=False, biases=_BIASES, defaults={"attention_bias": True})
+FAMILY = Family(
+    hf_names=("SeedOssForCausalLM",),
+    biases=Biases(output="attention_out_bias"),
+    defaults={"attention_bias": True, "head_dim": 128},
+)

@@ -25,6 +25,7 @@ from quantkit.kernels.gpu.choices import TILE_LIMIT
 from quantkit.kernels.layouts import KVLayout
 from quantkit.kernels.ops import experts, head, sampling
 from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.reference.block import ACTIVATIONS
 from quantkit.kernels.reference.sampling import Draw
 from quantkit.kernels.types import AttentionOptions, HeadNorms, Linear
 from quantkit.models.config import NotNative
@@ -117,6 +118,8 @@ def checks_of(path: Path, asked: EngineConfig, device: torch.device, *, draft: b
         yield check("quantized_linear", _name(kind), _Parts.products, kind)
     layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, asked.page_size, dtype)
     for layout, window, rope in zip(layouts, config.windows, config.ropes, strict=True):
+        if layout.rope_dim:
+            continue  # latent attention has no kernel but torch's
         label, options = _attention_kind(config, layout, window, rope)
         yield check("attention", label, _Parts.attention, layout, rope, options)
     if config.experts is not None:
@@ -213,7 +216,8 @@ class _Parts:
         yield from ops.rms_norm(x, self.random(640), config.norm_eps, config.norm_offset, residual)
         query, key, turns = self.random(5, 4, 64), self.random(5, 2, 64), torch.randn(5, 32).to(self.device)
         yield from ops.rotary_(query, key, turns.cos(), turns.sin())
-        yield ops.gated(gate_up, config.activation)
+        if config.activation in ACTIVATIONS:
+            yield ops.gated(gate_up, config.activation)
 
     def logits(self, scheme: LinearScheme | None) -> Outputs:
         linear = self.linear(scheme, times=5)
@@ -230,6 +234,8 @@ class _Parts:
         for rows in _ROWS:
             x = self.random(rows, width)
             yield down(x)
+            if activation not in ACTIVATIONS:  # it has no gate
+                continue
             if scheme.activation is None:
                 yield ops.gated_linear(up, x, activation)
             else:  # not one behind the other: a last bit that differs is a code that differs

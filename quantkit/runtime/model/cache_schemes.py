@@ -63,9 +63,10 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         schemes, note = None, f"the KV cache of the checkpoint is not followed, keys and values stay 16 bits: {error}"
     # Scales stand in the attention module, beside its projections.
     attention = config.family.parts.output.rpartition(".")[0]
+    heads = 1 if config.latent else config.num_kv_heads
     names = [f"{config.family.layers}.{index}.{attention}" for index in range(count)]
     try:
-        scales = tuple(read_scales(name, config.num_kv_heads, reader.__contains__, reader.tensor) for name in names)
+        scales = tuple(read_scales(name, heads, reader.__contains__, reader.tensor) for name in names)
     except CheckpointError as error:
         # Scales that config.json announces are needed; others only earn a note.
         if schemes is not None:

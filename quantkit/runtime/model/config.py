@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.reference.block import ACTIVATIONS
+from quantkit.kernels.reference.block import ACTIVATIONS, CLAMPED_SWIGLU, XIELU
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.description import ModelDescription, description_fields
 from quantkit.models.family import Family
@@ -30,6 +30,7 @@ class ModelConfig(ModelDescription):
         activation: of the MLP.
         attention_scale: of query times key.
         attention_softcap, logits_softcap: c of c * tanh(x / c).
+        clip: bound of the absolute value of queries, keys and values.
         embedding_scale, residual_scale, logits_scale: of the embeddings, of what joins the stream, of the logits.
         max_length: tokens of a sequence.
     """
@@ -41,6 +42,7 @@ class ModelConfig(ModelDescription):
     attention_scale: float
     attention_softcap: float | None
     logits_softcap: float | None
+    clip: float | None
     embedding_scale: float
     residual_scale: float
     logits_scale: float
@@ -65,10 +67,15 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     fields = description_fields(read, family)
     factors, length = family.multipliers, read.count("max_position_embeddings")
     activation = family.activation or read.text("hidden_activation", default="silu")
-    if activation not in ACTIVATIONS:
+    if activation not in (*ACTIVATIONS, CLAMPED_SWIGLU, XIELU):
         raise NotNative(f"activation {activation!r}")
-    ropes = _read_ropes(read, family, fields["windows"], fields["head_dim"], length)
+    latent = fields["latent"]
+    ropes = _read_ropes(read, family, fields["windows"], latent.rope_dim if latent else fields["head_dim"], length)
     root = read.number(factors.attention_root, default=fields["head_dim"])
+    if latent and (latent.index_dim or any(fields["windows"])):
+        raise NotNative("latent attention with an indexer or a window")
+    # Latent attention with scaled wavelengths has sharper scores.
+    sharpening = ropes[0].sharpening if latent and ropes[0] else 1.0
     scale = fields["hidden_size"] ** 0.5 if factors.root_embedding else read.number(factors.embedding, default=1.0)
     return ModelConfig(
         **fields,
@@ -76,9 +83,10 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
         norm_eps=read.number("rms_norm_eps", default=1e-6),
         norm_offset=family.norm_offset,
         activation=activation,
-        attention_scale=read.number(factors.attention, default=root**-0.5),
+        attention_scale=read.number(factors.attention, default=root**-0.5 * sharpening),
         attention_softcap=read.optional_number(factors.attention_softcap),
         logits_softcap=read.optional_number(factors.logits_softcap),
+        clip=read.optional_number(factors.clip),
         embedding_scale=scale,
         residual_scale=read.number(factors.residual, default=1.0),
         logits_scale=read.number(factors.logits, default=1.0) / read.number(factors.logits_divisor, default=1.0),

@@ -6,12 +6,13 @@ and columns is, as far as headers and `weight_shape` tell.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ResourceError
+from quantkit.formats._kv_cache import CACHE_TENSORS
 from quantkit.formats.base import by_module
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
@@ -20,10 +21,9 @@ from quantkit.quantities import byte_size
 from quantkit.runtime.devices import free_bytes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# Buffers that old checkpoints carry, and scales of a KV cache, which belong to no weight.
-_IGNORED = re.compile(
-    r".*(rotary_emb\.inv_freq|\.attention\.(masked_)?bias|\.(kv|[qkv])_scale|\.[qkv]_proj\.output_scale|\.(q|k|v|prob)_zero_point)"
-)
+# Buffers that old checkpoints carry or that are constants read beside, and scales of a KV cache, which belong to no
+# weight.
+_IGNORED = re.compile(rf".*(\.act_fn\.(beta|eps)|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|{CACHE_TENSORS})")
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -65,7 +65,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
     for name, shape in others.items():
         # Biases of norms may be missing, which is a bias of zero.
         reader.check_shape(name, shape, required=not name.endswith(".bias"))
-    by_module = local_names(reader)
+    by_module = local_names(reader, others)
     for name, (rows, width) in linears.items():
         local = by_module.get(name, set())
         known |= {f"{name}.{tensor}" for tensor in local}
@@ -79,7 +79,10 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
                     "not say how it is quantized; copy the original config.json again"
                 )
             reader.check_shape(f"{name}.weight", (rows, width))
+    further = _further_layers(model)
     for name in reader.names:
+        if name.startswith(further):
+            continue
         # A tensor that nothing computes with would make the output wrong without a word.
         if name not in known and not _IGNORED.fullmatch(name):
             raise CheckpointError(
@@ -88,15 +91,28 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
             )
 
 
+def _further_layers(model: ModelDescription) -> tuple[str, ...]:
+    """Where layers are that predict further tokens, in training or as drafts; the model is whole without them."""
+    count = model.entries.count("num_nextn_predict_layers", default=0, at_least=0)
+    first = model.num_layers
+    layers = [f"{model.family.layers}.{number}." for number in range(first, first + count)]
+    return (*layers, "mtp.") if count else ()
+
+
 def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
     """How a linear with these tensors is stored as codes; None = as values."""
     # A scheme may match more linears than are quantized; which tensors there are decides.
     return scheme.find(name) if scheme is not None and set(local) - {"weight", "bias"} else None
 
 
-def local_names(reader: CheckpointReader) -> dict[str, set[str]]:
-    """Names of each module's own tensors, relative to it, by full module name; buffers of no use are left out."""
-    modules = by_module(name for name in reader.names if not _IGNORED.fullmatch(name))
+def local_names(reader: CheckpointReader, others: Collection[str] = ()) -> dict[str, set[str]]:
+    """Names of each module's own tensors, relative to it, by full module name; buffers of no use are left out.
+
+    Args:
+        reader: of the checkpoint.
+        others: full names of what is no part of a linear, though it may lie beside one, such as a router's balance.
+    """
+    modules = by_module(name for name in reader.names if name not in others and not _IGNORED.fullmatch(name))
     return {module: set(names) for module, names in modules.items()}
 
 

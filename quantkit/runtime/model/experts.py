@@ -5,6 +5,7 @@ them for each token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral); Yang et al. 2024 (Qwen2).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ class Mixture:
         num_chosen, normalize: see `route`; of no meaning for experts that are one.
         shared: an MLP that every token passes, or None.
         shared_gate: (T, H) -> (T, 1), weighs its output through a sigmoid; None = it counts fully.
+        choose: (T, E) scores to weights and numbers of the chosen, in place of `route`.
     """
 
     router: Linear
@@ -33,6 +35,7 @@ class Mixture:
     normalize: bool
     shared: MLP | None
     shared_gate: Linear | None
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def linears(self) -> tuple[Linear | LinearFacts, ...]:
@@ -51,8 +54,9 @@ class Mixture:
         shared = None if self.shared is None else self.shared(x)
         score = None if self.shared_gate is None else self.shared_gate(x)
         if not isinstance(self.experts, tuple):
-            return self.experts(x, self.router(x), shared, score)
+            return self.experts(x, self.router(x), shared, score, self.choose)
         if shared is not None and score is not None:
             shared = shared * score.sigmoid()
-        weights, chosen = route(self.router(x), self.num_chosen, self.normalize)
+        scores = self.router(x)
+        weights, chosen = self.choose(scores) if self.choose else route(scores, self.num_chosen, self.normalize)
         return run_each(x, chosen, weights, self.experts, torch.zeros_like(x) if shared is None else shared)

@@ -2,10 +2,11 @@
 
 Each sequence has a cache of its own, which transformers fills; sequences are computed one after another. A sequence
 that continues at an earlier position than its cache (rejected drafts) has its cache cropped, or recomputed where the
-kind of cache cannot be cropped. Code that comes with a checkpoint is never run.
+kind of cache cannot be cropped; see `hf_steps`. Code that comes with a checkpoint is never run.
 """
 
-import inspect
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from quantkit.kernels.types import Logits
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.expected_tensors import check_memory
+from quantkit.runtime.model.hf_steps import Steps, find_steps
 from quantkit.runtime.model.model import Model
 
-# Layers whose state is keys and values by position, so that its end can be cut off.
-_CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
+# What older checkpoints hold beside weights: rotary frequencies, causal masks and their fill value.
+_BUFFERS = re.compile(r"(.*\.)?(inv_freq|(attn|attention)\.(masked_)?bias)")
 
 
 class TransformersModel(Model):
@@ -38,10 +40,8 @@ class TransformersModel(Model):
     paged = False
 
     def __init__(self, model: Any, max_length: int, eos_ids: tuple[int, ...], notes: tuple[str, ...]) -> None:
-        accepted = inspect.signature(model.forward).parameters
-        self._has_cache = "past_key_values" in accepted
-        self._keeps_rows = "logits_to_keep" in accepted
-        if not self._has_cache:
+        self._steps: Steps = find_steps(model)
+        if not self._steps.cached:
             notes = (*notes, "this model keeps its state in a way of its own: every step computes all tokens again")
         parameters = list({id(p): p for p in (*model.parameters(), *model.buffers())}.values())
         num_bytes = sum(parameter.nbytes for parameter in parameters)
@@ -60,8 +60,6 @@ class TransformersModel(Model):
             notes=notes,
         )
         self._model = model
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-        self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
         self._states: dict[int, tuple[Any, list[int]]] = {}  # of a sequence: transformers' cache, and its tokens so far
 
     @torch.inference_mode()
@@ -88,29 +86,19 @@ class TransformersModel(Model):
         cache, known = self._states.get(sequence_id, nothing) if past else nothing
         if len(known) < past:
             raise ModelError(f"sequence {sequence_id} continues at position {past}, but only {len(known)} are computed")
-        computed = len(known) if self._has_cache else 0
-        if computed > past and self._can_crop:
+        computed = len(known) if cache is not None else 0
+        if computed > past and self._steps.crops:
             cache.crop(past - computed)  # negative: that many tokens less
             computed = past
-        elif computed > past or cache is None:
-            cache, computed = self._fresh_cache(), 0
+        elif computed > past:
+            cache, computed = None, 0
         known = known[:past] + tokens.tolist()
-        self._states[sequence_id] = cache, known
-        inputs = torch.tensor([known[computed:]], device=self.device)
         skipped = past - computed  # recomputed tokens, whose logits nobody wants
         keep = torch.tensor([row + skipped for row in rows], dtype=torch.int64, device=self.device)
-        options: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_rows and len(rows) else {}
-        if self._has_cache:
-            options |= {"past_key_values": cache, "use_cache": True}
-        output = self._model(input_ids=inputs, **options)
-        logits: Tensor = output.logits[0]
-        return (logits if "logits_to_keep" in options else logits[keep]).float()
-
-    def _fresh_cache(self) -> Any:
-        from transformers import DynamicCache
-
-        # Without a config every layer keeps all tokens, those with a window too, so that each can be cropped.
-        return DynamicCache() if self._can_crop else DynamicCache(config=self._model.config)
+        inputs = torch.tensor(known[computed:], device=self.device)
+        logits, cache = self._steps.advance(self._model, inputs, computed, cache, keep)
+        self._states[sequence_id] = cache, known
+        return logits.float()
 
 
 def load_with_transformers(
@@ -130,7 +118,7 @@ def load_with_transformers(
     Raises:
         ModelError: transformers cannot load it.
         SchemeError: it has expressions with which transformers might never finish.
-        CheckpointError: a tensor is missing.
+        CheckpointError: a weight is missing, is not the model's, or has another shape.
         ResourceError: it is too large.
     """
     check_memory(reader, dtype, device)
@@ -144,16 +132,47 @@ def load_with_transformers(
             trust_remote_code=False,
             attn_implementation="eager",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except Exception as error:  # whatever transformers raises on a model that it cannot load
         raise ModelError(f"{reader.path}: transformers cannot load this model: {first_line(error)}") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would fill them with noise
-        raise CheckpointError(
-            f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download may be incomplete, "
-            "or config.json is of another model"
-        )
+    _check_report(reader, report)
     config = model.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if length is None:
         notes = (*notes, "config.json has no max_position_embeddings: contexts are limited to 4096 tokens")
-    return TransformersModel(model.to(device).eval(), length or 4096, eos_ids, notes)
+    try:
+        return TransformersModel(model.to(device).eval(), length or 4096, eos_ids, notes)
+    except Exception as error:  # whatever a model raises that cannot compute a few tokens
+        raise ModelError(
+            f"{reader.path}: transformers loads this model, but cannot run it: {first_line(error)}"
+        ) from error
+
+
+def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
+    """Refuse what transformers goes past: it fills what is missing with noise, and drops what it has no use for.
+
+    What it declares ignorable, such as layers for speculation, is in no report.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download may be incomplete, "
+            "or config.json is of another model"
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise CheckpointError(
+            f"{reader.path}: tensor {name} has shape {list(stored)} where transformers expects {list(expected)} "
+            f"({len(mismatched)} in all); config.json is of another model"
+        )
+    if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_buffer(reader, name)):
+        raise CheckpointError(
+            f"{reader.path}: transformers has no place for tensor {unexpected[0]} ({len(unexpected)} in all); "
+            "without it the model would be another one"
+        )
+
+
+def _is_buffer(reader: CheckpointReader, name: str) -> bool:
+    """Whether a tensor is computed by the model itself; a bias of that name is one weight per channel."""
+    is_bias = name.endswith(".bias") and (name not in reader or len(reader.info(name).shape) == 1)
+    return _BUFFERS.fullmatch(name) is not None and not is_bias

@@ -6,7 +6,7 @@ business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -41,18 +41,18 @@ class LayerNorm:
     """Layer norm, called as `RMSNorm`.
 
     Args:
-        weight: (H,), or (heads, D) where each head has its own.
+        weight: (H,), or (heads, D) where each head has its own; None = ones.
         bias: as weight, or None.
         eps: added to the variance.
     """
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     eps: float
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
-        if self.weight.dim() > 1:
+        if self.weight is not None and self.weight.dim() > 1:
             # torch's layer norm knows no weight per head, and in float32 norm and weight are rounded once, together.
             return (ops.layer_norm(total.float(), None, None, self.eps) * self.weight).to(x.dtype), total
         return ops.layer_norm(total, self.weight, self.bias, self.eps), total
@@ -109,6 +109,9 @@ class Attention:
         options: what the attention kernel does besides; its norms are those that it can do.
         norms: of queries and keys before that, where it cannot.
         norm_flat: they span all heads of a token.
+        norm_last: they come behind the rotation.
+        clip: bound of the absolute value of queries, keys and values behind norms that come first; None = none.
+        growth: of queries, a factor (T,) for positions (T,); None = they do not grow.
     """
 
     layer: int
@@ -120,6 +123,14 @@ class Attention:
     options: AttentionOptions
     norms: tuple[Norm, Norm] | None
     norm_flat: bool
+    norm_last: bool = False
+    clip: float | None = None
+    growth: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `AnyAttention`."""
+        return self.qkv, self.output
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Attend.
@@ -138,6 +149,13 @@ class Attention:
         if norms is not None and self.norm_flat:
             query = norms[0](query.flatten(1))[0].view(query.shape)
             key = norms[1](key.flatten(1))[0].view(key.shape)
+        if self.clip is not None:
+            query, key, value = (one.clamp(-self.clip, self.clip) for one in (query, key, value))
+        if self.growth is not None:
+            query = query * self.growth(batch.positions)[:, None, None].to(query.dtype)
+        if self.norm_last and angles is not None:
+            ops.rotary_(query, key, *angles, interleaved=self.options.interleaved)
+            angles = None
         if norms is not None and not self.norm_flat:
             query, key = norms[0](query)[0], norms[1](key)[0]
         attended = cache.attention[self.layer]((query, key, value), batch, self.options, angles)
@@ -162,6 +180,7 @@ class MLP:
         down: (T, I) -> (T, H).
         activation: its name.
         gated: whether there is a gate.
+        curve: an activation with parameters of its own, in place of a named one.
     """
 
     is_capturable: ClassVar = True
@@ -169,6 +188,7 @@ class MLP:
     down: Linear
     activation: str
     gated: bool
+    curve: Callable[[Tensor], Tensor] | None = None
 
     @property
     def activation_quantization(self) -> ActivationQuantization | None:
@@ -177,9 +197,26 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
+        if self.curve is not None:
+            return self.down(self.curve(self.up(x)))
         if not self.gated:
             return self.down(ops.activate(self.up(x), self.activation))
         return self.down(ops.gated_linear(self.up, x, self.activation, self.down.activation_quantization))
+
+
+class AnyAttention(Protocol):
+    """What a block needs of its attention: `Attention`, or one that computes otherwise."""
+
+    qkv: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All that it multiplies with, but for what is no linear of its own."""
+        ...
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+        """See `Attention`."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -196,7 +233,7 @@ class Block:
         rope: which of the model's rotary embeddings; None = no positions.
     """
 
-    attention: Attention
+    attention: AnyAttention
     mlp: Callable[[Tensor], Tensor]
     input_norm: Norm | None
     attention_norm: Norm | None

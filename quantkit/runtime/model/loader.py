@@ -163,9 +163,12 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
         ModelError: they are in a format that is not decoded here.
     """
     try:
-        return recognise(reader.config, "config.json") or (None, None)
+        format_, scheme = recognise(reader.config, "config.json") or (None, None)
     except (SchemeError, CheckpointError) as error:
         raise NotNative(f"quantization of this kind ({error})") from error
+    if format_ is not None and format_.is_stacked:
+        raise NotNative(f"quantization of this kind ({format_.name}, experts in a stack)")
+    return format_, scheme
 
 
 def pick_dtype(

@@ -151,14 +151,17 @@ def config_layouts(
         kv_cache, page_size: see `Model.layouts`.
         dtype: of the computation.
     """
+    shapes = [config.attention(index) for index in range(config.num_layers)]
     return [
         layer_layout(
-            num_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_heads=shape.num_kv_heads,
+            head_dim=shape.key_dim,
+            rope_dim=shape.rope_dim,
+            sinks=config.family.sinks is not None,
             page_size=page_size,
             dtype=kv_dtype(kv_cache or "auto", dtype),
             cache=cache,
-            window=window,
+            window=shape.window,
         )
-        for window, cache in zip(config.windows, stored.choose(kv_cache), strict=True)
+        for shape, cache in zip(shapes, stored.choose(kv_cache), strict=True)
     ]

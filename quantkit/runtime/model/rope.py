@@ -72,6 +72,14 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     return (1 - ramp) * plain / rope.factor + ramp * plain
 
 
+def query_growth(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """What queries at these positions (T,) are multiplied by, (T,) float32.
+
+    Source: Llama 4, temperature tuning of attention; Nakanishi 2025, Scalable-Softmax.
+    """
+    return 1 + rope.growth * torch.log1p(torch.div(positions, rope.original_length, rounding_mode="floor").float())
+
+
 class RopeTable:
     """Cosine and sine by position, computed as far as they have been asked for.
 

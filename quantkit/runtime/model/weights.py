@@ -3,8 +3,9 @@
 Nothing is kept but what the parts hold, so beside the finished ones there is never more than one group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts
+from quantkit.kernels.reference.block import CLAMPED_SWIGLU, XIELU, clamped_swiglu, xielu
+from quantkit.kernels.reference.experts import choose
+from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear
 from quantkit.models.description import ExpertsShape
 from quantkit.models.layer_tensors import norm_names, per_head
 from quantkit.models.linear_sets import at
@@ -22,9 +25,11 @@ from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.expected_tensors import local_names, stored_scheme
+from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
 from quantkit.runtime.model.experts import Mixture
+from quantkit.runtime.model.latent import LatentAttention
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
+from quantkit.runtime.model.rope import query_growth
 
 Weight = Tensor | QuantizedTensor
 
@@ -55,7 +60,7 @@ class Weights:
     _local: dict[str, set[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._local = local_names(self.reader)
+        self._local = local_names(self.reader, manifest_of(self.config)[1])
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that is never quantized, in the model's dtype unless another is given."""
@@ -63,14 +68,21 @@ class Weights:
         self.num_bytes += value.nbytes
         return value
 
-    def norm(self, *names: str) -> Norm:
+    def norm(self, *names: str, eps: float | None = None) -> Norm:
         """A norm by full module name; where each head has a module of its own, all of them as one."""
+        eps = self.config.norm_eps if eps is None else eps
+        if self.config.family.norm == "bare":
+            return LayerNorm(None, None, eps)
         parts, bias = [self.tensor(f"{name}.weight") for name in names], f"{names[0]}.bias"
         weight = parts[0] if len(parts) == 1 else torch.stack(parts)
         self.stored_bytes += weight.nbytes
         if self.config.family.norm == "layer":
-            return LayerNorm(weight, self.tensor(bias) if bias in self.reader else None, self.config.norm_eps)
-        return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset)
+            return LayerNorm(
+                weight + self.config.norm_offset,
+                self.tensor(bias) if bias in self.reader else None,
+                eps,
+            )
+        return RMSNorm(weight, eps, self.config.norm_offset)
 
     def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
         """One linear out of modules that read the same input: their outputs one after another.
@@ -102,6 +114,29 @@ class Weights:
         self.num_bytes += result.stored_bytes
         self.stored_bytes += round(result.stored_bytes * read_share)
         return result
+
+    def exact_linear(self, names: Sequence[str]) -> Linear:
+        """A linear that multiplies in float32, whatever the model computes in."""
+        (name,) = names
+        weight = self.reader.tensor(f"{name}.weight").to(self.device, torch.float32)
+        result = build_linear(weight, dtype=torch.float32, device=self.device)
+        self.num_bytes += result.stored_bytes
+        self.stored_bytes += result.stored_bytes
+        return WrappedLinear(result, Tensor.float)
+
+    def dense(self, name: str) -> Tensor:
+        """The weight (N, K) of a linear as values, dequantized where it is stored as codes."""
+        weight, _ = self._read(name)
+        if not isinstance(weight, Tensor):
+            weight = weight.dequantize()
+            note = (
+                f"{name.rpartition('.')[2]} is dequantized at load: its parts are multiplied with queries and outputs"
+            )
+            self.notes += [note] if note not in self.notes else []
+        value = weight.to(self.device, self.dtype)
+        self.num_bytes += value.nbytes
+        self.stored_bytes += value.nbytes
+        return value
 
     def build(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None = None) -> Linear:
         """A linear out of its parts; not counted."""
@@ -147,7 +182,7 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
     sparse = config.with_experts[index]
     return Block(
         mlp=_build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated),
-        attention=_build_attention(weights, index, prefix),
+        attention=(_build_attention if config.latent is None else _build_latent)(weights, index, prefix),
         input_norm=norms[0],
         attention_norm=norms[1],
         mlp_norm=norms[2],
@@ -165,7 +200,7 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
     if norm is not None and config.qk_norm:
         heads = per_head(prefix + norm.query, config.num_heads), per_head(prefix + norm.key, config.num_kv_heads)
         norms = weights.norm(*heads[0]), weights.norm(*heads[1])
-        fused = None if flat else kernel_norms(*norms)
+        fused = None if flat or norm.after_rotation else kernel_norms(*norms)
     order = None
     if parts.qkv_by_head:
         # Attention splits its input into all queries, all keys and all values; here they take turns head by head.
@@ -184,9 +219,37 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
             softcap=config.attention_softcap,
             interleaved=rope is not None and rope.interleaved,
             norms=fused,
+            sinks=None if config.family.sinks is None else weights.tensor(prefix + config.family.sinks, torch.float32),
         ),
         norms=None if fused else norms,
         norm_flat=flat,
+        norm_last=norm is not None and norm.after_rotation,
+        clip=config.clip,
+        growth=partial(query_growth, rope) if rope is not None and rope.growth else None,
+    )
+
+
+def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
+    config, rope, sizes = weights.config, weights.config.ropes[index], weights.config.latent
+    assert sizes is not None
+    prefix += "self_attn."
+    narrow = sizes.query_rank > 0
+    query = "q_a_proj" if narrow else "q_proj"
+    up = weights.dense(f"{prefix}kv_b_proj").view(config.num_heads, -1, sizes.rank)  # (Hq, P + V, C)
+    key_up, value_up = up.tensor_split((sizes.plain_dim,), dim=1)
+    return LatentAttention(
+        layer=index,
+        qkv=weights.linear([prefix + query, f"{prefix}kv_a_proj_with_mqa"]),
+        # These norms have an epsilon of their own, whatever config.json says.
+        query_norm=weights.norm(f"{prefix}q_a_layernorm", eps=1e-6) if narrow else None,
+        query_up=weights.linear([f"{prefix}q_b_proj"]) if narrow else None,
+        latent_norm=weights.norm(f"{prefix}kv_a_layernorm", eps=1e-6),
+        key_up=key_up.contiguous(),
+        value_up=value_up.transpose(1, 2).contiguous(),
+        output=weights.linear([f"{prefix}o_proj"]),
+        sizes=sizes,
+        options=AttentionOptions(scale=config.attention_scale, interleaved=rope is not None and rope.interleaved),
+        growth=partial(query_growth, rope) if rope is not None and rope.growth else None,
     )
 
 
@@ -198,7 +261,21 @@ def _build_mlp(
         weights.linear([prefix + down], read_share=read_share),
         weights.config.activation,
         gated,
+        _build_curve(weights, f"{prefix}{down.rpartition('.')[0]}.act_fn"),
     )
+
+
+def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | None:
+    """What is between the linears of an MLP, where that is more than a named activation; `owner` is its module."""
+    config = weights.config
+    if config.activation == CLAMPED_SWIGLU:
+        read = config.entries
+        alpha, limit = read.number("swiglu_alpha", default=1.702), read.number("swiglu_limit", default=7.0)
+        return partial(clamped_swiglu, alpha=alpha, limit=limit)
+    if config.activation != XIELU:
+        return None
+    names = ("alpha_p", "alpha_n", *(name for name in ("beta", "eps") if f"{owner}.{name}" in weights.reader))
+    return partial(xielu, **{name: weights.tensor(f"{owner}.{name}") for name in names})
 
 
 def _build_mixture(weights: Weights, prefix: str) -> Mixture:
@@ -216,10 +293,13 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
             up, down = [at(name, number) for name in data.up], at(data.down, number)
             yield _build_mlp(weights, up, down, prefix, read_share=config.num_chosen / config.num_experts)
 
+    balance = None if data.balance is None else weights.tensor(prefix + data.balance, torch.float32).view(-1)
+    plain = balance is None and config.is_plain
     return Mixture(
-        router=weights.linear([prefix + data.router]),
+        router=(weights.exact_linear if data.exact else weights.linear)([prefix + data.router]),
         # A new iterator: the first may be partly used up when stacking turns out to be impossible.
         experts=_stack(weights, config, experts()) or tuple(experts()),
+        choose=None if plain else partial(choose, experts=config, balance=balance),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
         shared=shared,

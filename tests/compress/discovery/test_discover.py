@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -17,8 +18,11 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.discovery.discover import discover
 from quantkit.compress.discovery.fused_sets import Gates
 from quantkit.compress.discovery.survey import survey
+from quantkit.compress.pipeline import plan
 from quantkit.errors import ModelError
+from quantkit.models.config import NotNative
 from quantkit.models.families import find
+from tests.compress.pipeline.test_quantize import run
 from tests.helpers import known_to_transformers, make_model
 from tests.undescribed import MIXTURES, UNDESCRIBED, make_undescribed
 
@@ -252,7 +256,7 @@ def test_models_that_are_no_decoders_are_refused(tmp_path, family, name, message
         discover(reader)
 
 
-def test_a_model_whose_layers_see_token_ids_is_refused(tmp_path):
+def test_a_model_whose_layers_see_token_ids_is_run_in_its_own_order(tmp_path):
     reader = CheckpointReader(make_model(tmp_path))
     from transformers import LlamaModel
 
@@ -260,16 +264,44 @@ def test_a_model_whose_layers_see_token_ids_is_refused(tmp_path):
 
     def forward(self, input_ids=None, inputs_embeds=None, **others):
         if input_ids is not None:
-            inputs_embeds = self.embed_tokens(input_ids) + input_ids[..., None]
+            inputs_embeds = self.embed_tokens(input_ids) + 0.001 * input_ids[..., None]
         return original(self, inputs_embeds=inputs_embeds, **others)
 
+    assert not discover(reader).family.hands_on
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaModel, "forward", forward)
-        with pytest.raises(ModelError, match="see more of the token ids than their embeddings"):
-            discover(reader)
+        discovered = discover(reader)
+    assert discovered.family.hands_on
+    assert not discovered.obstacle
+    assert comparable(discovered.family.linear_sets) == comparable(discover(reader).family.linear_sets)
 
 
-def test_a_model_whose_layers_hand_on_more_than_hidden_states_is_refused(tmp_path):
+def test_layers_that_do_not_run_one_after_another_are_found_by_their_modules(tmp_path, text_file):
+    model = make_model(tmp_path / "model", "glm")
+    config = json.loads((model / "config.json").read_text())
+    from transformers.models.glm.modeling_glm import GlmAttention
+
+    def forward(self, *args, **others):
+        raise RuntimeError("a kernel is not there")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "find", partial(refuse, config))
+        patch.setattr(GlmAttention, "forward", forward)
+        discovered = discover(CheckpointReader(model))
+        assert discovered.obstacle == "RuntimeError: a kernel is not there"
+        assert "by their modules alone since they do not run by themselves (RuntimeError" in discovered.summary
+        linears = {name for group in discovered.family.linear_sets for name in group.linears}
+        assert {"self_attn.q_proj", "mlp.gate_up_proj", "mlp.down_proj"} < linears
+        run(model, "rtn-int8", tmp_path / "out")
+        with pytest.raises(ModelError, match=r"cannot be calibrated layer by layer: .* such as rtn-int4"):
+            run(model, "gptq-int4", tmp_path / "other", text_file)
+
+
+def refuse(config, _):
+    raise NotNative(str(config["architectures"]))
+
+
+def test_layers_that_change_what_all_are_given_are_noticed(tmp_path):
     reader = CheckpointReader(make_model(tmp_path))
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -282,8 +314,8 @@ def test_a_model_whose_layers_hand_on_more_than_hidden_states_is_refused(tmp_pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaDecoderLayer, "forward", forward)
-        with pytest.raises(ModelError, match="its layers hand on more than hidden states"):
-            discover(reader)
+        discovered = discover(reader)
+    assert discovered.obstacle == "its layers hand on more than what the one before returns"
 
 
 def test_no_weight_is_read(tmp_path):

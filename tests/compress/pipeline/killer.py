@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import quantkit
+from tests.memory_cgroup import join, used
 
 
 class Killed(Exception):
@@ -70,6 +72,29 @@ def compress(moment: int, when: str, model: Path, output: Path, text: Path) -> N
     renames = Renames(moment, when)
     renames.patch("replace")
     renames.patch("rename")
-    small = {"calibration.data": str(text), "calibration.samples": 8, "calibration.sequence_length": 48}
-    quantkit.quantize(model, "gptq-int4", output, overrides={"weights.group_size": 32, **small})
+    _compress(model, output, text)
     renames_file(output).write_text(str(renames.count))
+
+
+def compress_until_memory_is_full(limit: Path, model: Path, output: Path, text: Path) -> None:
+    """Once the first layer is on disk, want more memory than the group of this process may have."""
+    join(limit)
+
+    def hoard() -> None:
+        limit.write_text(str(used(limit) + (8 << 20)))
+        raise AssertionError(f"{len(os.urandom(64 << 20))} bytes fit")
+
+    _compress(model, output, text, listener=AfterFirst(hoard))
+
+
+def compress_in_group(limit: Path, num_bytes: int | None, model: Path, output: Path, text: Path) -> None:
+    """In a group of processes that may have so many bytes in all."""
+    join(limit)
+    if num_bytes is not None:
+        limit.write_text(str(num_bytes))
+    _compress(model, output, text)
+
+
+def _compress(model: Path, output: Path, text: Path, **options: Any) -> None:
+    small = {"calibration.data": str(text), "calibration.samples": 8, "calibration.sequence_length": 48}
+    quantkit.quantize(model, "gptq-int4", output, overrides={"weights.group_size": 32, **small}, **options)

@@ -92,7 +92,7 @@ def other_family(model: Path) -> None:
     edit_config(model, architectures=["NoSuchForCausalLM"], model_type="no_such")
 
 
-def quantized_already(model: Path) -> None:
+def other_config(model: Path) -> None:
     edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
 
 
@@ -127,7 +127,7 @@ MODELS: list[tuple[str, Callable[[Path], None], str]] = [
     ("shape against config", wrong_shape, r"has shape \(96, 64\), config\.json says \(128, 64\)"),
     ("config that is not JSON", broken_config, r"config\.json"),
     ("unknown architecture", other_family, r"no_such"),
-    ("already quantized", quantized_already, r"already quantized"),
+    ("a config of codes and weights without", other_config, r"says gptq, but no weight has tensors of that format"),
     ("no tokenizer", no_tokenizer, r"tokenizer cannot be loaded"),
     ("tokenizer of a terabyte", endless_tokenizer, r"tokenizer_config\.json has 1\.0 TiB, no tokenizer"),
     ("tokenizer of another vocabulary", small_vocabulary, r"outside the model's vocabulary of 100"),

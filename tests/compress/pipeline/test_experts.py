@@ -193,9 +193,19 @@ def test_compressed_experts_run_natively(mixtral, tmp_path, text_file, recipe):
         torch.testing.assert_close(llm.score([IDS[0].tolist()])[0], expected, rtol=0, atol=2e-3)
 
 
+def test_the_recipe_to_try_first_leaves_out_what_loaders_of_experts_do_not_take(mixtral, tmp_path, text_file):
+    result = run(mixtral, "awq-int4", tmp_path / "out", text_file, overrides=SMALL)
+    assert "symmetric: auto gives these weights no zero points: experts with zero points load neither in " in str(
+        result.warnings
+    )
+    assert not any(name.endswith("zero_point") for name in load_tensors(tmp_path / "out"))
+    recipe = json.loads((tmp_path / "out" / "quantkit.json").read_text())["recipe"]
+    assert recipe["weights"]["symmetric"] is True
+
+
 def test_what_no_loader_takes_is_refused(mixtral, tmp_path, text_file):
     with pytest.raises(SchemeError, match=r"experts with zero points .*: set weights.symmetric=true, or format=dense"):
-        run(mixtral, "awq-int4", tmp_path / "out", text_file)
+        run(mixtral, "awq-int4", tmp_path / "out", text_file, overrides={"weights.symmetric": False})
     with pytest.raises(RecipeError, match=r"experts\.0\.w1 .*, \.\.\. .*w3 .* are fused by inference engines"):
         run(mixtral, "rtn-int8", tmp_path / "out", overrides={"ignore": ["*.experts.2.*"]})
     assert not (tmp_path / "out").exists()

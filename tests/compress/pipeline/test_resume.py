@@ -15,10 +15,20 @@ import torch
 import quantkit
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
+from quantkit.compress.pipeline.identity import read_state, write_state
 from quantkit.errors import CheckpointError, InputError, OutputError, ResumeError
 from tests import forked
-from tests.compress.pipeline.killer import AfterFirst, KillAfterFirst, Killed, compress, renames_file
+from tests.compress.pipeline.killer import (
+    AfterFirst,
+    KillAfterFirst,
+    Killed,
+    compress,
+    compress_in_group,
+    compress_until_memory_is_full,
+    renames_file,
+)
 from tests.helpers import edit_tensors, load_tensors, make_model
+from tests.memory_cgroup import kills, memory_cgroup, most_used
 
 
 def hashes(folder):
@@ -92,6 +102,35 @@ def test_killed_by_the_clock(tmp_path, text_file):
     if not output.exists():
         assert forked.Command(*command, output).finish()[0] == 0
     assert hashes(output) == hashes(tmp_path / "whole")
+
+
+def test_killed_for_want_of_memory(tiny_llama, tmp_path, text_file, undisturbed):
+    """By the kernel, in a control group whose limit the run reaches after its first layer."""
+    output = tmp_path / "out"
+    with memory_cgroup() as limit:
+        code = forked.run(compress_until_memory_is_full, limit, tiny_llama, output, text_file)
+        assert (code, kills(limit)) == (-signal.SIGKILL, 1)
+    assert finished_layers(tmp_path / "out.partial" / "progress.json") == 1
+    assert quantize(tiny_llama, output, text_file).resumed_layers == 1
+    assert hashes(output) == undisturbed[0]
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.slow
+def test_killed_for_want_of_memory_wherever_that_is(tiny_llama, tmp_path, text_file, undisturbed):
+    """Limits between nothing and what a whole run takes."""
+    with memory_cgroup() as limit:
+        assert forked.run(compress_in_group, limit, None, tiny_llama, tmp_path / "whole", text_file) == 0
+        most = most_used(limit)
+    codes = []
+    for tenth in range(1, 10):
+        output = tmp_path / str(tenth)
+        with memory_cgroup() as limit:
+            codes.append(forked.run(compress_in_group, limit, most * tenth // 10, tiny_llama, output, text_file))
+        quantize(tiny_llama, output, text_file)
+        assert hashes(output) == undisturbed[0]
+    assert set(codes) <= {0, -signal.SIGKILL}
+    assert codes.count(-signal.SIGKILL) >= 3, codes
 
 
 def interrupted(model, output, text, **options):
@@ -284,6 +323,17 @@ def test_a_run_that_started_over_can_be_resumed(tiny_llama, tmp_path, text_file)
     assert quantize(tiny_llama, tmp_path / "out", text_file).resumed_layers == 1
 
 
+@pytest.mark.parametrize("entry", ["name", "peak_bytes"])
+def test_a_record_that_was_changed_is_noticed(tiny_llama, tmp_path, text_file, entry):
+    interrupted(tiny_llama, tmp_path / "out", text_file)
+    path = tmp_path / "out.partial" / "progress.json"
+    saved = json.loads(path.read_text())
+    saved["records"][0][entry] *= 2
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ResumeError, match=r"progress\.json is damaged \(it was changed, .*--no-resume"):
+        quantize(tiny_llama, tmp_path / "out", text_file)
+
+
 def test_progress_is_plain_json(tiny_llama, tmp_path, text_file):
     interrupted(tiny_llama, tmp_path / "out", text_file)
     saved = json.loads((tmp_path / "out.partial" / "progress.json").read_text())
@@ -313,6 +363,6 @@ def test_progress_of_other_types_is_refused(tiny_llama, tmp_path, text_file, und
         forked.run(compress, undisturbed[1] // 2, "after", tiny_llama, tmp_path / "out", text_file) == -signal.SIGKILL
     )
     path = tmp_path / "out.partial" / "progress.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    write_state(path, {**read_state(path), **entries})
     with pytest.raises(ResumeError, match="is damaged"):
         quantize(tiny_llama, tmp_path / "out", text_file)

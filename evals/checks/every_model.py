@@ -1,0 +1,216 @@
+"""Every causal language model of transformers, tiny: written by recipes, loaded, run, and compared with the truth.
+
+    python evals/checks/every_model.py [--classes llama,mamba] [--recipes rtn-int4,fp8-dynamic] [--tenth 3] [--jobs 2]
+    python evals/checks/every_model.py --page  # docs/models.md from the rows
+
+Rows go to evals/results/models/<version of transformers>.json as they come; a row that the same code and versions made
+already is not made again (--again makes it). One child per model, forked after the imports, with limits of time and
+memory: what crashes, hangs or grows costs its own row. Verdicts of a recipe:
+
+    right     equal to the truth in transformers and in quantkit (bounds: model_row.py)
+    refused   an error of quantkit with its reason, before anything is written or when it is run
+    wrong     written, but it does not load, loads with other keys, or computes something else
+    crash     any other exception, a signal, out of time or memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+ROOT = Path(__file__).parents[2]
+RECIPES = ("rtn-int4", "gptq-int4", "fp8-dynamic", "w8a8-int8")
+LIMIT_BYTES = 8 << 30
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", default="", help="names of rows, with commas; default all")
+    parser.add_argument("--tenth", type=int, default=None, help="every tenth row, from this one on")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="shipped recipes, with commas")
+    parser.add_argument("--jobs", type=int, default=1, help="models at once")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for a model")
+    parser.add_argument("--again", action="store_true", help="make rows again that are there")
+    parser.add_argument("--output", type=Path, default=None, help="file of rows")
+    parser.add_argument("--page", action="store_true", help="write docs/models.md from the rows, make none")
+    options = parser.parse_args(arguments)
+    if options.page:
+        import models_page
+
+        models_page.write(options.output)
+        return
+    import_all()
+    import tiny_models
+
+    file = options.output or ROOT / "evals/results/models" / f"{versions()['transformers']}.json"
+    names = options.classes.split(",") if options.classes else list(tiny_models.rows())
+    names = names if options.tenth is None else names[options.tenth % 10 :: 10]
+    rows = read(file)
+    recipes = options.recipes.split(",")
+    wanted = [name for name in names if options.again or _missing(rows.get(name), recipes)]
+    made = dict.fromkeys(("right", "refused", "wrong", "crash", "no decoder", "not built"), 0)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        work = partial(row, recipes=recipes, limit=options.limit)
+        for name, done in zip(wanted, pool.map(work, wanted), strict=True):
+            rows[name] = _joined(rows.get(name), done)
+            write(file, rows)
+            made[verdict(done)] += 1
+            print(json.dumps({"name": name, "verdict": verdict(done), **done}), flush=True)
+    print(json.dumps(made))
+
+
+def import_all() -> None:
+    """What every child needs, so that none takes the time."""
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).parent))
+    import compressed_tensors  # noqa: F401
+    import model_row  # noqa: F401
+    import transformers
+    import transformers.models.llama.modeling_llama
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import quantkit.compress.convert.source
+    import quantkit.compress.pipeline.run
+    import quantkit.runtime.llm  # noqa: F401
+    from quantkit.compress.algorithms import REGISTRY as STEPS
+    from quantkit.formats import REGISTRY as FORMATS
+    from quantkit.models.families import REGISTRY as FAMILIES
+
+    for registry in (STEPS, FORMATS, FAMILIES):
+        registry.all()
+    get_checkpoint_conversion_mapping("llama")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What a row depends on: the libraries, and every line of the package and of this check."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256()
+    files = [*(ROOT / "quantkit").rglob("*.py"), *(ROOT / "recipes").glob("*.yaml")]
+    files += [ROOT / "evals/checks/tiny_models.py", ROOT / "evals/checks/model_row.py"]
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    names = ("transformers", "torch", "compressed-tensors")
+    return {"code": digest.hexdigest()[:12], **{name: version(name) for name in names}}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Rows by name."""
+    return {row.pop("name"): row for row in json.loads(file.read_text())} if file.exists() else {}
+
+
+def write(file: Path, rows: dict[str, Any]) -> None:
+    """One line per row, in order of their names; the file is there or it is not."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"name": name, **rows[name]}) for name in sorted(rows)]
+    new = file.with_suffix(".new")
+    new.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    new.replace(file)
+
+
+def _missing(known: dict[str, Any] | None, recipes: list[str]) -> bool:
+    return known is None or known["versions"] != versions() or not (set(recipes) <= set(known["asked"]))
+
+
+def _joined(known: dict[str, Any] | None, done: dict[str, Any]) -> dict[str, Any]:
+    """Recipes that the same code has tried before stay beside those that were tried now."""
+    if known is None or known["versions"] != done["versions"]:
+        return done
+    asked = sorted({*known["asked"], *done["asked"]})
+    return {**done, "asked": asked, "recipes": {**known["recipes"], **done["recipes"]}}
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Of a whole row: the worst of what was seen; refused only where every recipe was."""
+    if "crashed" in row:
+        return "crash"
+    if row["built"] != "yes":
+        return "not built"
+    if row["decoder"] != "yes":
+        return "no decoder"
+    seen = [entry["verdict"] for entry in row["recipes"].values()]
+    everything = [*seen, *([row["source"]["verdict"]] if row["source"]["verdict"] != "refused" else [])]
+    for worst in ("crash", "wrong"):
+        if worst in everything:
+            return worst
+    return "right" if "right" in seen else "refused"
+
+
+def row(name: str, *, recipes: list[str], limit: float) -> dict[str, Any]:
+    """One row, made in a child."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        code = _supervise(name, Path(folder), recipes, limit)
+        result = Path(folder) / "row.json"
+        if result.exists():
+            done = json.loads(result.read_text())
+        else:
+            last = (Path(folder) / "stderr").read_text(errors="replace").strip().splitlines()[-1:]
+            how = f"more than {limit:g} s" if code is None else f"ended with {code}"
+            done = {"built": "yes", "decoder": "yes", "recipes": {}, "crashed": " ".join([how, *last])[:300]}
+    seconds = round(time.monotonic() - began, 1)
+    return {**done, "asked": sorted(recipes), "seconds": seconds, "versions": versions()}
+
+
+def _supervise(name: str, folder: Path, recipes: list[str], limit: float) -> int | None:
+    """Exit code of a child; None after a hang."""
+    ended, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            os.close(ended)
+            _child(name, folder, recipes)
+        finally:
+            os._exit(7)
+    os.close(written)
+    ready = select.select([ended], [], [], limit)[0]
+    os.close(ended)
+    if not ready:
+        os.killpg(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status) if ready else None
+
+
+def _child(name: str, folder: Path, recipes: list[str]) -> None:
+    import model_row
+
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT), number)
+    work = folder / "work"
+    work.mkdir()
+    try:
+        done = model_row.make_row(name, work, recipes)
+        (folder / "row.new").write_text(json.dumps(done))
+        (folder / "row.new").rename(folder / "row.json")
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A command in a child: forked from a process that has imported everything, with limits, and with planted defects."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pkgutil
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LIMIT_BYTES, LIMIT_FILES = 2 << 30, 256
+# What commands import late; children that have it from their parent cost a quarter.
+LIBRARIES = (
+    *("compressed_tensors", "compressed_tensors.compressors", "compressed_tensors.quantization", "gguf", "tokenizers"),
+    *("rich.console", "rich.live", "rich.progress", "rich.table", "pydantic", "transformers.models.auto"),
+    *(
+        "transformers.models.llama.modeling_llama",
+        "transformers.tokenization_utils_tokenizers",
+        "xml.etree.ElementTree",
+    ),
+)
+PLANTS = ("bug", "hang", "memory", "canary", "copy", "json", "signal", "link")
+
+
+def import_all() -> None:
+    """What commands import, once for all children."""
+    import quantkit
+
+    ours = [module.name for module in pkgutil.walk_packages(quantkit.__path__, "quantkit.")]
+    ours.remove("quantkit.__main__")
+    for name in (*LIBRARIES, *ours):
+        with contextlib.suppress(ImportError):  # what is not installed here
+            importlib.import_module(name)
+
+
+def run_command(folder: Path, *arguments: str, to: str = "/dev/null", fault: str = "") -> None:
+    """A command in a child, as all are; a fault `FILE:N` kills it before that file is written for the n-th time."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            _enter(folder, folder / to, Path("/dev/null"))
+            _kill_at(*fault.split(":")) if fault else None
+            _main(arguments)
+        os._exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == (-9 if fault else 0), f"preparing with {arguments} ended with {status}"
+
+
+def _kill_at(name: str, moment: str) -> None:
+    rename, calls = Path.replace, [0]
+
+    def replace(path: Path, target: Path) -> Path:
+        calls[0] += Path(target).name == name
+        if calls[0] == int(moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(path, target)
+
+    Path.replace = replace  # type: ignore[method-assign]
+
+
+def supervise(folder: Path, arguments: tuple[str, ...], limit: float, plant: str | None) -> tuple[int | None, int]:
+    """Exit code, None after a hang, and the most bytes that were resident."""
+    ended, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(ended)
+            os.setsid()
+            _enter(folder / "work", folder / "stdout", folder / "stderr")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT_FILES, LIMIT_FILES))
+            resource.setrlimit(resource.RLIMIT_DATA, (2 * LIMIT_BYTES, 2 * LIMIT_BYTES))
+            if plant:
+                _plant(plant)
+            _main(arguments)
+        finally:
+            os._exit(7)
+    os.close(written)
+    ready = select.select([ended], [], [], limit)[0]
+    os.close(ended)
+    if not ready:
+        os.killpg(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    return os.waitstatus_to_exitcode(status) if ready else None, usage.ru_maxrss * 1024
+
+
+def _enter(work: Path, stdout: Path, stderr: Path) -> None:
+    os.chdir(work)
+    os.environ["HOME"] = os.environ["XDG_CACHE_HOME"] = str(work / "home")
+    for number, path in ((1, stdout), (2, stderr)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _main(arguments: tuple[str, ...]) -> None:
+    """The command line; leaves the child without what its parent has to tidy up."""
+    from quantkit.cli import main as command_line
+
+    _stand_in(arguments[0])
+    code: Any = 7
+    try:
+        command_line(list(arguments))
+    except SystemExit as left:
+        code = left.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _stand_in(command: str) -> None:
+    """For what takes long or is not here: a machine measured on little, a GPU on which all choices are equal."""
+    if command == "bench":
+        from quantkit.benchmark import ceilings
+
+        vars(ceilings).update(_BUFFER_BYTES=1 << 20, _GEMM_ROWS=64)
+    if command == "tune":
+        import torch
+
+        from quantkit.benchmark import tune_device
+
+        torch.cuda.get_device_name = lambda *_: "Stand-in"
+        torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc]
+        tune_device.gpu.capability = lambda *_: 90
+        vars(tune_device).update(
+            find_gpu=lambda _: torch.device("cpu"), opener=lambda *_: lambda _: contextlib.nullcontext(_Equal())
+        )
+
+
+class _Equal:
+    """A kernel that takes as long with every choice."""
+
+    def check(self, _choice: object) -> str:
+        return ""
+
+    def times(self, among: Sequence[object], samples: int) -> list[list[float]]:
+        return [[10.0] * samples for _ in among]
+
+
+def _plant(name: str) -> None:
+    """A defect in front of the first thing that a command computes."""
+    from quantkit.cli import _output
+
+    honest = _output.Output.result
+
+    def result(self: Any, data: Any, *shown: Any) -> None:
+        if name == "bug":
+            raise KeyError("weights")
+        if name == "hang":
+            time.sleep(3600)
+        if name == "memory":
+            hoard = b"x" * (LIMIT_BYTES + (1 << 26))
+            assert hoard
+        if name == "canary":
+            Path("thesis.txt").unlink()
+        if name == "copy":
+            shutil.copyfile("../mine/secret.txt", "out.safetensors")
+        if name == "json":
+            honest(self, data, *shown)
+        if name == "signal":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if name == "link":
+            Path("../mine/sub/new.txt").write_text("x")
+        honest(self, data, *shown)
+
+    _output.Output.result = result  # type: ignore[method-assign]

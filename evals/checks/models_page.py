@@ -1,0 +1,153 @@
+"""docs/models.md and README's sentence on models, from the rows of every_model.py; no figure is written by hand."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from every_model import RECIPES, ROOT, read, verdict
+
+PAGE, README, RESULTS = ROOT / "docs/models.md", ROOT / "README.md", ROOT / "evals/results/models"
+SENTENCE = r"Of the \d+ decoder-only causal language models of\s+transformers [\d.]+, \d+ are right"
+TASKS = {"causal": "causal language models", "image-text": "image-text models, run on text"}
+VERDICTS = {
+    "right": "Written, and equal to what they should be, by at least one recipe; the columns say what others do.",
+    "refused": "No recipe writes them; the message says why.",
+    "wrong": "Something that was written does not load, or computes something else.",
+    "crash": "An error that quantkit did not mean to raise.",
+    "not built": "The default configuration of these classes, made small, gives no model that transformers reads back.",
+}
+BUILT = [name for name in VERDICTS if name != "not built"]
+HEAD = """\
+# Models
+
+{counts}
+
+This page is generated from `{source}`; each verdict comes from a run:
+
+    python evals/checks/every_model.py           # the rows that are not there yet; --again for all
+    python evals/checks/every_model.py --page    # this page and README's sentence from the rows
+
+Every class that transformers lists for causal language modelling or for image-text-to-text is built from its own
+default configuration, with sizes shrunk by the names of their entries (`evals/checks/tiny_models.py`), with random
+weights, and written by transformers. Some settings that change the tensors of a class have rows of their own, after a
+colon. *Decoder-only* is what needs token ids alone, is not configured as encoder and decoder, and gives a position the
+same logits whatever comes after it; other classes are listed last. A type in both
+lists counts among image-text models. A recipe's verdict is *right* if its checkpoint
+
+- holds matrices that differ from the source's by no more than rounding, where the recipe only rounds;
+- loads in transformers without missing, unexpected or mismatched tensors;
+- has, in float32, the logits of the source model in which each quantized matrix is replaced by what the codes decode to
+  (found by its values, not by its name); where activations are rounded too, the median correlation of logits over
+  positions is above {noisy};
+- gives in quantkit the tokens and log-probabilities that transformers computes, with its cache or without one.
+
+The source model has to give transformers' own tokens in quantkit as well. *Native* is what quantkit's engine computes;
+the rest runs through transformers. *Share* is that of the matrices in decoder layers that `rtn-int4` quantizes.
+"""
+
+
+def write(file: Path | None = None) -> None:
+    """Write the page, and the numbers of README's sentence.
+
+    Args:
+        file: of the rows; None = those of the newest transformers.
+    """
+    file = file or newest()
+    PAGE.write_text(render(file), encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
+    README.write_text(re.sub(SENTENCE, sentence(file), text), encoding="utf-8")
+
+
+def newest() -> Path:
+    """The rows of the highest version of transformers."""
+    return max(RESULTS.glob("*.json"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.stem)])
+
+
+def sentence(file: Path) -> str:
+    """What README says."""
+    counts = count(read(file).values(), "causal")
+    total = sum(counts[name] for name in BUILT)
+    return (
+        f"Of the {total} decoder-only causal language models of\ntransformers {file.stem}, {counts['right']} are right"
+    )
+
+
+def count(rows: Iterable[Mapping[str, Any]], task: str) -> Counter[str]:
+    """Rows of a task by verdict."""
+    return Counter(verdict(row) for row in rows if row["task"] == task)
+
+
+def render(file: Path) -> str:
+    """The page as text; a function of the rows alone."""
+    from model_row import NOISY
+
+    rows = read(file)
+    source = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
+    parts = [HEAD.format(counts=_summary(rows, file.stem), source=source, noisy=NOISY)]
+    for task, title in TASKS.items():
+        chosen = {name: row for name, row in rows.items() if row["task"] == task}
+        for kind, meaning in VERDICTS.items():
+            group = {name: row for name, row in chosen.items() if verdict(row) == kind}
+            if group:
+                parts.append(f"## {kind.capitalize()}: {len(group)} {title}\n\n{meaning}\n\n{_table(group, kind)}\n")
+    others = {name: row for name, row in rows.items() if verdict(row) == "no decoder"}
+    parts.append(f"## No decoders: {len(others)}\n\n{_reasons(others, 'decoder')}\n")
+    return "\n".join(parts)
+
+
+def _summary(rows: Mapping[str, Any], version: str) -> str:
+    sentences = []
+    for task, title in TASKS.items():
+        counts = count(rows.values(), task)
+        total = sum(counts[name] for name in BUILT)
+        said = ", ".join(f"{counts[name]} {name}" for name in BUILT if counts[name])
+        variants = sum(":" in name for name, row in rows.items() if row["task"] == task)
+        also = f" ({variants} of them variants)" if variants else ""
+        sentences.append(f"Of {total} decoder-only {title}{also} of transformers {version}: {said}.")
+    native = sum(row.get("source", {}).get("native", False) for row in rows.values())
+    return "\n".join([*sentences, f"{native} of all run natively."])
+
+
+def _table(group: Mapping[str, Any], kind: str) -> str:
+    if kind == "not built":
+        return _reasons(group, "built")
+    recipes = [name for name in RECIPES if any(name in row["recipes"] for row in group.values())]
+    head = ["Model", "Class", "Native", "Share", *(f"`{name}`" for name in recipes)]
+    lines = [head, ["---"] * len(head)]
+    for name, row in group.items():
+        entries = row["recipes"]
+        share = next((f"{100 * entry['share']:.0f} %" for entry in entries.values() if "share" in entry), "")
+        native = "yes" if row.get("source", {}).get("native") else ""
+        shown = [entries.get(recipe, {}).get("verdict", "") for recipe in recipes]
+        lines.append([f"`{name}`", row["class"], native, share, *shown])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    reasons = _reasons(group, "")
+    return f"{table}\n\n{reasons}" if reasons else table
+
+
+def _reasons(group: Mapping[str, Any], entry: str) -> str:
+    """Names by what was said about them, the commonest first."""
+    said: dict[str, list[str]] = {}
+    for name, row in group.items():
+        for reason in map(_plain, [row[entry]] if entry else _whys(row)):
+            names = said.setdefault(reason, [])
+            names.extend([] if f"`{name}`" in names else [f"`{name}`"])
+    ordered = sorted(said.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    return "\n".join(f"- {reason}: {', '.join(names)}" for reason, names in ordered)
+
+
+def _whys(row: Mapping[str, Any]) -> list[str]:
+    source = row.get("source", {})
+    said = [row.get("crashed"), f"the source: {source['why']}" if "why" in source else None]
+    return [why for why in (*said, *(entry.get("why") for entry in row["recipes"].values())) if why]
+
+
+def _plain(reason: str) -> str:
+    """As text of a page, without what differs from model to model: names of tensors, shapes, numbers."""
+    short = re.sub(r"\[.*\]", "[…]", reason)
+    short = re.sub(r"\([\d, ]+\)", "(…)", re.sub(r"\b[\w]+(?:\.[\w]+)*\.\d+[\w.]*", "…", short))
+    return re.sub(r"([|<>*_\[\]`])", r"\\\1", short)

@@ -1,0 +1,119 @@
+"""A weight that the files hold as codes, as if it were the tensor of its values: dequantized when it is read.
+
+Not here: what the codes mean. Whoever knows the format (`dense_source`) brings the function.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.header import TensorInfo, kind_of
+from quantkit.errors import CheckpointError, SchemeError, located
+from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+Decoder = Callable[[Mapping[str, Tensor], LinearScheme], QuantizedTensor]
+Read = Callable[[TensorInfo], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedInfo(TensorInfo):
+    """Kind, shape and bytes are those of the values; file and offset those of the first part.
+
+    Args:
+        where: file and name, for messages.
+        parts: what the files hold in its place, by local name. Of a stack of matrices (E, ...) each is one too.
+        scheme: of the codes.
+        decoder: makes them of the parts of one matrix.
+        transposed: values are (K, N).
+    """
+
+    where: str
+    parts: Mapping[str, TensorInfo]
+    scheme: LinearScheme
+    decoder: Decoder
+    transposed: bool
+
+    def item(self, index: int) -> "EncodedInfo":
+        """See `TensorInfo`; of every part only the bytes of this entry are read."""
+        parts = {name: part.item(index) for name, part in self.parts.items()}
+        shape, num_bytes = self.shape[1:], self.num_bytes // self.shape[0]
+        return replace(self, shape=shape, num_bytes=num_bytes, parts=parts)
+
+    def codes(self, read: Read) -> QuantizedTensor:
+        """Codes (N, K) of a matrix, with the scale of its input if that has one.
+
+        Args:
+            read: gives a tensor of the files.
+        Raises:
+            SchemeError: they are of another scheme than config.json says.
+        """
+        weight = self._codes(self.scheme, read)
+        if weight.scheme != self.scheme.weight:
+            stored, said = weight.scheme.describe(), self.scheme.weight.describe()
+            raise SchemeError(f"{self.where} is stored in {stored}, config.json says {said}")
+        return weight
+
+    def values(self, read: Read) -> Tensor:
+        """The values, a stack of matrices one after another.
+
+        Args:
+            read: gives a tensor of the files.
+        Raises:
+            CheckpointError: some are not finite, or codes and scales do not belong together.
+        """
+        if len(self.shape) < 3:
+            return self._matrix(read)
+        values = torch.empty(self.shape, dtype=self.dtype)
+        for index in range(self.shape[0]):
+            values[index] = self.item(index)._matrix(read)
+        return values
+
+    def _matrix(self, read: Read) -> Tensor:
+        weight = self._codes(replace(self.scheme, activation=None), read)
+        # In the dtype of the scales first, as libraries multiply; only then in the model's.
+        values = weight.dequantize(weight.values_dtype).to(self.dtype)
+        if not bool(torch.isfinite(values).all()):
+            bad = int((~torch.isfinite(values)).sum())
+            scales = "a code" if bool(torch.isfinite(weight.scale.float()).all()) else "a scale"
+            raise CheckpointError(
+                f"{self.where}: dequantizes to {bad} NaN or infinite values: {scales} is not finite or too large; "
+                "download it again"
+            )
+        return values.T.contiguous() if self.transposed else values
+
+    def _codes(self, scheme: LinearScheme, read: Read) -> QuantizedTensor:
+        with located(self.where):
+            weight = self.decoder({name: read(part) for name, part in self.parts.items()}, scheme)
+            shape = self.shape[::-1] if self.transposed else self.shape
+            if weight.shape != shape:
+                raise CheckpointError(f"decodes to {weight.shape}, its tensors were of {shape}; download it again")
+            return weight
+
+
+def encoded(
+    where: str,
+    parts: Mapping[str, TensorInfo],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    scheme: LinearScheme,
+    decoder: Decoder,
+    transposed: bool,
+) -> EncodedInfo:
+    """A weight of these parts, whose values have this shape and dtype; see `EncodedInfo`."""
+    first = next(iter(parts.values()))
+    return EncodedInfo(
+        kind=kind_of(dtype),
+        shape=shape,
+        file=first.file,
+        offset=first.offset,
+        num_bytes=torch.Size(shape).numel() * dtype.itemsize,
+        where=where,
+        parts=parts,
+        scheme=scheme,
+        decoder=decoder,
+        transposed=transposed,
+    )

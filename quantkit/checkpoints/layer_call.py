@@ -1,0 +1,140 @@
+"""What one decoder layer is called with for one sequence, where that is more than hidden states.
+
+Some models hand on more from layer to layer: indices of the tokens to attend to, states of a router, keys and values
+that later layers use again, the embeddings of the tokens. Tensors that do not follow from the shape of the hidden
+states alone are kept beside them, by their path among the arguments of the layer: the name of the argument, then keys
+and positions in it. Shapes: T tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NUMBER = "#"  # in front of a key of a dict that is a number, which a position in a tuple is not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCall:
+    """One sequence on its way through a model whose layers hand on more than hidden states.
+
+    Args:
+        token_ids: (1, T) int64.
+        hidden: states before the layer, (1, T, ...) or with streams in front.
+        beside: other tensors by path, e.g. `prev_topk_indices` or `shared_kv_states/full_attention/0`.
+    """
+
+    token_ids: Tensor
+    hidden: Tensor
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(1, T): sequences and tokens."""
+        return self.token_ids.shape
+
+    def __getitem__(self, rows: slice) -> "LayerCall":
+        """Itself: a call is one sequence, and as such can stand for a batch of them."""
+        return self
+
+    def to(self, device: torch.device | str, *, copy: bool = False) -> "LayerCall":
+        """The same on another device; the token ids stay."""
+        beside = {path: value.to(device, copy=copy) for path, value in self.beside.items()}
+        return replace(self, hidden=self.hidden.to(device, copy=copy), beside=beside)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it by name, as it is saved; see `of_tensors`."""
+        beside = {f"beside/{path}": value.contiguous() for path, value in self.beside.items()}
+        return {"token_ids": self.token_ids, "hidden": self.hidden.contiguous(), **beside}
+
+    @classmethod
+    def of_tensors(cls, saved: Mapping[str, Tensor]) -> "LayerCall":
+        """What `tensors` has given."""
+        beside = {name.removeprefix("beside/"): value for name, value in saved.items() if name.startswith("beside/")}
+        return cls(token_ids=saved["token_ids"], hidden=saved["hidden"], beside=beside)
+
+
+Batch = Tensor | LayerCall
+"""What enters a layer: hidden states (B, T, D) of sequences of equal length, or one sequence with all it needs."""
+
+
+def states_of(batch: Batch) -> Tensor:
+    """Hidden states of what enters a layer."""
+    return batch if isinstance(batch, Tensor) else batch.hidden
+
+
+def tensors_beside(
+    arguments: Any, known: Any, same: Callable[[Tensor, Tensor], bool] = torch.equal
+) -> dict[str, Tensor]:
+    """Tensors of a layer's arguments that are not the same among others, by path.
+
+    Args:
+        arguments: a nest of dicts, tuples and lists.
+        known: another one of them.
+        same: says which tensors are.
+    """
+    others = dict(_leaves(known))
+    leaves = _leaves(arguments)
+    return {path: value for path, value in leaves if path not in others or not same(others[path], value)}
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    for part, item in _items(value):
+        yield from _leaves(item, f"{path}/{part}" if path else part)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{_NUMBER}{key}" if isinstance(key, int) else str(key), item) for key, item in value.items())
+    elif isinstance(value, (tuple, list)):
+        yield from ((str(position), item) for position, item in enumerate(value))
+
+
+def merged(arguments: Any, beside: Mapping[str, Tensor]) -> Any:
+    """A layer's arguments with tensors in their places; containers are new ones, which a layer may change.
+
+    Args:
+        arguments: a nest of dicts, tuples and lists, not modified.
+        beside: by path.
+    """
+    if "" in beside:
+        return beside[""]
+    inner: dict[str, dict[str, Tensor]] = {}
+    for path, value in beside.items():
+        part, _, rest = path.partition("/")
+        inner.setdefault(part, {})[rest] = value
+    present = dict(_items(arguments))
+    parts = {part: merged(present.get(part), inner.get(part, {})) for part in dict.fromkeys((*present, *inner))}
+    if isinstance(arguments, Mapping):
+        return _mapping(arguments, parts)
+    if isinstance(arguments, (tuple, list)) or parts:  # what is not there yet and has positions: a tuple
+        items = [parts[part] for part in sorted(parts, key=int)]
+        return items if isinstance(arguments, list) else tuple(items)
+    return arguments
+
+
+def _mapping(like: Mapping[Any, Any], parts: Mapping[str, Any]) -> Any:
+    items = {int(part[1:]) if part.startswith(_NUMBER) else part: value for part, value in parts.items()}
+    return items if type(like) is dict else type(like)(items)  # type: ignore[call-arg]
+
+
+def hand_back(arguments: Any, used: Any, device: torch.device | str) -> None:
+    """Have dicts of a layer's arguments hold what the layer has put into those that it was really called with.
+
+    Args:
+        arguments: of the model, by name; modified.
+        used: what was made of them by `merged`.
+        device: for the tensors.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, MutableMapping):
+            value.update(moved(used[name], device))
+
+
+def moved(value: Any, device: torch.device | str, *, copy: bool = False) -> Any:
+    """A nest with its tensors on another device, in new containers."""
+    return merged(value, {path: tensor.to(device, copy=copy) for path, tensor in _leaves(value)})

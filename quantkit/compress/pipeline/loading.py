@@ -1,0 +1,160 @@
+"""Whether transformers will load what a run writes: asked before the work, and of the finished checkpoint.
+
+Of a model that no file describes, what its loader cannot take is left as it is, with the loader's own reason. Not the
+audit, which compares a checkpoint with the plan.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.hf_loader import HfLoader, Problems, Stored
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import GateFailure, ModelError
+from quantkit.formats.base import Format
+from quantkit.models.linear_sets import find_expert
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
+from quantkit.numerics.scheme import LinearScheme
+
+_NOT_CHECKED = "not checked whether transformers loads the result"
+_SAMPLE = 128  # rows and columns of a sample at least
+
+
+class Unloadable:
+    """What transformers would not take of a model's planned checkpoint.
+
+    Args:
+        reader: of the source; told which tensors have to be written in the form that the model has.
+        format_: of the checkpoint.
+        linears: scheme of each quantized linear by full name.
+        ignored: the other linears.
+    Attributes:
+        modules: full names of linears that are to be left as they are, and why.
+        dequantize: whether the loader has to decode the weights; see `Family.decode_at_load`.
+        note: why nothing is known, if so.
+    """
+
+    def __init__(
+        self, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str]
+    ) -> None:
+        self.modules: dict[str, str] = {}
+        self.dequantize, self.note = False, ""
+        left = dict(linears)
+        # What is left out changes what the others are loaded with, so it is asked again until nothing is left out.
+        while left:
+            try:
+                problems = self._ask(reader, format_, left, [*ignored, *self.modules])
+            except ModelError as error:
+                self.note = f"{_NOT_CHECKED}: {error}"
+                return
+            written = reader.write_converted(problems.sources)
+            bad = _with_siblings(problems.modules, left)
+            self.modules |= bad
+            left = {name: scheme for name, scheme in left.items() if name not in bad}
+            if not bad and not written:
+                return
+
+    def _ask(
+        self, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str]
+    ) -> Problems:
+        def section() -> dict[str, Any]:
+            config = format_.config(linears, ignored, decode_at_load=self.dequantize)
+            return config.get("quantization_config") or {}
+
+        loader = HfLoader(reader, section())
+        if loader.touches_weights and format_.decode_key and not self.dequantize:
+            self.dequantize = True
+            loader = HfLoader(reader, section())
+        codes = {name: _encoded(format_, scheme)[0] for name, scheme in linears.items()}
+        quantized = {f"{name}.weight" for name in linears}
+        owners = {reader.stored_name(f"{name}.{leaf}"): name for name, leaves in codes.items() for leaf in leaves}
+        tensors = {stored: Stored(module=name, kind=str(linears[name])) for stored, name in owners.items()}
+        others = reader.written_shapes(quantized)
+        tensors |= {name: Stored(shape=shape) for name, shape in others.items()}
+
+        def sample(name: str) -> Tensor:
+            if name in owners:
+                return codes[owners[name]][name.rpartition(".")[2]]
+            return torch.ones(others[name])
+
+        def decoded(module: str) -> tuple[str, Tensor]:
+            return reader.stored_name(f"{module}.weight"), _encoded(format_, linears[module])[1]
+
+        return loader.check(tensors, sample, decoded)
+
+
+def _with_siblings(bad: Mapping[str, str], linears: Mapping[str, LinearScheme]) -> dict[str, str]:
+    """With the other experts of the same mixture, which are one module in transformers."""
+    mixtures = {mixture: why for name, why in bad.items() if (mixture := _mixture(name)) is not None}
+    return {name: why for name in linears if (why := bad.get(name) or mixtures.get(_mixture(name) or ""))}
+
+
+def _mixture(name: str) -> str | None:
+    location = find_expert(name)
+    return None if location is None else location.container
+
+
+@cache
+def _encoded(format_: Format, scheme: LinearScheme) -> tuple[dict[str, Tensor], Tensor]:
+    """A small random linear as stored, and what it stands for."""
+    weight = scheme.weight
+    size = max(_SAMPLE, weight.group_size or 0, weight.block_rows or 0)
+    values = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    quantized = round_to_nearest(values, WeightGrid(weight, format_.scale_dtypes[0]))
+    if scheme.activation is not None and scheme.activation.is_calibrated:
+        quantized = replace(quantized, input_scale=torch.ones(1))
+    return format_.encode(quantized, scheme), quantized.dequantize()
+
+
+def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]) -> str:
+    """Show that transformers loads a finished checkpoint: every name and shape, and samples of what it decodes.
+
+    Args:
+        folder: the checkpoint.
+        source: knows how names are stored.
+        format_: of the checkpoint.
+        linears: scheme of each quantized linear.
+    Returns:
+        why it could not be checked; empty if it was.
+    Raises:
+        GateFailure: transformers would load something else.
+    """
+    try:
+        # A format of values stores weights as the source does.
+        codes = linears if format_.keeps_codes else {}
+        problems = _problems(CheckpointReader(folder), source, format_, codes)
+    except ModelError as error:
+        return f"{_NOT_CHECKED}: {error}"
+    if problems.summary:
+        raise GateFailure(
+            f"{folder.name}: transformers would load another model than was written: {problems.summary}; "
+            "add what is named here to ignore, or set format=dense"
+        )
+    return ""
+
+
+def _problems(
+    reader: CheckpointReader, source: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]
+) -> Problems:
+    """Of a finished checkpoint."""
+    loader = HfLoader(reader, reader.config.get("quantization_config") or {})
+    leaves = {scheme: tuple(_encoded(format_, scheme)[0]) for scheme in set(linears.values())} if linears else {}
+    stored = {name: {leaf: source.stored_name(f"{name}.{leaf}") for leaf in leaves[s]} for name, s in linears.items()}
+    owners = {tensor: name for name, tensors in stored.items() for tensor in tensors.values()}
+    tensors = {
+        name: Stored(module=owners[name], kind=str(linears[owners[name]])) if name in owners else Stored()
+        for name in reader.names
+    }
+    tensors = {name: replace(item, shape=reader.info(name).shape) for name, item in tensors.items()}
+
+    def decoded(module: str) -> tuple[str, Tensor]:
+        read = {leaf: reader.tensor(name) for leaf, name in stored[module].items()}
+        return source.stored_name(f"{module}.weight"), format_.decode(read, linears[module]).dequantize()
+
+    return loader.check(tensors, reader.tensor, decoded)

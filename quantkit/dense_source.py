@@ -1,0 +1,179 @@
+"""A checkpoint that is quantized already, as the model of its values: names and shapes as before it was quantized.
+
+A weight is dequantized when it is read and not before, experts in a stack one by one: who goes through a model layer
+by layer holds the values of one. They are what the library that defines the format computes from codes and scales, in
+the dtype of config.json. Nothing of the quantization stays: neither config.json's section, nor scales of inputs or of
+a KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoints.encoded import EncodedInfo, encoded
+from quantkit.checkpoints.folder import CONFIG_NAME
+from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import CheckpointError, located
+from quantkit.formats import recognise
+from quantkit.formats._kv_cache import is_cache_scale
+from quantkit.formats.base import FLOAT_DTYPES, Format
+from quantkit.models.config import NotNative
+from quantkit.models.families import find
+from quantkit.numerics.scheme import LinearScheme, Scheme
+
+_SECTION = "quantization_config"
+_TEXT = "text_config"
+
+
+def open_dense(path: Path) -> CheckpointReader:
+    """A reader of a checkpoint's values, whatever they are stored as; of an ordinary one the reader of its files.
+
+    Args:
+        path: its directory.
+    Raises:
+        ModelError, CheckpointError: not a checkpoint, damaged, or quantized by a method that no format reads.
+        SchemeError: of a known format, but a kind that cannot be decoded.
+    """
+    reader = CheckpointReader(path)
+    described = recognise(_with_section(reader.config), str(reader.path / CONFIG_NAME))
+    if described is None:
+        return reader
+    source = _Source(reader, *described, _value_dtype(reader.config), _transposed(reader.config))
+    tensors = source.tensors()
+    return reader.view(tensors, _without_section(reader.config), source.note(tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is known of a quantized checkpoint before a weight is read.
+
+    Args:
+        reader: of its files.
+        format, scheme: of its weights.
+        dtype: of their values.
+        transposed: ends of the names of linears whose weight the model keeps as (K, N).
+    """
+
+    reader: CheckpointReader
+    format: Format
+    scheme: Scheme
+    dtype: torch.dtype
+    transposed: tuple[str, ...]
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """All tensors of the model of values, by name."""
+        reader, weights = self.reader, self.format.stored_weights(self.reader.names)
+        if not weights and self.scheme.default is not None:
+            raise CheckpointError(
+                f"{reader.path}: config.json says {self.format.name}, but no weight has tensors of that format; "
+                "config.json and weights do not belong together"
+            )
+        hidden = {name for parts in weights.values() for name in parts.values()}
+        tensors = {name: reader.info(name) for name in reader.names if name not in hidden and not is_cache_scale(name)}
+        for name, info in tensors.items():
+            if name.endswith(".weight") and info.dtype not in FLOAT_DTYPES and len(info.shape) > 1:
+                raise CheckpointError(
+                    f"{reader.path}: {name} is codes ({info.kind}) without {self.format.scale_name or 'scales'} beside "
+                    "it; the download may be incomplete, or config.json is of another model"
+                )
+        return tensors | {name: self._encoded(name, parts) for name, parts in weights.items()}
+
+    def note(self, tensors: Mapping[str, TensorInfo]) -> str:
+        """What a user is told."""
+        number = sum(isinstance(info, EncodedInfo) for info in tensors.values())
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"the source is quantized ({self.format.name}): {number} weights are dequantized to {dtype} while read"
+
+    def _encoded(self, name: str, parts: Mapping[str, str]) -> EncodedInfo:
+        module = name.removesuffix(".weight")
+        where = f"{self.reader.path}: {module}"
+        with located(where):
+            infos = {local: self.reader.info(full) for local, full in parts.items()}
+            # Parts of a stack (E, ...) are looked at as those of its first matrix.
+            stack = () if name != module else (_stacked(infos),)
+            matrix = {local: info.item(0) for local, info in infos.items()} if stack else infos
+            scheme = self._scheme(module)
+            shape = self._shape(matrix, parts, scheme)
+        transposed = self.format.is_stacked or module.endswith(self.transposed)
+        return encoded(
+            where,
+            infos,
+            (*stack, *(shape[::-1] if transposed else shape)),
+            self.dtype,
+            scheme=scheme,
+            decoder=self.format.decode,
+            transposed=transposed,
+        )
+
+    def _scheme(self, module: str) -> LinearScheme:
+        """How a module with codes is stored."""
+        linear = self.scheme.find(module)
+        if linear is None:  # names of wrappers differ between files and config.json; the codes are there all the same
+            known = {self.scheme.default, *(rule.linear for rule in self.scheme.rules)} - {None}
+            if len(known) != 1:
+                raise CheckpointError("has codes, but config.json does not say which; copy the original config.json")
+            (linear,) = known
+        assert linear is not None
+        return linear
+
+    def _shape(
+        self, infos: Mapping[str, TensorInfo], parts: Mapping[str, str], scheme: LinearScheme
+    ) -> tuple[int, int]:
+        if self.format.scale_name and self.format.scale_name not in infos:
+            raise CheckpointError(
+                f"has {', '.join(sorted(infos))}, but no {self.format.scale_name}; the download may be incomplete, "
+                "or config.json is of another model"
+            )
+        shapes = {local: info.shape for local, info in infos.items()}
+        shape = self.format.exact_shape(shapes, scheme, lambda local: self.reader.tensor(parts[local]))
+        if shape is None:
+            raise CheckpointError(f"{', '.join(sorted(infos))} are no weight of {self.format.name}; download it again")
+        return shape
+
+
+def _stacked(infos: Mapping[str, TensorInfo]) -> int:
+    """Number of matrices in a stack, the same in all parts."""
+    sizes = {local: info.shape[:1] for local, info in infos.items()}
+    if len(set(sizes.values())) > 1 or () in sizes.values() or (0,) in sizes.values():
+        listed = ", ".join(f"{local} {infos[local].shape}" for local in sorted(infos))
+        raise CheckpointError(f"parts of one stack of experts have different numbers of them: {listed}")
+    return next(iter(sizes.values()))[0]
+
+
+def _with_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config whose section is where formats look for it; wrappers have it in that of their language model."""
+    inner = config.get(_TEXT)
+    if _SECTION in config or not isinstance(inner, Mapping) or _SECTION not in inner:
+        return config
+    return {**config, _SECTION: inner[_SECTION]}
+
+
+def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config.get(_TEXT)
+    kept = {key: value for key, value in config.items() if key != _SECTION}
+    if isinstance(inner, Mapping) and _SECTION in inner:
+        kept[_TEXT] = {key: value for key, value in inner.items() if key != _SECTION}
+    return kept
+
+
+def _value_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """What the model was made in, which libraries dequantize to; bfloat16 where config.json does not say."""
+    inner = config.get(_TEXT)
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+    for entries in (config, inner if isinstance(inner, Mapping) else {}):
+        if (name := entries.get("dtype") or entries.get("torch_dtype")) in known:
+            return known[name]
+    return torch.bfloat16
+
+
+def _transposed(config: Mapping[str, Any]) -> tuple[str, ...]:
+    try:
+        return tuple(f".{name}" for name in find(dict(config)).transposed)
+    except NotNative:
+        return ()

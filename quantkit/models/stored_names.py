@@ -1,0 +1,51 @@
+"""What files call a model's tensors, where a loader renames or rearranges them: data that `checkpoints` works with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """Tensors of files out of which a loader makes others: joined, cut or reordered.
+
+    Args:
+        sources: names in files.
+        targets: shapes by names in the model.
+        convert: tensors by names in files -> tensors by names in the model.
+    """
+
+    sources: tuple[str, ...]
+    targets: Mapping[str, tuple[int, ...]]
+    convert: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredNames:
+    """Names in files of one model.
+
+    Args:
+        tensors: by name in the model, where it is another.
+        modules: the same of modules of which further tensors, such as codes and scales, are renamed alike.
+        conversions: of what is no tensor of the model by itself.
+    """
+
+    tensors: Mapping[str, str]
+    modules: Mapping[str, str]
+    conversions: tuple[Conversion, ...] = ()
+
+    def of(self, name: str) -> str:
+        """What files call a tensor; the name of a module with a dot behind it is that of a module."""
+        module, _, leaf = name.rpartition(".")
+        stored = self.modules.get(module)
+        return self.tensors.get(name) or (name if stored is None else f"{stored}.{leaf}")
+
+    def own(self, names: tuple[str, ...]) -> dict[str, str]:
+        """Names in the model by those in a file, the inverse of `of`."""
+        tensors = {stored: name for name, stored in self.tensors.items()}
+        modules = {stored: name for name, stored in self.modules.items()}
+        own: dict[str, str] = {}
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            own[name] = tensors.get(name) or (f"{modules[module]}.{leaf}" if module in modules else name)
+        return own
