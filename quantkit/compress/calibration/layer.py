@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.checkpoints.memory import release_freed_memory
-from quantkit.compress.calibration.errors import relative_error
+from quantkit.compress.calibration.errors import relative_error, row_blocks
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
     describe_under_calibrated,
@@ -232,7 +232,10 @@ class LayerContext:
         # Fixed by the first codes: from here on the layer holds decoded values, whose largest may be another.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self._sharing(name)[0]] = grid.tensor_largest
-        decoded = weight.dequantize(weight.values_dtype)  # as a loader in the model's dtype computes them
+
+        def decoded(rows: slice) -> Tensor:  # as a loader in the model's dtype computes them
+            return weight.take_rows(rows).dequantize(weight.values_dtype)
+
         sample = self.data.samples.get(self.set_key(name))
         self.chosen.records[name] = LinearRecord(
             name=name,
@@ -244,7 +247,8 @@ class LayerContext:
             measure="weight" if sample is None else "output",
         )
         self.chosen.quantized[name] = weight
-        current.copy_(decoded)  # what is measured from here on is what is written
+        for rows in row_blocks(current):
+            current[rows] = decoded(rows)  # what is measured from here on is what is written
 
     def _plainly_rounded(self, name: str, grid: WeightGrid) -> Callable[[slice], Tensor]:
         """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
