@@ -8,6 +8,7 @@ Shapes: E experts, I width of an expert, H hidden width.
 """
 
 import re
+import threading
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,12 +210,13 @@ class ModelReader(CheckpointReader):
     def _converted(self, name: str) -> Tensor:
         """A tensor that transformers makes of others; the last ones are remembered."""
         conversion = self._made[name]
-        if id(conversion) not in self._kept:
-            while len(self._kept) >= _KEPT:
-                del self._kept[next(iter(self._kept))]
-            sources = {source: self._read_tensor(self._stored[source]) for source in conversion.sources}
-            self._kept[id(conversion)] = conversion.convert(sources)
-        return self._kept[id(conversion)][name]
+        with self._converting:  # several threads may ask for parts of the same
+            if id(conversion) not in self._kept:
+                while len(self._kept) >= _KEPT:
+                    del self._kept[next(iter(self._kept))]
+                sources = {source: self._read_tensor(self._stored[source]) for source in conversion.sources}
+                self._kept[id(conversion)] = conversion.convert(sources)
+            return self._kept[id(conversion)][name]
 
     def _whole(self, stored: str, expert: int | None) -> Tensor:
         if stored in self._made:
@@ -232,6 +234,7 @@ class ModelReader(CheckpointReader):
         self._stored: dict[str, TensorInfo] = {}
         self._made: dict[str, Conversion] = {}
         self._kept: dict[int, dict[str, Tensor]] = {}
+        self._converting = threading.Lock()
         self._unrestored: set[int] = set()
         copied = self._convert(family)
         for stored, parts in _find_parts(self._tensors, family).items():

@@ -142,8 +142,8 @@ class Skeleton:
             CheckpointError: names the tensor, what was expected and what was found.
         """
         expected = {f"{self.family.embedding}.weight": self._embedding().get_parameter("weight").shape}
-        for index, layer in enumerate(self._layers):
-            state = layer.state_dict(keep_vars=True)
+        for index in range(self.num_layers):
+            state = self.layer_tensors(index)
             expected |= {f"{self.layer_name(index)}.{name}": parameter.shape for name, parameter in state.items()}
         for name, shape in expected.items():
             self.reader.check_shape(self._stored(name), tuple(shape))
@@ -157,6 +157,11 @@ class Skeleton:
         name = f"{self.layer_name(index)}.{module}.weight"
         return name in self._tied or name in self._tied.values()
 
+    def layer_tensors(self, index: int) -> dict[str, Tensor]:
+        """Parameters and saved buffers of a layer by relative name, on the meta device."""
+        state: dict[str, Tensor] = self._layers[index].state_dict(keep_vars=True)
+        return state
+
     def layer(self, index: int) -> nn.Module:
         """A copy of one layer with its weights read from disk, in evaluation mode.
 
@@ -165,17 +170,13 @@ class Skeleton:
         """
         # A copy: the skeleton itself stays weightless, or every layer that was handed out would remain in memory.
         layer = copy.deepcopy(self._layers[index])
-        for name in layer.state_dict(keep_vars=True):
+        for name in self.layer_tensors(index):
             self._fill(layer, name, f"{self.layer_name(index)}.{name}", self.device)
         return layer.to(self.device).eval()
 
     def _fill(self, module: nn.Module, name: str, full: str, device: torch.device) -> None:
         """Give a module one of its parameters or saved buffers from the tensor `full` of the checkpoint."""
-        value = self.reader.tensor(self._stored(full))
-        # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
-        if not torch.isfinite(value).all():
-            bad = int((~torch.isfinite(value)).sum())
-            raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
+        value = self.read_finite(full)
         owner, _, leaf = name.rpartition(".")
         buffers = module.get_submodule(owner)._buffers
         if (buffer := buffers.get(leaf)) is not None:
@@ -183,6 +184,20 @@ class Skeleton:
             buffers[leaf] = value.to(device, buffer.dtype)
         else:
             set_parameter(module, name, value.to(device, self.dtype))
+
+    def read_finite(self, full: str) -> Tensor:
+        """The tensor `full` of the checkpoint.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity.
+        """
+        value = self.reader.tensor(self._stored(full))
+        # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
+        # Not by `isfinite` of each number, which takes several copies of the tensor.
+        if value.is_floating_point() and value.numel() and not all(map(torch.isfinite, value.aminmax())):
+            bad = int((~torch.isfinite(value)).sum())
+            raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
+        return value
 
     def _load_stem(self) -> None:
         """Read what stands between embedding and first layer, e.g. learned positions; most families have nothing."""

@@ -31,11 +31,10 @@ class Shard:
 
     def __init__(self, format_: Format) -> None:
         self._format = format_
-        self._linears: dict[str, tuple[QuantizedTensor, LinearScheme, tuple[str, ...]]] = {}
         self.tensors: dict[str, Tensor] = {}
 
     def add_linear(self, module: str, weight: QuantizedTensor, scheme: LinearScheme) -> int:
-        """Take in a quantized linear.
+        """Take in a quantized linear, of which only what it is stored as is kept.
 
         Args:
             module: its full name.
@@ -43,9 +42,11 @@ class Shard:
             scheme: of the linear.
         Returns:
             bytes of the tensors that it is stored as, without one that only says its shape.
+        Raises:
+            AuditError: these do not decode to the numbers that calibration computed with.
         """
         encoded = self._format.encode(weight, scheme)
-        self._linears[module] = weight, scheme, tuple(encoded)
+        self._format.check_encoded(module, weight, scheme, encoded)
         self.tensors |= {f"{module}.{local}": tensor.cpu() for local, tensor in encoded.items()}
         return sum(tensor.nbytes for local, tensor in encoded.items() if not local.endswith("_shape"))
 
@@ -72,16 +73,12 @@ class Shard:
         return digest, sorted(stored)
 
     def check(self, reader: CheckpointReader) -> None:
-        """Bits in the file are those in memory, and decode to the numbers that calibration computed with.
+        """Bits in the file are those in memory.
 
         Raises:
             AuditError: names the tensor.
         """
-        others = dict(self.tensors)
-        for module, (weight, scheme, names) in self._linears.items():
-            encoded = {local: others.pop(f"{module}.{local}") for local in names}
-            self._format.check_stored(module, weight, scheme, encoded, reader.tensor)
-        for name, tensor in others.items():
+        for name, tensor in self.tensors.items():
             if not identical(reader.tensor(name), tensor):
                 raise AuditError(f"{name} reads back differently from what was written")
 

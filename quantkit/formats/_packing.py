@@ -3,7 +3,8 @@ compressed-tensors (from 0.18 on) have them.
 
 Value i of a row occupies bits [i * b, (i + 1) * b) of that row's stream; where b does not divide 32 a value may
 straddle two words: of 3 bits, ten values and two bits of the eleventh are in the first word, and so on. A row ends with
-its last word, filled up with zeros. Pure tensor arithmetic, on any device.
+its last word, filled up with zeros. Pure tensor arithmetic, on any device. Where b divides 8 a byte holds whole values,
+and neighbours are joined in bytes: an eighth of the memory traffic of the general way.
 Shapes: R rows, C values per row, W words.
 Source: GPTQModel `nn_modules/qlinear/__init__.py` (`pack_original`), which writes 3-bit words by hand;
 compressed-tensors `compressors/pack_quantized/helpers.py`.
@@ -33,7 +34,11 @@ def pack_words(values: Tensor, bits: int, offset: int = 0) -> Tensor:
     words = torch.empty(rows, math.ceil(width * bits / 32), dtype=torch.int32, device=values.device)
     step = max(1, _BLOCK_VALUES // max(1, width))
     for row in range(0, rows, step):
-        words[row : row + step] = _pack(values[row : row + step].to(torch.int64) + offset, bits)[:, : words.shape[1]]
+        some = values[row : row + step]
+        packed = (
+            _pack(some.to(torch.int64) + offset, bits) if 8 % bits else _pack_bytes(some.to(torch.uint8) + offset, bits)
+        )
+        words[row : row + step] = packed[:, : words.shape[1]]
     return words
 
 
@@ -53,7 +58,10 @@ def unpack_words(words: Tensor, bits: int, offset: int = 0, width: int | None = 
     values = torch.empty(rows, width, dtype=torch.int8 if offset else torch.int16, device=words.device)
     step = max(1, _BLOCK_VALUES // max(1, width))
     for row in range(0, rows, step):
-        values[row : row + step] = (_unpack(words[row : row + step], bits) - offset)[:, :width]
+        some = words[row : row + step]
+        unpacked = _unpack(some, bits) - offset if 8 % bits else _unpack_bytes(some, bits) - offset
+        # Of bytes, the difference is modulo 256: as signed numbers they are right.
+        values[row : row + step] = (unpacked if 8 % bits or not offset else unpacked.view(torch.int8))[:, :width]
     return values
 
 
@@ -61,6 +69,22 @@ def _period(bits: int) -> tuple[int, int]:
     """Values and words of the shortest run that begins and ends at a word's border: (8, 1), or (32, 3) for 3 bits."""
     values = 32 // math.gcd(32, bits)
     return values, values * bits // 32
+
+
+def _pack_bytes(values: Tensor, bits: int) -> Tensor:
+    data = _filled(values, 32 // bits).flatten(1).contiguous()
+    while bits < 8:
+        pairs = data.view(torch.int16)
+        data, bits = (pairs | pairs >> 8 - bits).to(torch.uint8), 2 * bits
+    return data.view(torch.int32)
+
+
+def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
+    data, held = words.contiguous().view(torch.uint8), 8
+    while held > bits:
+        pairs, held = data.to(torch.int16), held // 2
+        data = ((pairs | pairs << 8 - held) & 0x0101 * ((1 << held) - 1)).view(torch.uint8)
+    return data
 
 
 def _pack(values: Tensor, bits: int) -> Tensor:

@@ -7,8 +7,7 @@ Shapes: N outputs, K inputs, G groups per row, g = K / G.
 Source: Nagel et al. 2021, A White Paper on Neural Network Quantization, sections 2 and 3.
 """
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +22,8 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 # Elements handled at once by the range search: small enough that its temporaries stay in a CPU's cache.
 _SEARCH_CHUNK = 1 << 18
+# Elements rounded at once, which bounds the float32 temporaries.
+_ROUND_CHUNK = 1 << 21
 
 
 class Ranges(NamedTuple):
@@ -81,22 +82,27 @@ def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DT
         dtype: number type.
     """
     codes = values / scale
-    if dtype.spacing is not None:
-        return _round_float(codes.clamp_(dtype.minimum, dtype.maximum), dtype.spacing)
     if dtype.kind == "float":
-        # Clamped first: beyond 448 the cast saturates in some versions of torch and gives NaN in others.
-        return codes.clamp_(dtype.minimum, dtype.maximum).to(dtype.storage).float()
+        codes.clamp_(dtype.minimum, dtype.maximum)
+        return _round_float(codes.clone(), dtype).copysign_(codes)  # minus zero has a code of its own
     if zero_point is not None:
         codes += zero_point
     return codes.round_().clamp_(dtype.minimum, dtype.maximum)
 
 
-def _round_float(values: Tensor, spacing: float) -> Tensor:
-    """Nearest value of a float type, ties to even; `spacing` apart below 2, twice as much from each power of two on."""
-    # The exponent bits alone are the largest power of two not above |value|; the clamp makes 1 the least of them.
-    power = (values.abs().clamp_min_(1.0).view(torch.int32) & 0x7F800000).view(torch.float32)
-    step = power.mul_(spacing)
-    return values.div_(step).round_().mul_(step)
+def _round_float(values: Tensor, dtype: DType) -> Tensor:
+    """Nearest value of a float type, ties to even, in place of `values`, which its range holds; zeros lose their sign.
+
+    A sum of which the last bit counts as much as the type's own is rounded as the type rounds, and several times faster
+    than by a cast, which rounds one number after another.
+    """
+    if dtype.spacing is None:
+        return values
+    normal, bits = dtype.spacing
+    # The exponent bits alone are the largest power of two not above |value|.
+    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(normal)
+    power *= 1.5 * 2.0 ** (23 - bits)
+    return values.add_(power).sub_(power)
 
 
 def from_codes(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -212,17 +218,16 @@ def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram
     groups = rows.view(rows.shape[0], -1, scheme.group_width(rows.shape[1]))  # (R, G, g)
     weights = None if importance is None else importance.view(groups.shape[1:])  # (G, g)
     low, high = minmax_range(rows, scheme)
-    # The covering range stays where every error is NaN or infinite, since no such number is below infinity.
-    best, best_error = range_parameters(low, high, grid), torch.full_like(low, torch.inf)
-    for fraction, sign in itertools.product(range_fractions(scheme.dtype), _signs(scheme)):
-        scale, zero = range_parameters(low * fraction, high * fraction, grid)
-        scale = scale * sign
-        error = _over_rows(_group_error(groups, scale, zero, scheme.dtype, weights, gram), scheme, torch.sum)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_zero = None if zero is None or best.zero_point is None else torch.where(better, zero, best.zero_point)
-        best = Ranges(torch.where(better, scale, best.scale), best_zero)
-    return best
+    fractions = torch.tensor(range_fractions(scheme.dtype), device=rows.device).view(-1, 1, 1)
+    tried = range_parameters(low * fractions, high * fractions, grid)  # (F, R, G), the covering range first
+    each = _group_errors(groups, tried, scheme, weights, gram)
+    errors = torch.stack([_over_rows(error, scheme, torch.sum) for error in each])  # (F * signs, R, G)
+    # Where every error is NaN or infinite the first of equal ones is taken: the covering range.
+    best = errors.nan_to_num_(nan=torch.inf, posinf=torch.inf).argmin(0, keepdim=True)
+    signs = torch.tensor(_signs(scheme), device=rows.device)
+    number, scale = best // len(signs), signs[best % len(signs)].squeeze(0)
+    scale *= tried.scale.gather(0, number).squeeze(0)
+    return Ranges(scale, None if tried.zero_point is None else tried.zero_point.gather(0, number).squeeze(0))
 
 
 def _signs(scheme: WeightScheme) -> tuple[float, ...]:
@@ -230,20 +235,31 @@ def _signs(scheme: WeightScheme) -> tuple[float, ...]:
     return (1.0, -1.0) if scheme.symmetric and scheme.dtype.kind == "int" and scheme.dtype.bits < 8 else (1.0,)
 
 
-def _group_error(
-    groups: Tensor, scale: Tensor, zero: Tensor | None, dtype: DType, weights: Tensor | None, gram: Tensor | None
-) -> Tensor:
-    """(R, G) error of rounding `groups` (R, G, g) with these parameters."""
-    step, offset = scale.unsqueeze(-1), None if zero is None else zero.unsqueeze(-1)
-    error = to_codes(groups, step, offset, dtype)
-    if offset is not None:
-        error.sub_(offset)  # in place, unlike `from_codes`: all the time of a search goes into these lines
-    error.mul_(step).sub_(groups)
-    if gram is not None:
-        by_group = error.transpose(0, 1)  # (G, R, g)
-        return (torch.bmm(by_group, gram) * by_group).sum(-1).transpose(0, 1)
-    error.square_()
-    return error.sum(-1) if weights is None else error.mul_(weights).sum(-1)
+def _group_errors(
+    groups: Tensor, tried: Ranges, scheme: WeightScheme, weights: Tensor | None, gram: Tensor | None
+) -> Iterator[Tensor]:
+    """(R, G) errors of rounding `groups` (R, G, g) with each of the ranges (F, R, G), and each sign of its scale."""
+    dtype = scheme.dtype
+    # All the time of a search goes into these lines: one pass over the numbers each, in memory that is used again.
+    nearest, error = torch.empty_like(groups), torch.empty_like(groups)
+    for number, scale in enumerate(tried.scale):
+        step, offset = scale.unsqueeze(-1), None if tried.zero_point is None else tried.zero_point[number].unsqueeze(-1)
+        torch.div(groups, step, out=nearest)
+        if dtype.kind == "int":
+            (nearest if offset is None else nearest.add_(offset)).round_()
+        for sign in _signs(scheme):
+            # Codes under the opposite scale are the opposite codes, and differ only where they end.
+            limits = (dtype.minimum, dtype.maximum) if sign > 0 else (-dtype.maximum, -dtype.minimum)
+            torch.clamp(nearest, *limits, out=error)
+            if dtype.kind == "float":
+                _round_float(error, dtype)
+            (error if offset is None else error.sub_(offset)).mul_(step).sub_(groups)
+            if gram is not None:
+                by_group = error.transpose(0, 1)  # (G, R, g)
+                yield (torch.bmm(by_group, gram) * by_group).sum(-1).transpose(0, 1)
+            else:
+                error.square_()
+                yield (error if weights is None else error.mul_(weights)).sum(-1)
 
 
 def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = None) -> QuantizedTensor:
@@ -256,9 +272,14 @@ def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = N
     """
     grid = grid.completed(weight)
     scale, zero = ranges or minmax_parameters(weight, grid)
-    groups = weight.view(weight.shape[0], scale.shape[1], -1).float()  # (N, G, g)
-    codes = to_codes(groups, scale.unsqueeze(-1), None if zero is None else zero.unsqueeze(-1), grid.scheme.dtype)
-    return assemble(codes.view(weight.shape), Ranges(scale, zero), grid)
+    codes = torch.empty(weight.shape, dtype=grid.scheme.dtype.storage, device=weight.device)
+    step = max(1, _ROUND_CHUNK // weight.shape[1])
+    for rows in (slice(row, row + step) for row in range(0, weight.shape[0], step)):
+        groups = weight[rows].reshape(-1, *scale.shape[1:], weight.shape[1] // scale.shape[1]).float()  # (R, G, g)
+        offset = None if zero is None else zero[rows].unsqueeze(-1)
+        rounded = to_codes(groups, scale[rows].unsqueeze(-1), offset, grid.scheme.dtype)
+        codes[rows] = rounded.view(-1, weight.shape[1])
+    return assemble(codes, Ranges(scale, zero), grid)
 
 
 def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tensor | None = None) -> QuantizedTensor:

@@ -24,8 +24,8 @@ class DType:
         group: inputs that share one scale, for types that fix it; None = as the scheme says.
         scale: what a scale is stored as: "float" (a dtype of the model's), "e4m3" (8-bit floats under one float32
             scale of the whole tensor) or "e8m0" (powers of two).
-        spacing: distance between the values below 2, for floats that no torch dtype rounds to; it doubles from there
-            at every power of two.
+        spacing: of floats, the smallest power of two up to whose double values are as far apart as around zero, and the
+            bits behind the leading one of a value; None = values are not rounded to.
     """
 
     name: str
@@ -36,7 +36,7 @@ class DType:
     storage: torch.dtype
     group: int | None = None
     scale: Literal["float", "e4m3", "e8m0"] = "float"
-    spacing: float | None = None
+    spacing: tuple[float, int] | None = None
 
     @property
     def half_range(self) -> float:
@@ -62,12 +62,13 @@ def _float(name: str, bits: int, maximum: float, **fields: Any) -> DType:
 
 
 INT2, INT3, INT4, INT5, INT6, INT8 = (_integer(bits) for bits in (2, 3, 4, 5, 6, 8))
-FP8 = _float("fp8", 8, 448.0)
+_E4M3, _E2M1 = (2.0**-6, 3), (1.0, 1)  # as `DType.spacing`
+FP8 = _float("fp8", 8, 448.0, spacing=_E4M3)
 # Microscaling types.
 # FP4 is E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
-NVFP4 = _float("nvfp4", 4, 6.0, group=16, scale="e4m3", spacing=0.5)
-MXFP4 = _float("mxfp4", 4, 6.0, group=32, scale="e8m0", spacing=0.5)
-MXFP8 = _float("mxfp8", 8, 448.0, group=32, scale="e8m0")
+NVFP4 = _float("nvfp4", 4, 6.0, group=16, scale="e4m3", spacing=_E2M1)
+MXFP4 = _float("mxfp4", 4, 6.0, group=32, scale="e8m0", spacing=_E2M1)
+MXFP8 = _float("mxfp8", 8, 448.0, group=32, scale="e8m0", spacing=_E4M3)
 
 # Of checkpoints of other tools; recipes cannot ask for it. Codes are kept as the entries of its table.
 NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage=torch.float32)

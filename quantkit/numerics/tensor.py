@@ -58,9 +58,9 @@ class QuantizedTensor:
         """In which loaders compute the values, usually the model's."""
         return self.value_dtype or self.scale.dtype
 
-    def take_rows(self, rows: Tensor) -> "QuantizedTensor":
+    def take_rows(self, rows: Tensor | slice) -> "QuantizedTensor":
         """The same weight with these outputs, in this order."""
-        rows = rows.to(self.codes.device)
+        rows = rows.to(self.codes.device) if isinstance(rows, Tensor) else rows
         return replace(
             self,
             codes=self.codes.view(torch.uint8)[rows].view(self.codes.dtype),  # torch cannot index every 8-bit float

@@ -1,7 +1,7 @@
 """How far a layer is from what it was: of one linear's outputs, and of the layer's."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -9,20 +9,24 @@ from torch import Tensor
 _ERROR_BLOCK = 1 << 21
 
 
-def relative_error(weight: Tensor, decoded: Tensor | Callable[[slice], Tensor], sample: Tensor | None) -> float:
+def row_blocks(weight: Tensor) -> Iterator[slice]:
+    """Rows of a weight (N, K) to work on at once."""
+    step = max(1, _ERROR_BLOCK // weight.shape[1])
+    return (slice(start, start + step) for start in range(0, weight.shape[0], step))
+
+
+def relative_error(weight: Tensor, decoded: Callable[[slice], Tensor], sample: Tensor | None) -> float:
     """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs; a block of rows at a time.
 
     Args:
         weight: (N, K).
-        decoded: (N, K), or a function that makes these rows of it.
+        decoded: makes these rows of D.
         sample: (T, K) float32 inputs, or None.
     """
     wrong = total = 0.0
-    step = max(1, _ERROR_BLOCK // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
-        values, reference = decoded(rows) if callable(decoded) else decoded[rows], weight[rows].float()
-        difference = values.float() - reference
+    for rows in row_blocks(weight):
+        reference = weight[rows].float()
+        difference = decoded(rows).float() - reference
         if sample is not None:
             difference, reference = sample @ difference.T, sample @ reference.T
         wrong += difference.square().sum().item()

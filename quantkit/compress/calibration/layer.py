@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
 from quantkit.checkpoints.layer_inputs import Compute, compute_with
 from quantkit.checkpoints.memory import release_freed_memory
-from quantkit.compress.calibration.errors import relative_error
+from quantkit.compress.calibration.errors import relative_error, row_blocks
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
     describe_under_calibrated,
@@ -255,7 +255,10 @@ class LayerContext:
         # Fixed by the first codes: from here on the layer holds decoded values, whose largest may be another.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self._sharing(name)[0]] = grid.tensor_largest
-        decoded = weight.dequantize(weight.values_dtype)  # as a loader in the model's dtype computes them
+
+        def decoded(rows: slice) -> Tensor:  # as a loader in the model's dtype computes them
+            return weight.take_rows(rows).dequantize(weight.values_dtype)
+
         sample = self.data.samples.get(self.set_key(name))
         self.chosen.records[name] = LinearRecord(
             name=name,
@@ -267,7 +270,8 @@ class LayerContext:
             measure="weight" if sample is None else "output",
         )
         self.chosen.quantized[name] = weight
-        current.copy_(decoded)  # what is measured from here on is what is written
+        for rows in row_blocks(current):
+            current[rows] = decoded(rows)  # what is measured from here on is what is written
 
     def keep(self, name: str, weight: QuantizedTensor) -> None:
         """Set codes that the source has of a linear, which then no step touches.

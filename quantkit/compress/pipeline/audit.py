@@ -8,6 +8,7 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress.calibration.errors import row_blocks
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.errors import AuditError
 from quantkit.numerics.scheme import LinearScheme
@@ -22,9 +23,11 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
     scale = weight.scale.float()
     if not bool(((scale != 0) & torch.isfinite(scale)).all()):
         raise AuditError(f"{prefix}: a scale is zero or not finite")
-    codes, dtype = weight.codes.float(), weight.scheme.dtype
-    if not bool(((codes >= dtype.minimum) & (codes <= dtype.maximum)).all()):
-        raise AuditError(f"{prefix}: a code is outside {dtype.name}")
+    dtype = weight.scheme.dtype
+    for rows in row_blocks(weight.codes):
+        low, high = weight.codes[rows].float().aminmax()
+        if not dtype.minimum <= low <= high <= dtype.maximum:  # NaN is not
+            raise AuditError(f"{prefix}: a code is outside {dtype.name}")
 
 
 def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:

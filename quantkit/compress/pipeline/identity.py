@@ -29,8 +29,8 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
         "compute": {
             "device": plan.skeleton.device.type,
             "dtype": str(plan.skeleton.dtype).removeprefix("torch."),
-            # Sums are divided among threads, so their number decides the last bits.
-            "threads": torch.get_num_threads(),
+            # Sums are divided among threads, so their number decides the last bits; without data each linear has one.
+            "threads": torch.get_num_threads() if samples else 1,
             # The instruction set or the GPU decides which kernels run, and these in which order they add.
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
             if plan.skeleton.device.type == "cuda"

@@ -67,14 +67,12 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
             yield plan.skeleton.embed(batch, table, row_of)
 
 
-def open_stores(
-    plan: Plan, samples: Samples | None, state: RunState, mode: Mode, folder: Path
-) -> list[ActivationStore]:
+def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folder: Path) -> list[ActivationStore]:
     """Hidden states before the next layer: of the model being quantized, then of the original if a step needs them.
 
     Args:
         plan: of the run.
-        samples: calibration data; None = there are no hidden states.
+        samples: calibration data.
         state: of the run; after the first layer, states are those that it has saved.
         mode: see `ActivationStore`.
         folder: of the unfinished run.
@@ -83,7 +81,7 @@ def open_stores(
     """
     names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps.values()) else [])]
     layer, size = len(state.records), len(state.activations) // len(names)
-    if samples is None or layer == plan.skeleton.num_layers:
+    if layer == plan.skeleton.num_layers:
         return []
     if layer:
         digests = [list(state.activations[n * size : (n + 1) * size]) for n in range(len(names))]

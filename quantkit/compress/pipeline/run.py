@@ -27,6 +27,7 @@ from quantkit.compress.calibration.layer_data import LayerData
 from quantkit.compress.convert import convert
 from quantkit.compress.convert.gguf import check_model
 from quantkit.compress.convert.source import open_source
+from quantkit.compress.pipeline.data_free import round_layers
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import run_identity
@@ -109,14 +110,15 @@ def _compress(
         with writing(stage.work.path), ExitStack() as afterwards:
             state = load_state(stage.work, identity, resume=resume)
             # The caller's own number of threads comes back, after an error too.
-            afterwards.callback(torch.set_num_threads, torch.get_num_threads())
+            workers = torch.get_num_threads()
+            afterwards.callback(torch.set_num_threads, workers)
             torch.set_num_threads(state.identity["compute"]["threads"])
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, activations, resumed))
-            with torch.inference_mode():
-                stores = open_stores(plan, samples, state, activations, stage.work.path)
-                for index in range(resumed, plan.skeleton.num_layers):
-                    _run_layer(plan, index, state, stores, stage.work, listener)
+            if samples is None:
+                round_layers(plan, state, stage.work, listener, workers)
+            else:
+                _calibrate_layers(plan, samples, activations, state, stage.work, listener)
             result = finish_run(plan, state, stage.work.checkpoint, resumed=resumed, warnings=warnings, started=started)
             stage.promote(stage.work.checkpoint)
             return result
@@ -145,6 +147,16 @@ def _phase(listener: Listener, seconds: dict[str, float], name: str) -> Iterator
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
+@torch.inference_mode()
+def _calibrate_layers(
+    plan: Plan, samples: Samples, mode: Mode, state: RunState, work: WorkFolder, listener: Listener
+) -> None:
+    """Quantize, check, write and record all layers that are not done, each on what the layers before it hand on."""
+    stores = open_stores(plan, samples, state, mode, work.path)
+    for index in range(len(state.records), plan.skeleton.num_layers):
+        _run_layer(plan, index, state, stores, work, listener)
+
+
 def _run_layer(
     plan: Plan, index: int, state: RunState, stores: Sequence[ActivationStore], work: WorkFolder, listener: Listener
 ) -> None:
@@ -157,18 +169,15 @@ def _run_layer(
         layer = _layer_context(plan, index, stores)
         keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
-        first = stores[0][0][:1] if stores else None  # one sequence is enough to measure the layer's noise on
+        first = stores[0][0][:1]  # one sequence is enough to measure the layer's noise on
         # Before any step spends time on a layer that is broken.
-        reference = None if first is None else require_finite(layer.forward(first), name)
+        reference = require_finite(layer.forward(first), name)
     cache = _choose(plan, layer, phase)
     with phase("write"):
         shard, digest, names = write_layer(plan, index, layer, work.checkpoint)
-    snr, states = None, list[str]()
     with phase("advance"):
-        if first is not None and reference is not None:
-            snr = signal_to_noise_db(reference, require_finite(layer.forward(first), f"{name}, quantized"))
-            if index + 1 < plan.skeleton.num_layers:
-                states = advance(stores, layer)
+        snr = signal_to_noise_db(reference, require_finite(layer.forward(first), f"{name}, quantized"))
+        states = advance(stores, layer) if index + 1 < plan.skeleton.num_layers else []
     record = LayerRecord(
         index=index,
         name=name,
@@ -208,7 +217,7 @@ def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None
 
 def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) -> LayerContext:
     name, block = plan.skeleton.layer_name(index), plan.skeleton.layer(index)
-    store, original = [*stores, None, None][:2]
+    store, original = [*stores, None][:2]
     stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
     return LayerContext(
         name=name,

@@ -1,6 +1,6 @@
 """A finished layer as a file: codes in the recipe's format, the rest as the source has it or a step has left it."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,22 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
     scales = {f"{layer.name}.{key}": value for key, value in layer.chosen.cache_scales.items()}
     check_scales(scales)
     shard.tensors |= scales
+    add_linears(plan, index, layer, shard)
+    shard.tensors |= dict(_others(plan, layer, shard.tensors))
+    return write_shard(plan, index, shard, folder)
+
+
+def add_linears(plan: Plan, index: int, layer: LayerContext, shard: Shard) -> None:
+    """Take the codes of a layer into its shard.
+
+    Args:
+        plan: of the run.
+        index: of the layer.
+        layer: as in `write_layer`, or some linears of it.
+        shard: of the layer.
+    Raises:
+        AuditError: what the format has made of a weight is not what was planned.
+    """
     for name, weight in layer.chosen.quantized.items():
         module, scheme = f"{layer.name}.{name}", plan.layers[index][name]
         check_weight(module, weight)
@@ -46,8 +62,10 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
             check_size(module, weight, scheme, size)
         record = layer.chosen.records[name]
         layer.chosen.records[name] = replace(record, bits_per_weight=8 * size / weight.codes.numel())
-    written = {*scales, *(f"{layer.name}.{name}.weight" for name in layer.chosen.quantized)}
-    shard.tensors |= dict(_others(plan, layer, written))
+
+
+def write_shard(plan: Plan, index: int, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
+    """Write and read back the shard of a layer that is complete; see `write_layer`."""
     file = shard_name(index, plan.skeleton.num_layers)
     return file, *shard.write(
         folder / file,
@@ -56,11 +74,12 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
     )
 
 
-def _others(plan: Plan, layer: LayerContext, but: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _others(plan: Plan, layer: LayerContext, written: Container[str]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a layer that are not quantized, in the dtype of the source."""
     parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
+    quantized = {f"{layer.name}.{name}.weight" for name in layer.chosen.quantized}
     for name in plan.reader.names:
-        if not name.startswith(f"{layer.name}.") or name in but:
+        if not name.startswith(f"{layer.name}.") or name in quantized or name in written:
             continue
         stored, present = plan.reader.tensor(name), parameters.get(name)
         # Compared in the compute dtype: what no step has changed is written as the source has it, bit for bit.

@@ -120,8 +120,6 @@ def test_a_flipped_bit_in_the_shard_is_found(finished):
     shard.add_linear(prefix, weight, scheme)
     shard.check(file)
     weight.codes[3, 5] ^= 1
-    with pytest.raises(AuditError, match="codes decodes to others"):
-        shard.check(file)  # what was encoded is not what calibration computed with
     shard.add_linear(prefix, weight, scheme)
     with pytest.raises(AuditError, match="reads back differently"):
         shard.check(file)

@@ -1,0 +1,180 @@
+"""Recipes that look at no data: linear by linear from the source's tensors, several at once; no layer is ever built.
+
+Each linear is the work of one thread, so that its numbers do not depend on how many there are; torch lets others run
+while it computes. A layer's file is written while the next layer's linears are rounded, and layers are recorded in
+order, so that an interrupted run goes on as any other.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoints.experts import set_parameter
+from quantkit.checkpoints.memory import peak_bytes
+from quantkit.checkpoints.work_folder import WorkFolder
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.output import Shard
+from quantkit.compress.pipeline.events import Listener
+from quantkit.compress.pipeline.kept import keep_codes
+from quantkit.compress.pipeline.plan import Plan
+from quantkit.compress.pipeline.shard import add_linears, write_shard
+from quantkit.compress.pipeline.state import RunState
+from quantkit.models.linear_sets import LinearSet
+from quantkit.numerics.kv_cache import scheme_to_dict
+from quantkit.results import CacheRecord, LayerRecord, LinearRecord
+
+# What a worker holds beside the rest, in bytes of its tensor: the tensor, then codes as made and as read back, and the
+# tensors that they are stored as.
+_COPIES = 1.5
+# All workers together, beyond two of the largest tensors.
+_CAPACITY_BYTES = 640 << 20
+
+
+class _Rounding(NamedTuple):
+    """A layer in the making: records of its linears to come, and its file, which is written when they are there."""
+
+    number: int
+    linears: list[Future[dict[str, LinearRecord]]]
+    file: Future[tuple[str, str, list[str]]]
+
+
+def round_layers(plan: Plan, state: RunState, work: WorkFolder, listener: Listener, threads: int) -> None:
+    """Quantize, check, write and record all layers that are not done.
+
+    Args:
+        plan: of a run without calibration data.
+        state: of the run; modified and saved.
+        work: of the run.
+        listener: told of each layer in order.
+        threads: that may compute at once.
+    """
+    started, pending = time.perf_counter(), deque[_Rounding]()
+    todo = range(len(state.records), plan.skeleton.num_layers)
+    with ThreadPoolExecutor(_num_workers(plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
+        try:
+            for index in todo:
+                pending.append(_start(plan, index, work, workers, writer))
+                if len(pending) > 1:
+                    started = _finish(plan, pending.popleft(), state, work, listener, started)
+            while pending:
+                started = _finish(plan, pending.popleft(), state, work, listener, started)
+        except BaseException:
+            # What has begun ends before the error goes on; what has not must not begin.
+            workers.shutdown(cancel_futures=True)
+            writer.shutdown(cancel_futures=True)
+            raise
+
+
+def _num_workers(plan: Plan, threads: int) -> int:
+    """As many as there are threads, if so many of the largest linears fit into memory."""
+    shapes = [shape for i in range(plan.skeleton.num_layers) for shape in plan.skeleton.linear_shapes(i).values()]
+    largest = max((rows * width for rows, width in shapes), default=1) * plan.source_dtype.itemsize
+    return max(1, min(threads, int((_CAPACITY_BYTES + 2 * largest) / (_COPIES * largest))))
+
+
+def _start(
+    plan: Plan, index: int, work: WorkFolder, workers: ThreadPoolExecutor, writer: ThreadPoolExecutor
+) -> _Rounding:
+    shard = Shard(plan.format)
+    linears = [workers.submit(_round, plan, index, group, shard) for group in _parts(plan, index)]
+
+    @torch.inference_mode()
+    def write() -> tuple[str, str, list[str]]:
+        for linear in linears:
+            linear.result()
+        shard.tensors |= dict(_others(plan, index))
+        return write_shard(plan, index, shard, work.checkpoint)
+
+    return _Rounding(index, linears, writer.submit(write))
+
+
+def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
+    """Linears of a layer to round at once: each alone, but for those that share a scale of the whole tensor."""
+    schemes = plan.layers[index]
+    for group in plan.sets(index):
+        parts: dict[object, list[str]] = {}
+        for name in (name for name in group.linears if name in schemes):
+            scheme = schemes[name].weight
+            key = (name.rpartition(".")[0], scheme) if scheme.has_tensor_scale else name
+            parts.setdefault(key, []).append(name)
+        for names in parts.values():
+            yield replace(group, linears=tuple(names))
+
+
+@torch.inference_mode()
+def _round(plan: Plan, index: int, group: LinearSet, shard: Shard) -> dict[str, LinearRecord]:
+    """Put the codes of some linears into a shard; what they cost."""
+    name = plan.skeleton.layer_name(index)
+    read = plan.skeleton.read_finite
+    weights = {linear: read(f"{name}.{linear}.weight").to(plan.skeleton.device) for linear in group.linears}
+    layer = LayerContext(
+        name=name,
+        block=_block(weights),
+        sets=(group,),
+        schemes={linear: plan.layers[index][linear] for linear in group.linears},
+        scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in group.linears},
+        head_dim=plan.skeleton.head_dim,
+    )
+    keep_codes(plan.recipe, plan.reader, layer)
+    layer.finish()
+    layer.block = nn.Module()  # the weights, which nothing needs any more
+    del weights
+    add_linears(plan, index, layer, shard)
+    return layer.chosen.records
+
+
+def _block(weights: Mapping[str, Tensor]) -> nn.Module:
+    """A module with these linears and nothing else."""
+    block = nn.Module()
+    for name, weight in weights.items():
+        owner, (*parents, leaf) = block, name.split(".")
+        for parent in parents:
+            if parent not in owner._modules:
+                owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        owner.add_module(leaf, nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))
+        set_parameter(block, f"{name}.weight", weight)
+    return block
+
+
+def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a layer that are not quantized, as the source has them."""
+    prefix, known = f"{plan.skeleton.layer_name(index)}.", plan.skeleton.layer_tensors(index)
+    quantized = {f"{name}.weight" for name in plan.layers[index]}
+    for name in plan.reader.names:
+        local = name.removeprefix(prefix)
+        if name.startswith(prefix) and local not in quantized:
+            yield name, plan.skeleton.read_finite(name) if local in known else plan.reader.tensor(name)
+
+
+def _finish(
+    plan: Plan, layer: _Rounding, state: RunState, work: WorkFolder, listener: Listener, started: float
+) -> float:
+    """Wait for a layer, record it and tell of it; when it ended."""
+    name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
+    listener.layer_started(layer.number, name)
+    listener.phase("round")
+    linears = {name: record for part in layer.linears for name, record in part.result().items()}
+    rounded = time.perf_counter()
+    listener.phase("write")
+    shard, digest, names = layer.file.result()
+    ended = time.perf_counter()
+    record = LayerRecord(
+        index=layer.number,
+        name=name,
+        linears=tuple(linears[linear] for linear in plan.layers[layer.number]),
+        output_snr_db=None,
+        seconds={"round": round(rounded - started, 3), "write": round(ended - rounded, 3)},
+        peak_bytes=peak_bytes(),
+        kv_cache=None if goal is None else CacheRecord(scheme=scheme_to_dict(goal.scheme)),
+    )
+    state.add_layer(record, shard, digest, names, [])
+    state.save(work.path)
+    listener.layer_finished(record)
+    return ended
