@@ -19,7 +19,7 @@ from quantkit.compress.pipeline.kept import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.loading import Unloadable
 from quantkit.compress.recipe import Recipe
-from quantkit.compress.recipe.assignment import LayerLinears, Schemes, Stored, fit
+from quantkit.compress.recipe.assignment import LayerLinears, Schemes, fit
 from quantkit.dense_source import open_dense
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError
@@ -116,8 +116,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     ]
     format_ = FORMATS.load(recipe.format)
     leave = None if discovery is None else _Unloadable(reader, skeleton, family, format_, parts)
-    stored: Stored = lambda name: reader.stored_scheme(f"{name}.weight")  # noqa: E731
-    recipe, assigned, warnings = fit(recipe, family, parts, stored, leave)
+    recipe, assigned, warnings = fit(recipe, family, parts, lambda n: reader.stored_scheme(f"{n}.weight"), leave)
     if leave is not None:
         family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
     layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
