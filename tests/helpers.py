@@ -37,6 +37,14 @@ _LATENT = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
     "num_key_value_heads": 4,
 }
+_DELTA = {
+    **dict.fromkeys(("linear_key_head_dim", "head_dim"), 16),
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_SHARED = {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -133,10 +141,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmoe": {**_EXPERTS},
     "phi": {},
     "phi3": {"sliding_window": 32},
-    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": _SHARED,
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
     "seed_oss": {"head_dim": 16},
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": {**_DELTA, **_SHARED},
     "smollm3": {"num_hidden_layers": 4},
     "solar_open": {**_MIXTURE, "head_dim": 16, "n_group": 2, "topk_group": 1},
     "stablelm": {"use_qkv_bias": True},
@@ -162,7 +173,9 @@ EXPERT_FAMILIES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
     "solar_open",
 )
 # Families without experts that the runtime computes, beside those above.

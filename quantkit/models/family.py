@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quantkit.models.config import ConfigReader
 from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.linear_sets import MLA_SETS, LinearSet, expand_set
+from quantkit.models.recurrent import Recurrent
 from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors
 
@@ -28,6 +29,7 @@ class Parts:
         output_norm: after the MLP, before its output joins the residual stream.
         qkv: query, key and value projections, or one that is all three.
         qkv_by_head: rows of the one projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
+        gated_query: the query projection gives a gate behind each head's query, which opens what the head attends to.
         output: projection of the heads back to the hidden width.
         up: what the MLP's input goes through: gate and up, one that is both (gate first), or a single one, no gate.
         gated: the MLP multiplies act(gate) and up.
@@ -41,6 +43,7 @@ class Parts:
     output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_head: bool = False
+    gated_query: bool = False
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     gated: bool = True
@@ -251,6 +254,7 @@ class Family:
         parallel: attention and MLP read the same residual stream and are added together; a key or a constant.
         window, rope, multipliers, experts: see there.
         biases: see there.
+        recurrent: layers that keep a state in place of keys and values; None = there are none.
         vectors: other parameters of each layer by name; their shapes are numbers or keys.
         sinks: of these, the score of nothing at all that each head adds to its others; None = there is none.
         outside: the same of parameters beside the layers, e.g. learned positions.
@@ -264,6 +268,7 @@ class Family:
         compressed_experts: whether transformers loads experts that are stored as codes, each under its own name.
         decode_at_load: transformers computes with the weights of this family's linears itself, so that a loader must
             have decoded them before.
+        unread: what names of tensors begin with that checkpoints have and no part of the model reads.
         native: whether the runtime computes the family itself; else transformers does.
         not_native: keys that, when set to something true, ask for what the runtime does not compute.
         gguf: None = the family is not written to GGUF.
@@ -297,6 +302,7 @@ class Family:
     multipliers: Multipliers = Multipliers()
     experts: Experts | None = None
     biases: Biases = Biases()
+    recurrent: Recurrent | None = None
     vectors: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     sinks: str | None = None
     outside: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
@@ -309,6 +315,7 @@ class Family:
     stored_tensors: Mapping[str, str] = field(default_factory=dict)
     compressed_experts: bool = True
     decode_at_load: bool = False
+    unread: tuple[str, ...] = ()
     native: bool = True
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
@@ -326,7 +333,10 @@ class Family:
         mlp = _mlp_sets(self.parts, before_mlp, joint=joint)
         if self.experts is not None:
             mlp = (*_expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
-        return (*(MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)), *mlp)
+        mixing = MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)
+        if self.recurrent is not None:
+            mixing = (*self.recurrent.sets, *(replace(group, optional=True) for group in mixing))
+        return (*mixing, *mlp)
 
     def sets_of_layer(
         self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None

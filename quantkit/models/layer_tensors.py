@@ -31,9 +31,12 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     elif model.latent is not None:
         matrices = list(_latent_matrices(model, model.latent))
         vectors |= _latent_norms(model.latent)
+    elif family.recurrent is not None and model.recurrent[index]:
+        matrices = list(family.recurrent.matrices(model.entries, model.hidden_size))
+        vectors |= family.recurrent.vectors(model.entries)
     else:
         matrices = list(_attention_matrices(model))
-    if family.qk_norm is not None and model.qk_norm:
+    if family.qk_norm is not None and model.qk_norm and not model.recurrent[index]:
         vectors |= _query_key_norms(model, family.qk_norm)
     vectors |= _own_shapes(model, family.vectors)
     if model.with_experts[index]:
@@ -95,7 +98,8 @@ def _query_key_norms(model: ModelDescription, norm: QueryKeyNorm) -> Shapes:
 def _attention_matrices(model: ModelDescription) -> Iterator[Matrix]:
     parts, biases, hidden = model.family.parts, model.family.biases, model.hidden_size
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    rows = (queries, keys, keys) if len(parts.qkv) == 3 else (queries + 2 * keys,)
+    gates = queries if parts.gated_query else 0
+    rows = (queries + gates, keys, keys) if len(parts.qkv) == 3 else (queries + 2 * keys,)
     bias = model.entries.flag(biases.qkv)
     for name, count in zip(parts.qkv, rows, strict=True):
         yield Matrix(name=name, out_features=count, in_features=hidden, bias=bias)

@@ -32,7 +32,9 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
         )
     rule, types = family.window, read.get("layer_types")
     if types is not None and (rule is None or rule.rule != "all"):
-        return tuple(_window_of_type(read, name) for name in _checked_types(read, types, count))
+        others = () if family.recurrent is None else family.recurrent.types
+        names = _checked_types(read, types, count)
+        return tuple(None if name in others else _window_of_type(read, name) for name in names)
     pattern = read.optional_count("sliding_window_pattern")
     if rule is None or not (pattern or read.flag(rule.switch, rule.switch is None)) or not read.get("sliding_window"):
         return (None,) * count
@@ -73,6 +75,17 @@ def _window_of_type(read: ConfigReader, name: str) -> int | None:
     return read.count(_WINDOWED[name])
 
 
+def recurrent_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
+    """Whether each layer keeps a state in place of keys and values."""
+    count, data, types = read.count("num_hidden_layers"), family.recurrent, read.get("layer_types")
+    if data is None:
+        return (False,) * count
+    if types is not None:
+        return tuple(name in data.types for name in _checked_types(read, types, count))
+    interval = 1 if data.interval is None else read.count(data.interval)
+    return tuple((index + 1) % interval != 0 for index in range(count))
+
+
 def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
     """Whether each layer has experts in place of the MLP."""
     count = read.count("num_hidden_layers")
@@ -107,7 +120,7 @@ def positions_by_layer(read: ConfigReader, family: Family, windows: tuple[int | 
     if family.rope.layers == "window" or (family.rope.layers == "local" and has_windows):
         return [window is not None for window in windows]
     if family.rope.layers != "listed":
-        return [True] * len(windows)
+        return [not recurrent for recurrent in recurrent_by_layer(read, family)]
     listed = read.get("no_rope_layers")
     if listed is None:
         interval = read.count("no_rope_layer_interval")

@@ -91,8 +91,9 @@ def test_defaults_are_those_of_transformers(family):
 
     sizes = {key: value for key, value in LLAMA.items() if key != "architectures"}
     sizes |= {"num_key_value_heads": 4} if family != "llama" else {}
+    shared = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     needed = {
-        "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+        **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), shared),
         "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "deepseek_v2": ("num_experts_per_tok",),
         "olmoe": ("num_experts", "num_experts_per_tok"),

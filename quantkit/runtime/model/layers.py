@@ -103,7 +103,7 @@ class Attention:
 
     Args:
         layer: its number in the cache.
-        qkv: (T, H) -> (T, (Hq + 2 Hkv) D), all queries first, then all keys.
+        qkv: (T, H) -> (T, (Hq + 2 Hkv) D), all queries first, then all keys; gates of the heads stand before the keys.
         output: (T, Hq D) -> (T, H).
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
         options: what the attention kernel does besides; its norms are those that it can do.
@@ -112,6 +112,7 @@ class Attention:
         norm_last: they come behind the rotation.
         clip: bound of the absolute value of queries, keys and values behind norms that come first; None = none.
         growth: of queries, a factor (T,) for positions (T,); None = they do not grow.
+        is_gated: what a head attends to is multiplied by the sigmoid of its gate.
     """
 
     layer: int
@@ -123,6 +124,7 @@ class Attention:
     options: AttentionOptions
     norms: tuple[Norm, Norm] | None
     norm_flat: bool
+    is_gated: bool = False
     norm_last: bool = False
     clip: float | None = None
     growth: Callable[[Tensor], Tensor] | None = None
@@ -144,8 +146,8 @@ class Attention:
             (T, H).
         """
         norms, heads = self.norms, self.qkv(x).view(len(x), -1, self.head_dim)  # (T, Hq + 2 Hkv, D)
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        query, key, value = heads.split(counts, 1)  # type: ignore[no-untyped-call]
+        counts = (self.num_heads, self.num_heads * self.is_gated, self.num_kv_heads, self.num_kv_heads)
+        query, gate, key, value = heads.split(counts, 1)  # type: ignore[no-untyped-call]
         if norms is not None and self.norm_flat:
             query = norms[0](query.flatten(1))[0].view(query.shape)
             key = norms[1](key.flatten(1))[0].view(key.shape)
@@ -159,7 +161,7 @@ class Attention:
         if norms is not None and not self.norm_flat:
             query, key = norms[0](query)[0], norms[1](key)[0]
         attended = cache.attention[self.layer]((query, key, value), batch, self.options, angles)
-        return self.output(attended.reshape(len(x), -1))
+        return self.output((attended * gate.sigmoid() if self.is_gated else attended).reshape(len(x), -1))
 
 
 def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
@@ -205,9 +207,11 @@ class MLP:
 
 
 class AnyAttention(Protocol):
-    """What a block needs of its attention: `Attention`, or one that computes otherwise."""
+    """What a block needs of its attention: `Attention`, or what takes its place."""
 
-    qkv: Linear
+    @property
+    def qkv(self) -> Linear:
+        """What reads the layer's input."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
