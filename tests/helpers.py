@@ -44,10 +44,18 @@ _DELTA = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
 _SHARED = {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.5},
     "cwm": {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4},
@@ -110,11 +118,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.6,
-        "attention_multiplier": 0.4,
-        "logits_scaling": 2.0,
+    "granite": _GRANITE,
+    "granitemoehybrid": {
+        **_GRANITE,
+        **_MAMBA,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+        "layer_types": ["linear_attention", "full_attention"],
     },
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},

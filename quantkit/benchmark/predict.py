@@ -65,8 +65,9 @@ class Prediction:
         # The stream and what is pending, of this layer and of the one before; then the fused projection and what
         # attention makes of it, or the two halves of the MLP and their product.
         attention = 4 * hidden + 2 * queries + 2 * keys
-        for shape in {config.attention(index) for index, recurrent in enumerate(config.recurrent) if recurrent}:
+        if config.family.recurrent is not None:
             # What is projected; then channels in float32, convolved, and queries, keys, values and outputs out of them.
+            shape = config.family.recurrent.shape(config.entries)
             numbers = shape.channels + shape.values
             attention = max(attention, 4 * hidden + numbers + 3 * numbers * 4 // size)
         mlp = 5 * hidden + (3 if config.family.parts.gated else 2) * config.width

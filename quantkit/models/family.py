@@ -104,7 +104,7 @@ class Rope:
         fixed_alpha: "dynamic" scaling with an `alpha` is a larger base, whatever the length.
         layers: "all" rotate; "window": only those with one; "local": the same, but all of a model without windows;
             "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, n being
-            `no_rope_layer_interval`.
+            `no_rope_layer_interval`; "named": all, if `position_embedding_type` is "rope".
     """
 
     theta: float = 10000.0
@@ -115,7 +115,7 @@ class Rope:
     interleaved: str | bool = False
     grows: bool = False
     fixed_alpha: bool = False
-    layers: Literal["all", "window", "local", "listed"] = "all"
+    layers: Literal["all", "window", "local", "listed", "named"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +274,7 @@ class Family:
         gguf: None = the family is not written to GGUF.
         block: what data cannot say of a layer's attention and of other tensors but its norms and its experts, by number
             of the layer; None = nothing.
+        only: whether it describes a model of this config.json; None = every one that names it.
         known: False where a config.json is counted as if it were Llama's.
     """
 
@@ -320,7 +321,12 @@ class Family:
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
+    only: Callable[[Mapping[str, Any]], bool] | None = None
     known: bool = True
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Whether a model that names the family is one that its file tells about."""
+        return self.only is None or self.only(config)
 
     @property
     def sets(self) -> tuple[LinearSet, ...]:
@@ -335,7 +341,7 @@ class Family:
             mlp = (*_expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
         mixing = MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)
         if self.recurrent is not None:
-            mixing = (*self.recurrent.sets, *(replace(group, optional=True) for group in mixing))
+            mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))
         return (*mixing, *mlp)
 
     def sets_of_layer(

@@ -25,16 +25,17 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
     if family.block is not None:
         return (None,) * count  # which says it layer by layer
     model_type = read.get("model_type")
-    if model_type in _STATE_SPACE or read.flag("is_attention_free"):
+    if family.recurrent is None and (model_type in _STATE_SPACE or read.flag("is_attention_free")):
         raise ModelError(
             f"{read.where}: {model_type} keeps a state, not a cache of keys and values; "
             "plan counts attention layers only; give --params for the weights alone"
         )
     rule, types = family.window, read.get("layer_types")
     if types is not None and (rule is None or rule.rule != "all"):
-        others = () if family.recurrent is None else family.recurrent.types
-        names = _checked_types(read, types, count)
-        return tuple(None if name in others else _window_of_type(read, name) for name in names)
+        recurrent, names = recurrent_by_layer(read, family), _checked_types(read, types, count)
+        return tuple(
+            None if has_state else _window_of_type(read, name) for has_state, name in zip(recurrent, names, strict=True)
+        )
     pattern = read.optional_count("sliding_window_pattern")
     if rule is None or not (pattern or read.flag(rule.switch, rule.switch is None)) or not read.get("sliding_window"):
         return (None,) * count
@@ -82,8 +83,9 @@ def recurrent_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
         return (False,) * count
     if types is not None:
         return tuple(name in data.types for name in _checked_types(read, types, count))
-    interval = 1 if data.interval is None else read.count(data.interval)
-    return tuple((index + 1) % interval != 0 for index in range(count))
+    if isinstance(attending := read.get("attn_layer_indices"), list):
+        return tuple(index not in attending for index in range(count))
+    return tuple(data.interval is None or (index + 1) % read.count(data.interval) != 0 for index in range(count))
 
 
 def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
@@ -119,6 +121,8 @@ def positions_by_layer(read: ConfigReader, family: Family, windows: tuple[int | 
     has_windows = any(window is not None for window in windows)
     if family.rope.layers == "window" or (family.rope.layers == "local" and has_windows):
         return [window is not None for window in windows]
+    if family.rope.layers == "named" and read.get("position_embedding_type") != "rope":
+        return [False] * len(windows)
     if family.rope.layers != "listed":
         return [not recurrent for recurrent in recurrent_by_layer(read, family)]
     listed = read.get("no_rope_layers")

@@ -32,10 +32,11 @@ class Recurrent:
         gates: linears of numbers per head, which are never quantized; none where they are rows of the inputs.
         by_head: rows of inputs and gates are those of key head 0, then of key head 1, ...; else each part whole.
         types: entries of `layer_types` that mean such a layer.
-        interval: key of a number n where there is no such list: all but every n-th layer are recurrent.
+        interval: key of a number n where there is no such list: all but every n-th layer are recurrent; None = all are.
         key_heads, key_dim, value_heads, value_dim, conv_width: keys of G, N, H, P and W.
         conv_bias, bias: whether the convolution, and the linears, have biases: keys or constants.
         norm_groups: key of the number of groups that the norm works on; None = each head is one, with one weight.
+        activation: key of what follows the convolution.
     """
 
     kind: Literal["gated_delta", "mamba2"] = "gated_delta"
@@ -53,20 +54,25 @@ class Recurrent:
     conv_bias: str | bool = False
     bias: str | bool = False
     norm_groups: str | None = None
+    activation: str = "hidden_activation"
 
     def name(self, part: str) -> str:
         """A part's name relative to the layer."""
         return f"{self.module}.{part}"
 
-    @property
-    def sets(self) -> tuple[LinearSet, ...]:
-        """Its linears; nothing absorbs a scale of theirs: norms come before a gate, or have an offset."""
-        inputs = tuple(map(self.name, self.inputs))
-        beside = tuple(map(self.name, self.gates))
+    def sets(self, norm: str | None) -> tuple[LinearSet, ...]:
+        """Its linears.
+
+        Args:
+            norm: what the layer begins with; None where it cannot absorb a scale.
+        """
+        inputs, beside = (tuple(map(self.name, parts)) for parts in (self.inputs, self.gates))
         output = self.name("out_proj")
+        # A norm with a weight for each channel can absorb one too, if nothing follows it.
+        last = self.name("norm") if self.norm_groups is not None else None
         return (
-            LinearSet(linears=inputs, source=None, parent=self.module, beside=beside, optional=True),
-            LinearSet(linears=(output,), source=None, parent=output, optional=True),
+            LinearSet(linears=inputs, source=norm, parent=self.module, beside=beside, optional=True),
+            LinearSet(linears=(output,), source=last, parent=output, optional=True),
         )
 
     def shape(self, read: ConfigReader) -> StateShape:
@@ -84,9 +90,14 @@ class Recurrent:
             key_heads=groups,
             key_dim=read.count(self.key_dim),
             value_heads=heads,
-            value_dim=read.count(self.value_dim),
+            value_dim=self._value_dim(read, heads),
             conv_width=read.count(self.conv_width, at_least=2),
         )
+
+    def _value_dim(self, read: ConfigReader, heads: int) -> int:
+        if read.get(self.value_dim) != "auto":
+            return read.count(self.value_dim)
+        return read.count("mamba_expand") * read.count("hidden_size") // heads
 
     def matrices(self, read: ConfigReader, hidden: int) -> tuple[Matrix, ...]:
         """Its linears."""
@@ -95,8 +106,8 @@ class Recurrent:
         # What each of a module's linears gives: one of all, or queries, keys and values apart from the gate.
         parts = [shape.channels, shape.values] if len(self.inputs) == 2 else [shape.channels + shape.values]
         parts[-1] += 0 if self.gates else heads
-        numbers = [2 * heads // len(self.gates)] * len(self.gates)
-        sizes = [*zip(self.inputs, parts, strict=True), *zip(self.gates, numbers, strict=True)]
+        sizes = [*zip(self.inputs, parts, strict=True)]
+        sizes += [(name, 2 * heads // len(self.gates)) for name in self.gates]
         return (
             *(
                 Matrix(
@@ -126,3 +137,31 @@ class Recurrent:
         if self.kind == "mamba2":
             shapes["D"] = heads
         return {self.name(part): size for part, size in shapes.items()}
+
+
+MAMBA = Recurrent(
+    kind="mamba2",
+    module="mamba",
+    inputs=("in_proj",),
+    gates=(),
+    types=("linear_attention", "mamba"),
+    interval=None,
+    key_heads="mamba_n_groups",
+    key_dim="mamba_d_state",
+    value_heads="mamba_n_heads",
+    value_dim="mamba_d_head",
+    conv_width="mamba_d_conv",
+    conv_bias="mamba_conv_bias",
+    bias="mamba_proj_bias",
+    norm_groups="mamba_n_groups",
+)
+MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+"""Mamba 2 as Bamba and Granite 4 have it."""

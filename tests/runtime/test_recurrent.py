@@ -18,7 +18,7 @@ from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
 
-FAMILIES = ("qwen3_5_text",)
+FAMILIES = ("qwen3_5_text", "granitemoehybrid")
 ASKED = prompts(40, 1, 7, 90, 23)
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 
