@@ -146,6 +146,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 32},
     "nemotron": {},
     "olmo": {},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        **dict.fromkeys(("ssm_state_size", "mamba_head_dim", "head_dim"), 16),
+        "mamba_num_heads": 8,
+        "n_groups": 2,
+    },
     "olmo2": {},
     "olmo3": {"sliding_window": 32, "num_hidden_layers": 4},
     "olmoe": {**_EXPERTS},

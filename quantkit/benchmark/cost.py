@@ -155,7 +155,8 @@ def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
     """The linears of a block, and whether each belongs to an expert that only some tokens are sent to."""
     mlp, is_mixture = block.mlp, hasattr(block.mlp, "router")
     dense = mlp.shared if is_mixture else mlp
-    plain = [*block.attention.linears, *((dense.up, dense.down) if dense is not None else ())]
+    mixing = () if block.attention is None else block.attention.linears
+    plain = [*mixing, *((dense.up, dense.down) if dense is not None else ())]
     if is_mixture:
         plain += [mlp.router, *([] if mlp.shared_gate is None else [mlp.shared_gate])]
         yield from ((linear, True) for linear in mlp.linears)

@@ -13,8 +13,8 @@ from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import Experts, Family
 from quantkit.models.layer_tensors import layer_tensors
-from quantkit.models.layer_types import experts_by_layer, recurrent_by_layer, windows_by_layer
-from quantkit.models.state_shape import StateShape
+from quantkit.models.layer_types import experts_by_layer, halves_by_layer, recurrent_by_layer, windows_by_layer
+from quantkit.models.state_shape import NOTHING, StateShape
 from quantkit.models.tensors import LayerTensors
 
 
@@ -88,6 +88,7 @@ class ModelDescription:
         num_heads, num_kv_heads, head_dim: of attention.
         windows: of each layer: a token attends to this many tokens, itself included; None = to all before it.
         recurrent: of each layer: it keeps a state in place of keys and values.
+        only_mlp: of each layer: it is an MLP and nothing else; where each is one half, the others have none.
         with_experts: of each layer: experts in place of the MLP.
         qk_norm: whether queries and keys are normed.
         parallel: attention and MLP read the same residual stream.
@@ -105,6 +106,7 @@ class ModelDescription:
     head_dim: int
     windows: tuple[int | None, ...]
     recurrent: tuple[bool, ...]
+    only_mlp: tuple[bool, ...]
     with_experts: tuple[bool, ...]
     qk_norm: bool
     parallel: bool
@@ -136,6 +138,8 @@ class ModelDescription:
         """What one layer keeps of each token, or of each sequence, and reads."""
         if self.family.recurrent is not None and self.recurrent[index]:
             return self.family.recurrent.shape(self.entries)
+        if self.only_mlp[index]:
+            return NOTHING
         if self.family.block is not None:
             return self.family.block(self.entries, index).attention
         sizes = self.latent
@@ -199,6 +203,7 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
         "head_dim": latent.head_dim if latent else read.count("head_dim", default=hidden // heads),
         "windows": windows,
         "recurrent": recurrent_by_layer(read, family),
+        "only_mlp": halves_by_layer(read, family),
         "with_experts": sparse,
         "qk_norm": family.qk_norm is not None and read.flag(family.qk_norm.switch, family.qk_norm.switch is None),
         "parallel": read.flag(family.parallel),

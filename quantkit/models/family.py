@@ -252,6 +252,7 @@ class Family:
         norm_offset: added to the weights of all norms.
         qk_norm: norm on queries and keys.
         parallel: attention and MLP read the same residual stream and are added together; a key or a constant.
+        one_half: each layer is attention, or what takes its place, or an MLP, behind one norm.
         window, rope, multipliers, experts: see there.
         biases: see there.
         recurrent: layers that keep a state in place of keys and values; None = there are none.
@@ -298,6 +299,7 @@ class Family:
     norm_offset: float = 0.0
     qk_norm: QueryKeyNorm | None = None
     parallel: str | bool = False
+    one_half: bool = False
     window: Window | None = None
     rope: Rope = Rope()
     multipliers: Multipliers = Multipliers()
@@ -342,7 +344,7 @@ class Family:
         mixing = MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)
         if self.recurrent is not None:
             mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))
-        return (*mixing, *mlp)
+        return (*mixing, *(replace(group, optional=True) for group in mlp)) if self.one_half else (*mixing, *mlp)
 
     def sets_of_layer(
         self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None

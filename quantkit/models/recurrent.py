@@ -37,6 +37,7 @@ class Recurrent:
         conv_bias, bias: whether the convolution, and the linears, have biases: keys or constants.
         norm_groups: key of the number of groups that the norm works on; None = each head is one, with one weight.
         activation: key of what follows the convolution.
+        least_step: key of the least that a step is; None = there is no such bound.
     """
 
     kind: Literal["gated_delta", "mamba2"] = "gated_delta"
@@ -55,6 +56,7 @@ class Recurrent:
     bias: str | bool = False
     norm_groups: str | None = None
     activation: str = "hidden_activation"
+    least_step: str | None = None
 
     def name(self, part: str) -> str:
         """A part's name relative to the layer."""

@@ -55,7 +55,7 @@ class StateShape:
 
     def describe(self) -> str:
         """Short form for tables, e.g. `state 32 x 128 x 128`."""
-        return f"state {self.value_heads} x {self.key_dim} x {self.value_dim}"
+        return "nothing" if not self.channels else f"state {self.value_heads} x {self.key_dim} x {self.value_dim}"
 
     def offers(self, form: KVForm) -> bool:
         """Whether it is kept beside a cache in that form: always, as it is no part of it."""
@@ -88,3 +88,7 @@ class StateShape:
     def prefill_flops(self, tokens: int) -> float:
         """The same of so many tokens."""
         return tokens * self.decode_flops(1)
+
+
+NOTHING = StateShape(key_heads=0, key_dim=0, value_heads=0, value_dim=0, conv_width=1)
+"""Of a layer that looks at each token by itself."""

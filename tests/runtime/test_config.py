@@ -97,8 +97,11 @@ def test_defaults_are_those_of_transformers(family):
         "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "deepseek_v2": ("num_experts_per_tok",),
         "olmoe": ("num_experts", "num_experts_per_tok"),
+        "nemotron_h": ("layers_block_type",),
     }.get(family, ())
     sizes |= {key: getattr(tiny_config(family), key) for key in needed}
+    if family == "nemotron_h":
+        del sizes["num_hidden_layers"]  # as many as are listed
     if family in ("glm", "glm4", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"):
         sizes["head_dim"] = 16
     full = AutoConfig.for_model(family, **sizes)

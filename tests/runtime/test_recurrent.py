@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from quantkit.api import quantize
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.models.cache import FP32
+from quantkit.models.config import NotNative
+from quantkit.models.families import find
 from quantkit.planning.memory import kv_allocated_bytes
 from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM
@@ -73,6 +75,25 @@ def test_the_plan_counts_the_bytes_of_the_pool(models, family):
     planned = kv_allocated_bytes(from_model(folder), 128, FP32)
     assert llm.stats()["kv_bytes"] == 3 * planned
     assert llm.engine.runner.cache.states[0].num_bytes > 0
+
+
+def test_letters_name_the_layers_of_nemotron(tmp_path):
+    """As Nemotron-H was published; with experts among them it is none of what the file describes."""
+    folder = make_loud_model(tmp_path / "model", "nemotron_h")
+    expected = run(load_model(folder, dtype="float32", backend="native"), ASKED)
+    config = json.loads((folder / "config.json").read_text())
+    del config["layers_block_type"]
+    (folder / "config.json").write_text(json.dumps({**config, "hybrid_override_pattern": "M-*"}))
+    assert difference(run(load_model(folder, dtype="float32", backend="native"), ASKED), expected) == 0
+    for experts in ({"hybrid_override_pattern": "M-*E"}, {"layers_block_type": ["linear_attention", "moe"]}):
+        with pytest.raises(NotNative, match="NemotronHForCausalLM"):
+            find({**config, **experts})
+
+
+def test_a_bounded_step_is_not_native(tmp_path):
+    folder = make_loud_model(tmp_path / "model", "bamba", time_step_limit=[0.0, 0.1])
+    with pytest.raises(NotNative, match=r"time_step_limit = \[0\.0, 0\.1\]"):
+        load_model(folder, backend="native")
 
 
 def test_drafts_are_refused(models):

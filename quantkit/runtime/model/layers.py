@@ -230,15 +230,15 @@ class Block:
     What a layer adds last is handed on unadded, so that the next norm can add it in one pass.
 
     Args:
-        attention, mlp: the two halves; the MLP may be experts.
+        attention, mlp: the two halves; the MLP may be experts. None = the layer is the other half.
         input_norm, attention_norm, mlp_norm, output_norm: see `models.family.Parts`.
         parallel: both halves read the same stream.
         scale: of what they add to it.
         rope: which of the model's rotary embeddings; None = no positions.
     """
 
-    attention: AnyAttention
-    mlp: Callable[[Tensor], Tensor]
+    attention: AnyAttention | None
+    mlp: Callable[[Tensor], Tensor] | None
     input_norm: Norm | None
     attention_norm: Norm | None
     mlp_norm: Norm | None
@@ -249,8 +249,9 @@ class Block:
 
     def __post_init__(self) -> None:
         # The input norm may quantize only for all its readers, and a parallel MLP without a norm is one of them.
-        shared = [self.mlp] if self.parallel and self.mlp_norm is None else []
-        self.input_norm = norm_for(self.input_norm, [self.attention.qkv, *shared])
+        shared = [self.mlp] if self.attention is None or (self.parallel and self.mlp_norm is None) else []
+        mixing = [] if self.attention is None else [self.attention.qkv]
+        self.input_norm = norm_for(self.input_norm, [*mixing, *shared])
         self.mlp_norm = norm_for(self.mlp_norm, [self.mlp])
 
     def __call__(
@@ -266,6 +267,8 @@ class Block:
             x and pending for what follows.
         """
         entered, x = add_and_norm(self.input_norm, x, pending)
+        if self.attention is None or self.mlp is None:
+            return x, self._half(entered, batch, cache, angles)
         attended = self.attention(entered, batch, cache, angles)
         if self.attention_norm is not None:
             attended, _ = self.attention_norm(attended)
@@ -282,6 +285,13 @@ class Block:
         if self.scale != 1.0:
             added = added * self.scale
         return x, (attended + added if self.parallel else added)
+
+    def _half(self, entered: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+        """What a layer adds that is one half only."""
+        if self.attention is not None:
+            return self.attention(entered, batch, cache, angles)
+        assert self.mlp is not None, "a layer is one half at least"
+        return self.mlp(entered)
 
 
 def add_and_norm(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ class RecurrentMixer:
         shape: of its state.
         conv, conv_bias: (W, C) and (C,) or None, float32.
         decay, step_bias: (H,) float32: what multiplies a step, negative; what is added to one.
+        least_step: what a step is at least.
         skip: (H,) float32, of the value that is added to the output; None = none is.
         norm: (groups, H P / groups) or (P,) float32; eps: of the norm.
     """
@@ -44,6 +45,7 @@ class RecurrentMixer:
     conv_bias: Tensor | None
     decay: Tensor
     step_bias: Tensor
+    least_step: float
     skip: Tensor | None
     norm: Tensor
     eps: float
@@ -81,7 +83,7 @@ class RecurrentMixer:
         query, key, value = channels.split((width, width, shape.values), -1)  # type: ignore[no-untyped-call]
         query, key = (part.unflatten(-1, (shape.key_heads, shape.key_dim)) for part in (query, key))
         value = value.unflatten(-1, (shape.value_heads, shape.value_dim))
-        step = F.softplus(numbers[..., -shape.value_heads :] + self.step_bias)
+        step = F.softplus(numbers[..., -shape.value_heads :] + self.step_bias).clamp_min(self.least_step)
         decay = step * self.decay
         if self.kind == "gated_delta":
             rate = numbers[..., : shape.value_heads].sigmoid()

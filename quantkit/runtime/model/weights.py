@@ -198,10 +198,16 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
     prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
     up, down, gated = config.family.parts.up, config.family.parts.down, config.family.parts.gated
-    sparse = config.with_experts[index]
+    mlp: Callable[[Tensor], Tensor] | None = None
+    attention: AnyAttention | None = None
+    if config.only_mlp[index] or not config.family.one_half:
+        sparse = config.with_experts[index]
+        mlp = _build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated)
+    if not config.only_mlp[index]:
+        attention = _build_mixer(weights, index, prefix)
     return Block(
-        mlp=_build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated),
-        attention=_build_mixer(weights, index, prefix),
+        mlp=mlp,
+        attention=attention,
         input_norm=norms[0],
         attention_norm=norms[1],
         mlp_norm=norms[2],
@@ -310,6 +316,7 @@ def _build_recurrent(weights: Weights, index: int, prefix: str) -> RecurrentMixe
         conv_bias=bias,
         decay=-tensor("A_log").exp(),
         step_bias=tensor("dt_bias"),
+        least_step=config.entries.number(data.least_step, default=0.0),
         skip=tensor("D") if data.kind == "mamba2" else None,
         norm=norm if data.norm_groups is None else norm.view(config.entries.count(data.norm_groups), -1),
         eps=config.norm_eps,
