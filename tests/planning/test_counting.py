@@ -76,6 +76,7 @@ VARIANTS = {
     "mixtral": EXPERTS,
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "head_dim": 16},
     "olmoe": EXPERTS,
+    "qwen3_next": {"layer_types": None},
     "gpt_oss": {**EXPERTS, "head_dim": 16},
     "qwen2_moe": {**WIDE, "shared_expert_intermediate_size": 40},
     "qwen3_moe": WIDE,
