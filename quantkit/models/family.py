@@ -275,7 +275,7 @@ class Family:
         gguf: None = the family is not written to GGUF.
         block: what data cannot say of a layer's attention and of other tensors but its norms and its experts, by number
             of the layer; None = nothing.
-        only: whether it describes a model of this config.json; None = every one that names it.
+        only: whether it describes a model of this config.json that names it.
         known: False where a config.json is counted as if it were Llama's.
     """
 
@@ -323,12 +323,8 @@ class Family:
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
-    only: Callable[[Mapping[str, Any]], bool] | None = None
+    only: Callable[[Mapping[str, Any]], bool] = lambda config: True
     known: bool = True
-
-    def describes(self, config: Mapping[str, Any]) -> bool:
-        """Whether a model that names the family is one that its file tells about."""
-        return self.only is None or self.only(config)
 
     @property
     def sets(self) -> tuple[LinearSet, ...]:
