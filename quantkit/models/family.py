@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quantkit.models.config import ConfigReader
 from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.linear_sets import MLA_SETS, LinearSet, expand_set
+from quantkit.models.part_sets import attention_sets, expert_sets, mlp_sets
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors
@@ -334,10 +335,10 @@ class Family:
         absorbs = self.norm != "bare" and not self.norm_offset  # a norm's weight can take a scale
         before, before_mlp = (name if absorbs else None for name in (self.parts.input_norm, self.parts.mlp_norm))
         joint = self.parallel is True and self.parts.mlp_norm is None
-        mlp = _mlp_sets(self.parts, before_mlp, joint=joint)
+        mlp = mlp_sets(self.parts, before_mlp, joint=joint)
         if self.experts is not None:
-            mlp = (*_expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
-        mixing = MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)
+            mlp = (*expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
+        mixing = MLA_SETS if self.latent else attention_sets(self.parts, before, joint=joint)
         if self.recurrent is not None:
             mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))
         return (*mixing, *(replace(group, optional=True) for group in mlp)) if self.one_half else (*mixing, *mlp)
@@ -360,42 +361,3 @@ class Family:
                 assigned = {name for other in sets for name in other.linears}
                 sets += [one for one in expand_set(group, has) if not assigned & set(one.linears)]
         return tuple(sets)
-
-
-def _attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """With a `joint` norm the MLP reads what attention reads: one set, whose outputs come together in the layer."""
-    together = len(parts.qkv) == 1
-    first = LinearSet(
-        linears=(*parts.qkv, *(parts.up if joint else ())),
-        source=norm,
-        parent="" if joint else parts.qkv[0].rpartition(".")[0],
-    )
-    # A scale for the output would have to be folded into some rows of a projection that is all three: not done.
-    value = None if together else parts.qkv[2]
-    return first, LinearSet(linears=(parts.output,), source=value, parent=parts.output, grouped_heads=not together)
-
-
-def _mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    # No scale passes through an activation, but one does through the product with its gate.
-    source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
-    down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
-    up = LinearSet(linears=parts.up, source=norm, parent=parts.up[0].rpartition(".")[0])
-    return (down,) if joint else (up, down)
-
-
-def _expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
-    """Of a layer with experts: all that reads what the router reads, then what is behind it in each expert."""
-    beside = (data.router, *([data.shared_gate] if data.shared_gate else []))
-    ups = LinearSet(
-        linears=(*data.up, *data.shared_up),
-        source=norm,
-        parent=data.router.rpartition(".")[0],
-        beside=beside,
-        optional=True,
-    )
-    down = LinearSet(linears=(data.down,), source=data.up[1] if data.smooth_down else None, parent=data.down)
-    if data.shared_down is None:
-        return ups, down
-    source = data.shared_up[1] if len(data.shared_up) == 2 else None
-    shared = LinearSet(linears=(data.shared_down,), source=source, parent=data.shared_down, optional=True)
-    return ups, down, shared
