@@ -37,9 +37,25 @@ _LATENT = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
     "num_key_value_heads": 4,
 }
+_DELTA = {
+    **dict.fromkeys(("linear_key_head_dim", "head_dim"), 16),
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+_SHARED = {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.5},
     "cwm": {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4},
@@ -102,11 +118,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.6,
-        "attention_multiplier": 0.4,
-        "logits_scaling": 2.0,
+    "granite": _GRANITE,
+    "granitemoehybrid": {
+        **_GRANITE,
+        **_MAMBA,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+        "layer_types": ["linear_attention", "full_attention"],
     },
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -128,15 +146,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 32},
     "nemotron": {},
     "olmo": {},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        **dict.fromkeys(("ssm_state_size", "mamba_head_dim", "head_dim"), 16),
+        "mamba_num_heads": 8,
+        "n_groups": 2,
+    },
     "olmo2": {},
     "olmo3": {"sliding_window": 32, "num_hidden_layers": 4},
     "olmoe": {**_EXPERTS},
     "phi": {},
     "phi3": {"sliding_window": 32},
-    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": _SHARED,
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
     "seed_oss": {"head_dim": 16},
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": {**_DELTA, **_SHARED},
     "smollm3": {"num_hidden_layers": 4},
     "solar_open": {**_MIXTURE, "head_dim": 16, "n_group": 2, "topk_group": 1},
     "stablelm": {"use_qkv_bias": True},
@@ -162,7 +189,9 @@ EXPERT_FAMILIES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
     "solar_open",
 )
 # Families without experts that the runtime computes, beside those above.

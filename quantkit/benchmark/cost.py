@@ -10,23 +10,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.kernels.layouts import KVLayout
+from quantkit.kernels.layouts import KVLayout, Layout
 from quantkit.runtime.model.model import Model, NativeModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
-    """Attention of one layer.
+    """Attention of one layer, or what takes its place.
 
     Args:
         token_bytes: of one cached token.
         pair_flops: operations of one query with one key.
         window: tokens that a query sees; None = all.
+        state_bytes: that each token reads and writes whatever is before it; 0 of attention.
     """
 
-    token_bytes: float
-    pair_flops: int
-    window: int | None
+    token_bytes: float = 0.0
+    pair_flops: int = 0
+    window: int | None = None
+    state_bytes: int = 0
 
     def seen(self, context: int) -> int:
         """Cached tokens that a new one reads."""
@@ -43,7 +45,7 @@ class Cost:
         expert_share: of a layer's experts, those that each token is sent to; 1 without experts.
         parameters: weights of the products that one token passes, the head not counted.
         head_parameters, head_bytes: of the head.
-        layers: attention.
+        layers: attention, or what takes its place.
         product: number type that products are made in, e.g. "bfloat16" or "int8".
     """
 
@@ -64,7 +66,7 @@ class Cost:
 
     def kv_bytes(self, context: int) -> float:
         """Bytes of the cache that the next token of a sequence reads."""
-        return sum(layer.seen(context) * layer.token_bytes for layer in self.layers)
+        return sum(layer.seen(context) * layer.token_bytes + layer.state_bytes for layer in self.layers)
 
     @property
     def kv_token_bytes(self) -> float:
@@ -92,7 +94,7 @@ class Cost:
         return 2 * prompt * self.parameters + 2 * self.head_parameters + attention
 
 
-def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
+def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
     """Count a model.
 
     Args:
@@ -115,6 +117,8 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
             pair_flops=2 * config.num_heads * (layout.head_dim + layout.value_dim),
             window=window,
         )
+        if isinstance(layout, KVLayout)
+        else LayerCost(state_bytes=layout.residual_bytes)
         for layout, window in zip(layouts, config.windows, strict=True)
     ]
     return Cost(
@@ -151,7 +155,8 @@ def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
     """The linears of a block, and whether each belongs to an expert that only some tokens are sent to."""
     mlp, is_mixture = block.mlp, hasattr(block.mlp, "router")
     dense = mlp.shared if is_mixture else mlp
-    plain = [*block.attention.linears, *((dense.up, dense.down) if dense is not None else ())]
+    mixing = () if block.attention is None else block.attention.linears
+    plain = [*mixing, *((dense.up, dense.down) if dense is not None else ())]
     if is_mixture:
         plain += [mlp.router, *([] if mlp.shared_gate is None else [mlp.shared_gate])]
         yield from ((linear, True) for linear in mlp.linears)

@@ -6,7 +6,7 @@ are understood. Activations are an estimate, and say so.
 N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -65,6 +65,11 @@ class Prediction:
         # The stream and what is pending, of this layer and of the one before; then the fused projection and what
         # attention makes of it, or the two halves of the MLP and their product.
         attention = 4 * hidden + 2 * queries + 2 * keys
+        if config.family.recurrent is not None:
+            # What is projected; then channels in float32, convolved, and queries, keys, values and outputs out of them.
+            shape = config.family.recurrent.shape(config.entries)
+            numbers = shape.channels + shape.values
+            attention = max(attention, 4 * hidden + numbers + 3 * numbers * 4 // size)
         mlp = 5 * hidden + (3 if config.family.parts.gated else 2) * config.width
         if config.experts is not None:  # one expert at a time, with its tokens gathered
             mlp = 7 * hidden + 3 * max(config.experts.width, config.experts.shared_width or 0)
@@ -161,7 +166,9 @@ class _HeaderWeights(Weights):
         self.num_bytes += value.nbytes
         return value
 
-    def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
+    def linear(
+        self, names: Sequence[str], orders: Mapping[str, Tensor] | None = None, read_share: float = 1.0
+    ) -> Linear:
         kinds = [(self._scheme(name), self.stored(f"{name}.weight")) for name in names]
         bias = any(f"{name}.bias" in self.reader for name in names)  # zero where only others have one
         # Linears are fused only where they are stored alike, as the loader does.

@@ -111,7 +111,13 @@ def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, i
     """The fused groups of one layer."""
     family = ours.config.family
     parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
-    linears = [(parts.qkv, "attention", "qkv"), ((parts.output,), "attention", "output")]
+    mixing, output, recurrent = parts.qkv, parts.output, family.recurrent
+    if recurrent is not None and ours.config.recurrent[index]:
+        mixing = tuple(map(recurrent.name, (*recurrent.inputs, *recurrent.gates)))
+        output = recurrent.name("out_proj")
+    # A recurrent layer's property `qkv` is its `inputs`, which are what is set.
+    first = "inputs" if mixing is not parts.qkv else "qkv"
+    linears = [(mixing, "attention", first), ((output,), "attention", "output")]
     if isinstance(here.mlp, MLP):
         linears += [(parts.up, "mlp", "up"), ((parts.down,), "mlp", "down")]
     sets = family.sets_of_layer(partial(sources.has, index), sources.original.config)

@@ -31,6 +31,7 @@ from quantkit.models.cache import (
     residual_tokens,
     side_of,
 )
+from quantkit.models.state_shape import StateShape
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.kv_cache import (
     FP8_TENSOR,
@@ -220,6 +221,37 @@ class KVLayout:
         return self.dtype if getattr(self.scheme, array).dtype is None else torch.uint8
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateLayout:
+    """What one recurrent layer keeps, in float32: a row of a pool for each sequence that runs, and no pages.
+
+    Args:
+        shape: sizes of one sequence's state.
+        page_size: tokens per page of the other layers.
+    """
+
+    shape: StateShape
+    page_size: int
+
+    @property
+    def scheme(self) -> KVScheme:
+        """It is never quantized."""
+        return _UNQUANTIZED.scheme
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that a page takes here."""
+        return 0
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of one sequence."""
+        return self.shape.num_bytes
+
+
+Layout = KVLayout | StateLayout
+
+
 def kv_scheme(name: str) -> KVScheme | None:
     """The scheme that users mean by a short name; None = not quantized.
 
@@ -266,16 +298,18 @@ def layer_layout(
     return KVLayout(**sizes, dtype=dtype, cache=kept, sinks=sinks)
 
 
-def page_bytes(layouts: Sequence[KVLayout]) -> int:
+def page_bytes(layouts: Sequence[Layout]) -> int:
     """Bytes of one page number in all layers."""
     return sum(layout.page_bytes for layout in layouts)
 
 
-def residual_bytes(layouts: Sequence[KVLayout], max_sequences: int) -> int:
-    """Bytes of the buffers for the newest keys of this many sequences, in all layers."""
+def residual_bytes(layouts: Sequence[Layout], max_sequences: int) -> int:
+    """Bytes of the buffers for the newest keys, or the states, of this many sequences, in all layers."""
     return max_sequences * sum(layout.residual_bytes for layout in layouts)
 
 
-def pages_for_budget(layouts: Sequence[KVLayout], max_sequences: int, budget_bytes: int) -> int:
+def pages_for_budget(layouts: Sequence[Layout], max_sequences: int, budget_bytes: int) -> int:
     """Pages that fit beside the residual windows; 0 when not even those fit."""
-    return max(0, (budget_bytes - residual_bytes(layouts, max_sequences)) // page_bytes(layouts))
+    left = budget_bytes - residual_bytes(layouts, max_sequences)
+    # Where all layers are recurrent, pages only count tokens.
+    return max(0, left // max(1, page_bytes(layouts)))

@@ -13,7 +13,8 @@ from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import Experts, Family
 from quantkit.models.layer_tensors import layer_tensors
-from quantkit.models.layer_types import experts_by_layer, windows_by_layer
+from quantkit.models.layer_types import experts_by_layer, halves_by_layer, recurrent_by_layer, windows_by_layer
+from quantkit.models.state_shape import NOTHING, StateShape
 from quantkit.models.tensors import LayerTensors
 
 
@@ -86,6 +87,8 @@ class ModelDescription:
         vocab_size, hidden_size: of the vocabulary, the residual stream.
         num_heads, num_kv_heads, head_dim: of attention.
         windows: of each layer: a token attends to this many tokens, itself included; None = to all before it.
+        recurrent: of each layer: it keeps a state in place of keys and values.
+        only_mlp: of each layer: it is an MLP and nothing else; where each is one half, the others have none.
         with_experts: of each layer: experts in place of the MLP.
         qk_norm: whether queries and keys are normed.
         parallel: attention and MLP read the same residual stream.
@@ -102,6 +105,8 @@ class ModelDescription:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    recurrent: tuple[bool, ...]
+    only_mlp: tuple[bool, ...]
     with_experts: tuple[bool, ...]
     qk_norm: bool
     parallel: bool
@@ -116,6 +121,11 @@ class ModelDescription:
         return self.entries.count("intermediate_size", default=None if ratio is None else ratio * self.hidden_size)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether there are layers that keep a state."""
+        return any(self.recurrent)
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.windows)
@@ -124,8 +134,12 @@ class ModelDescription:
         """Names and shapes of what one layer holds; names are relative to it."""
         return layer_tensors(self, index)
 
-    def attention(self, index: int) -> AttentionShape:
-        """What one layer keeps of each token, and reads."""
+    def attention(self, index: int) -> AttentionShape | StateShape:
+        """What one layer keeps of each token, or of each sequence, and reads."""
+        if self.family.recurrent is not None and self.recurrent[index]:
+            return self.family.recurrent.shape(self.entries)
+        if self.only_mlp[index]:
+            return NOTHING
         if self.family.block is not None:
             return self.family.block(self.entries, index).attention
         sizes = self.latent
@@ -188,6 +202,8 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "head_dim": latent.head_dim if latent else read.count("head_dim", default=hidden // heads),
         "windows": windows,
+        "recurrent": recurrent_by_layer(read, family),
+        "only_mlp": halves_by_layer(read, family),
         "with_experts": sparse,
         "qk_norm": family.qk_norm is not None and read.flag(family.qk_norm.switch, family.qk_norm.switch is None),
         "parallel": read.flag(family.parallel),

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from quantkit.models.config import ConfigReader
 from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.linear_sets import MLA_SETS, LinearSet, expand_set
+from quantkit.models.part_sets import attention_sets, expert_sets, mlp_sets
+from quantkit.models.recurrent import Recurrent
 from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors
 
@@ -28,6 +30,7 @@ class Parts:
         output_norm: after the MLP, before its output joins the residual stream.
         qkv: query, key and value projections, or one that is all three.
         qkv_by_head: rows of the one projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
+        gated_query: the query projection gives a gate behind each head's query, which opens what the head attends to.
         output: projection of the heads back to the hidden width.
         up: what the MLP's input goes through: gate and up, one that is both (gate first), or a single one, no gate.
         gated: the MLP multiplies act(gate) and up.
@@ -41,6 +44,7 @@ class Parts:
     output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_head: bool = False
+    gated_query: bool = False
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     gated: bool = True
@@ -101,7 +105,7 @@ class Rope:
         fixed_alpha: "dynamic" scaling with an `alpha` is a larger base, whatever the length.
         layers: "all" rotate; "window": only those with one; "local": the same, but all of a model without windows;
             "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, n being
-            `no_rope_layer_interval`.
+            `no_rope_layer_interval`; "named": all, if `position_embedding_type` is "rope".
     """
 
     theta: float = 10000.0
@@ -112,7 +116,7 @@ class Rope:
     interleaved: str | bool = False
     grows: bool = False
     fixed_alpha: bool = False
-    layers: Literal["all", "window", "local", "listed"] = "all"
+    layers: Literal["all", "window", "local", "listed", "named"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,8 +253,10 @@ class Family:
         norm_offset: added to the weights of all norms.
         qk_norm: norm on queries and keys.
         parallel: attention and MLP read the same residual stream and are added together; a key or a constant.
+        one_half: each layer is attention, or what takes its place, or an MLP, behind one norm.
         window, rope, multipliers, experts: see there.
         biases: see there.
+        recurrent: layers that keep a state in place of keys and values; None = there are none.
         vectors: other parameters of each layer by name; their shapes are numbers or keys.
         sinks: of these, the score of nothing at all that each head adds to its others; None = there is none.
         outside: the same of parameters beside the layers, e.g. learned positions.
@@ -264,11 +270,13 @@ class Family:
         compressed_experts: whether transformers loads experts that are stored as codes, each under its own name.
         decode_at_load: transformers computes with the weights of this family's linears itself, so that a loader must
             have decoded them before.
+        unread: what names of tensors begin with that checkpoints have and no part of the model reads.
         native: whether the runtime computes the family itself; else transformers does.
         not_native: keys that, when set to something true, ask for what the runtime does not compute.
         gguf: None = the family is not written to GGUF.
         block: what data cannot say of a layer's attention and of other tensors but its norms and its experts, by number
             of the layer; None = nothing.
+        only: whether it describes a model of this config.json that names it.
         known: False where a config.json is counted as if it were Llama's.
     """
 
@@ -292,11 +300,13 @@ class Family:
     norm_offset: float = 0.0
     qk_norm: QueryKeyNorm | None = None
     parallel: str | bool = False
+    one_half: bool = False
     window: Window | None = None
     rope: Rope = Rope()
     multipliers: Multipliers = Multipliers()
     experts: Experts | None = None
     biases: Biases = Biases()
+    recurrent: Recurrent | None = None
     vectors: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     sinks: str | None = None
     outside: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
@@ -309,10 +319,12 @@ class Family:
     stored_tensors: Mapping[str, str] = field(default_factory=dict)
     compressed_experts: bool = True
     decode_at_load: bool = False
+    unread: tuple[str, ...] = ()
     native: bool = True
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
+    only: Callable[[Mapping[str, Any]], bool] = lambda config: True
     known: bool = True
 
     @property
@@ -323,10 +335,13 @@ class Family:
         absorbs = self.norm != "bare" and not self.norm_offset  # a norm's weight can take a scale
         before, before_mlp = (name if absorbs else None for name in (self.parts.input_norm, self.parts.mlp_norm))
         joint = self.parallel is True and self.parts.mlp_norm is None
-        mlp = _mlp_sets(self.parts, before_mlp, joint=joint)
+        mlp = mlp_sets(self.parts, before_mlp, joint=joint)
         if self.experts is not None:
-            mlp = (*_expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
-        return (*(MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)), *mlp)
+            mlp = (*expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
+        mixing = MLA_SETS if self.latent else attention_sets(self.parts, before, joint=joint)
+        if self.recurrent is not None:
+            mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))
+        return (*mixing, *(replace(group, optional=True) for group in mlp)) if self.one_half else (*mixing, *mlp)
 
     def sets_of_layer(
         self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None
@@ -346,42 +361,3 @@ class Family:
                 assigned = {name for other in sets for name in other.linears}
                 sets += [one for one in expand_set(group, has) if not assigned & set(one.linears)]
         return tuple(sets)
-
-
-def _attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """With a `joint` norm the MLP reads what attention reads: one set, whose outputs come together in the layer."""
-    together = len(parts.qkv) == 1
-    first = LinearSet(
-        linears=(*parts.qkv, *(parts.up if joint else ())),
-        source=norm,
-        parent="" if joint else parts.qkv[0].rpartition(".")[0],
-    )
-    # A scale for the output would have to be folded into some rows of a projection that is all three: not done.
-    value = None if together else parts.qkv[2]
-    return first, LinearSet(linears=(parts.output,), source=value, parent=parts.output, grouped_heads=not together)
-
-
-def _mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    # No scale passes through an activation, but one does through the product with its gate.
-    source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
-    down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
-    up = LinearSet(linears=parts.up, source=norm, parent=parts.up[0].rpartition(".")[0])
-    return (down,) if joint else (up, down)
-
-
-def _expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
-    """Of a layer with experts: all that reads what the router reads, then what is behind it in each expert."""
-    beside = (data.router, *([data.shared_gate] if data.shared_gate else []))
-    ups = LinearSet(
-        linears=(*data.up, *data.shared_up),
-        source=norm,
-        parent=data.router.rpartition(".")[0],
-        beside=beside,
-        optional=True,
-    )
-    down = LinearSet(linears=(data.down,), source=data.up[1] if data.smooth_down else None, parent=data.down)
-    if data.shared_down is None:
-        return ups, down
-    source = data.shared_up[1] if len(data.shared_up) == 2 else None
-    shared = LinearSet(linears=(data.shared_down,), source=source, parent=data.shared_down, optional=True)
-    return ups, down, shared

@@ -31,9 +31,14 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     elif model.latent is not None:
         matrices = list(_latent_matrices(model, model.latent))
         vectors |= _latent_norms(model.latent)
+    elif model.only_mlp[index]:
+        matrices = []
+    elif family.recurrent is not None and model.recurrent[index]:
+        matrices = list(family.recurrent.matrices(model.entries, model.hidden_size))
+        vectors |= family.recurrent.vectors(model.entries)
     else:
         matrices = list(_attention_matrices(model))
-    if family.qk_norm is not None and model.qk_norm:
+    if family.qk_norm is not None and model.qk_norm and not model.recurrent[index]:
         vectors |= _query_key_norms(model, family.qk_norm)
     vectors |= _own_shapes(model, family.vectors)
     if model.with_experts[index]:
@@ -41,7 +46,7 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
         if family.experts is not None and family.experts.balance and model.experts is not None:
             rows = (family.experts.balance_rows,) if family.experts.balance_rows else ()
             vectors[family.experts.balance] = (*rows, model.experts.num_experts)
-    else:
+    elif model.only_mlp[index] or not family.one_half:
         bias = model.entries.flag(family.biases.mlp)
         matrices += _mlp(model, family.parts.up, family.parts.down, model.width, bias=bias, gated=family.parts.gated)
     return LayerTensors(matrices=tuple(matrices), vectors=vectors, attention=model.attention(index))
@@ -63,6 +68,8 @@ def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, .
 def norm_names(model: ModelDescription) -> tuple[str | None, ...]:
     """Names of a layer's norms: before and after attention, before and after the MLP; None = there is none."""
     parts = model.family.parts
+    if model.family.one_half:
+        return parts.input_norm, None, None, None
     has_mlp_norm = parts.parallel_mlp_norm or not model.parallel
     return parts.input_norm, parts.attention_norm, parts.mlp_norm if has_mlp_norm else None, parts.output_norm
 
@@ -95,7 +102,8 @@ def _query_key_norms(model: ModelDescription, norm: QueryKeyNorm) -> Shapes:
 def _attention_matrices(model: ModelDescription) -> Iterator[Matrix]:
     parts, biases, hidden = model.family.parts, model.family.biases, model.hidden_size
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    rows = (queries, keys, keys) if len(parts.qkv) == 3 else (queries + 2 * keys,)
+    gates = queries if parts.gated_query else 0
+    rows = (queries + gates, keys, keys) if len(parts.qkv) == 3 else (queries + 2 * keys,)
     bias = model.entries.flag(biases.qkv)
     for name, count in zip(parts.qkv, rows, strict=True):
         yield Matrix(name=name, out_features=count, in_features=hidden, bias=bias)

@@ -12,7 +12,30 @@ _WINDOWED = {
     "local_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _STATE_SPACE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2")
+
+
+def count_layers(read: ConfigReader) -> int:
+    """Decoder layers: as many as config.json says, else as it lists."""
+    types = _types(read)
+    return read.count("num_hidden_layers", default=len(types) if isinstance(types, list) else None)
+
+
+def _types(read: ConfigReader) -> Any:
+    """What config.json lists of each layer; None = nothing."""
+    pattern = read.get("hybrid_override_pattern")
+    if read.get("layer_types") is None and isinstance(pattern, str):
+        return [_LETTERS.get(letter, letter) for letter in pattern]
+    return read.get("layer_types")
+
+
+def halves_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
+    """Whether each layer is an MLP and nothing else, as some are where each layer is one half."""
+    count = count_layers(read)
+    if not family.one_half:
+        return (False,) * count
+    return tuple(name == "mlp" for name in _checked_types(read, _types(read), count))
 
 
 def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ...]:
@@ -21,18 +44,20 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
     Raises:
         ModelError: a kind of attention that is none of keys and values, or not one for each layer.
     """
-    count = read.count("num_hidden_layers")
+    count = count_layers(read)
     if family.block is not None:
         return (None,) * count  # which says it layer by layer
     model_type = read.get("model_type")
-    if model_type in _STATE_SPACE or read.flag("is_attention_free"):
+    if family.recurrent is None and (model_type in _STATE_SPACE or read.flag("is_attention_free")):
         raise ModelError(
             f"{read.where}: {model_type} keeps a state, not a cache of keys and values; "
             "plan counts attention layers only; give --params for the weights alone"
         )
-    rule, types = family.window, read.get("layer_types")
+    rule, types = family.window, _types(read)
     if types is not None and (rule is None or rule.rule != "all"):
-        return tuple(_window_of_type(read, name) for name in _checked_types(read, types, count))
+        names, recurrent = _checked_types(read, types, count), recurrent_by_layer(read, family)
+        others = zip(names, recurrent, halves_by_layer(read, family), strict=True)
+        return tuple(None if has_state or is_mlp else _window_of_type(read, name) for name, has_state, is_mlp in others)
     pattern = read.optional_count("sliding_window_pattern")
     if rule is None or not (pattern or read.flag(rule.switch, rule.switch is None)) or not read.get("sliding_window"):
         return (None,) * count
@@ -73,9 +98,21 @@ def _window_of_type(read: ConfigReader, name: str) -> int | None:
     return read.count(_WINDOWED[name])
 
 
+def recurrent_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
+    """Whether each layer keeps a state in place of keys and values."""
+    count, data, types = count_layers(read), family.recurrent, _types(read)
+    if data is None:
+        return (False,) * count
+    if types is not None:
+        return tuple(name in data.types for name in _checked_types(read, types, count))
+    if isinstance(attending := read.get("attn_layer_indices"), list):
+        return tuple(index not in attending for index in range(count))
+    return tuple(data.interval is None or (index + 1) % read.count(data.interval) != 0 for index in range(count))
+
+
 def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
     """Whether each layer has experts in place of the MLP."""
-    count = read.count("num_hidden_layers")
+    count = count_layers(read)
     if family.experts is None or not read.optional_count("num_experts"):
         return (False,) * count
     return tuple(_is_sparse(read, index) for index in range(count))
@@ -106,8 +143,10 @@ def positions_by_layer(read: ConfigReader, family: Family, windows: tuple[int | 
     has_windows = any(window is not None for window in windows)
     if family.rope.layers == "window" or (family.rope.layers == "local" and has_windows):
         return [window is not None for window in windows]
+    if family.rope.layers == "named" and read.get("position_embedding_type") != "rope":
+        return [False] * len(windows)
     if family.rope.layers != "listed":
-        return [True] * len(windows)
+        return [not recurrent for recurrent in recurrent_by_layer(read, family)]
     listed = read.get("no_rope_layers")
     if listed is None:
         interval = read.count("no_rope_layer_interval")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.linear_sets import EXPERT, at
+from quantkit.models.state_shape import StateShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +61,12 @@ class LayerTensors:
     Args:
         matrices: its linears, in running order.
         vectors: shape by relative name of everything else but biases of linears: norms, sinks, balances.
-        attention: its cache.
+        attention: its cache, or its state.
     """
 
     matrices: tuple[Matrix, ...]
     vectors: Mapping[str, tuple[int, ...]]
-    attention: AttentionShape
+    attention: AttentionShape | StateShape
 
     @property
     def other_parameters(self) -> int:

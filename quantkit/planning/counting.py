@@ -133,7 +133,8 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
     active = model.experts.num_chosen if model.experts is not None and model.with_experts[index] else 1
     sizes: Counter[tuple[str, int, int]] = Counter()
     vectors: dict[str, tuple[int, ...]] = {}
-    data = model.family.experts
+    data, recurrent = model.family.experts, model.family.recurrent
+    gates = set() if recurrent is None else {recurrent.name(part) for part in recurrent.gates}
     for local, stored in tensors:
         linears = _matrix_sizes(local, stored.shape, transposed=data is not None and data.transposed)
         if not linears:
@@ -146,7 +147,7 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
             in_features=columns,
             copies=count,
             active=min(active, count) if "experts" in name.split(".") else count,
-            quantizable=name.rpartition(".")[2] not in _ROUTERS,
+            quantizable=name.rpartition(".")[2] not in _ROUTERS and name not in gates,
         )
         for (name, rows, columns), count in sizes.items()
     )

@@ -8,6 +8,7 @@ from typing import Any
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import KVForm
 from quantkit.models.family import Family
+from quantkit.models.state_shape import StateShape
 from quantkit.models.tensors import LayerTensors
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
@@ -80,7 +81,7 @@ class ModelShape:
         """Parameters of the output product, whether they are the embedding's or its own."""
         return self.head or self.embedding
 
-    def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape, KVForm]]:
+    def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape | StateShape, KVForm]]:
         """The cache of each layer, and the form that it is kept in."""
         return ((layer.attention, form.of(index)) for index, layer in enumerate(self.layers))
 

@@ -91,13 +91,17 @@ def test_defaults_are_those_of_transformers(family):
 
     sizes = {key: value for key, value in LLAMA.items() if key != "architectures"}
     sizes |= {"num_key_value_heads": 4} if family != "llama" else {}
+    shared = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     needed = {
-        "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+        **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), shared),
         "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "deepseek_v2": ("num_experts_per_tok",),
         "olmoe": ("num_experts", "num_experts_per_tok"),
+        "nemotron_h": ("layers_block_type",),
     }.get(family, ())
     sizes |= {key: getattr(tiny_config(family), key) for key in needed}
+    if family == "nemotron_h":
+        del sizes["num_hidden_layers"]  # as many as are listed
     if family in ("glm", "glm4", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"):
         sizes["head_dim"] = 16
     full = AutoConfig.for_model(family, **sizes)

@@ -60,6 +60,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "granitemoehybrid, positions": ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_n_groups": 1}),
     "cohere, qk norm": ("cohere", {"use_qk_norm": True}),
     "phi, qk norm": ("phi", {"qk_layernorm": True}),
     "phi3, longrope": ("phi3", {**scaled("longrope", **LONG), "original_max_position_embeddings": 300}),

@@ -27,26 +27,6 @@ def folder(request, tmp_path_factory):
     changes = {
         "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},
         "gpt2": {"n_positions": 512},
-        "qwen3_next": {
-            "head_dim": 16,
-            "num_hidden_layers": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-        },
-        "bamba": {
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_n_groups": 1,
-            "mamba_chunk_size": 16,
-        },
         "minimax": {
             "head_dim": 16,
             "num_local_experts": 4,

@@ -39,6 +39,7 @@ class ToyModel:
     """
 
     paged = True
+    is_recurrent = False
     vocab_size = VOCAB
     eos_ids: tuple[int, ...] = ()
     stored_bytes = num_bytes = 0

@@ -33,8 +33,9 @@ def find(config: Mapping[str, Any]) -> Family:
         )
     known = supported()
     for name in map(str, names):
-        if name in known:
-            return known[name]
+        family = known.get(name)
+        if family is not None and family.only(config):
+            return family
     raise NotNative(f"architecture {names[0]!r}")
 
 
@@ -57,6 +58,6 @@ def family_for_counting(config: Mapping[str, Any]) -> Family:
     model_type = str((inner if isinstance(inner, Mapping) else config).get("model_type") or "llama")
     known: dict[str, Family] = REGISTRY.all()
     for name, family in known.items():
-        if model_type in (name.replace("-", "_"), *family.model_types):
+        if model_type in (name.replace("-", "_"), *family.model_types) and family.only(config):
             return family
     return UNKNOWN

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.layouts import KVLayout, page_bytes, residual_bytes
+from quantkit.kernels.layouts import KVLayout, Layout, StateLayout, page_bytes, residual_bytes
 from quantkit.kernels.ops.attention import paged_attention
+from quantkit.runtime.cache.states import StatePool
 
 
 class KVCache:
@@ -36,26 +37,34 @@ class KVCache:
         max_sequences: rows of the residual windows.
         device: where the pools live.
     Attributes:
-        attention: of each layer's new tokens to what is cached and to each other; then they are cached too.
+        attention: by number of the layer: of its new tokens to what is cached and to each other; then they are cached
+            too.
+        states: by number of the layer: of recurrent layers, which have no pages.
     Raises:
         ResourceError: the memory is not there; the message gives the bytes.
     """
 
     def __init__(
-        self, layouts: Sequence[KVLayout], num_pages: int, max_sequences: int, device: torch.device | str = "cpu"
+        self, layouts: Sequence[Layout], num_pages: int, max_sequences: int, device: torch.device | str = "cpu"
     ) -> None:
         self.layouts = tuple(layouts)
         self.page_size = self.layouts[0].page_size
         self.num_pages = num_pages
         self.max_sequences = max_sequences
         self.device = torch.device(device)
+        paged = {n: layout for n, layout in enumerate(self.layouts) if isinstance(layout, KVLayout)}
         try:
             # Plain bytes: a page holds codes and scales of several types, which the layout's views give their dtypes.
             self._pools = [
                 torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
-                for layout in self.layouts
+                for layout in paged.values()
             ]
-            self._residuals = [self._residual(layout) for layout in self.layouts]
+            self._residuals = [self._residual(layout) for layout in paged.values()]
+            self.states = {
+                n: StatePool(layout.shape, max_sequences, self.device)
+                for n, layout in enumerate(self.layouts)
+                if isinstance(layout, StateLayout)
+            }
         except RuntimeError as error:
             # Allocators of the host and of CUDA both end here: torch.cuda.OutOfMemoryError is a RuntimeError.
             needed = num_pages * page_bytes(self.layouts) + residual_bytes(self.layouts, max_sequences)
@@ -63,9 +72,9 @@ class KVCache:
                 f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, which are not free; "
                 "lower num_pages or memory, or use a smaller KV type"
             ) from error
-        parts = zip(self.layouts, self._pools, self._residuals, strict=True)
-        self._views = [layout.views(pool, residual) for layout, pool, residual in parts]
-        self.attention = [paged_attention(views) for views in self._views]
+        parts = zip(paged.items(), self._pools, self._residuals, strict=True)
+        self._views = {n: layout.views(pool, residual) for (n, layout), pool, residual in parts}
+        self.attention = {n: paged_attention(views) for n, views in self._views.items()}
 
     def _residual(self, layout: KVLayout) -> Tensor | None:
         if not layout.has_residual:
@@ -77,14 +86,15 @@ class KVCache:
     @property
     def is_capturable(self) -> bool:
         """Whether attention of a decode step reads all that changes from step to step on the device."""
-        return all(getattr(attention, "is_capturable", False) for attention in self.attention)
+        return all(getattr(attention, "is_capturable", False) for attention in self.attention.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pools, without the residual windows."""
+        """Bytes of all pages."""
         return sum(pool.nbytes for pool in self._pools)
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the residual windows, which hold the newest keys of each sequence unquantized."""
-        return sum(residual.nbytes for residual in self._residuals if residual is not None)
+        """Bytes of what each sequence has beside its pages: its newest keys unquantized, its states."""
+        windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
+        return windows + sum(pool.num_bytes for pool in self.states.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import KVLayout, page_bytes, pages_for_budget, residual_bytes
+from quantkit.kernels.layouts import Layout, page_bytes, pages_for_budget, residual_bytes
 from quantkit.quantities import byte_size
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.devices import free_bytes
@@ -15,7 +15,7 @@ _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unaske
 _STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and values itself
 
 
-def size_pool(layouts: Sequence[KVLayout], config: EngineConfig, model_length: int, device: torch.device) -> int:
+def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int, device: torch.device) -> int:
     """Pages of the pool: as asked, as the budget allows, or enough for everybody as far as memory is free.
 
     Args:

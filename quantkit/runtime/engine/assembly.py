@@ -8,13 +8,13 @@ import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import KVLayout, kv_scheme
+from quantkit.kernels.layouts import Layout, kv_scheme
 from quantkit.models.config import NotNative
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.sizing import Capacity, size_pool
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer, check_draft
+from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer, check_draft, check_states
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
@@ -42,6 +42,8 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
         return None
     model, layouts = read
     drafting = None if draft is None else _read(draft, None, config, device)
+    if config.speculate is not None:
+        check_states(model.is_recurrent, drafting is not None and drafting[0].is_recurrent)
     if drafting is not None:
         check_draft(drafting[0].vocab_size, model.vocab_size)
         layouts += drafting[1]
@@ -50,7 +52,7 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
 
 def _read(
     path: Path, kv_cache: str | None, config: EngineConfig, device: torch.device
-) -> tuple[ModelConfig, list[KVLayout]] | None:
+) -> tuple[ModelConfig, list[Layout]] | None:
     """A model's config and how its layers will keep keys and values; None when it does not run natively."""
     reader = CheckpointReader(path)
     try:
@@ -87,12 +89,14 @@ def build_engine(
     """
     if not model.paged and config.kv_cache != "auto":
         raise RequestError(f"kv_cache {config.kv_cache!r} is only for models that run natively; leave it out")
+    if controller is not None:
+        check_states(model.is_recurrent, draft is not None and draft.is_recurrent)
     layouts = model.layouts(config.kv_cache, config.page_size)
     draft_layouts = [] if draft is None else draft.layouts(None, config.page_size)
     # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
     num_pages = size_pool([*layouts, *draft_layouts], config, model.max_length, model.device)
 
-    def cache(layouts: Sequence[KVLayout], device: torch.device) -> KVCache | None:
+    def cache(layouts: Sequence[Layout], device: torch.device) -> KVCache | None:
         """None for a model that keeps its own keys and values and so has no layouts."""
         return KVCache(layouts, num_pages, config.max_sequences, device) if layouts else None
 

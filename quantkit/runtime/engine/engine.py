@@ -65,7 +65,8 @@ class Engine:
         assert (proposer is None) == (controller is None), "a proposer and a controller go together"
         self.model, self.config, self.controller = model, config, controller
         self.pool = PagePool(num_pages)
-        shared = config.prefix_cache and model.paged
+        # A page holds keys and values; the state that recurrent layers had at its border is kept nowhere.
+        shared = config.prefix_cache and model.paged and not model.is_recurrent
         self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
         self.scheduler = Scheduler(self.pool, self.prefix, config, self._forget, fixed_chunks=quantized)

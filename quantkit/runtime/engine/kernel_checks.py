@@ -118,8 +118,8 @@ def checks_of(path: Path, asked: EngineConfig, device: torch.device, *, draft: b
         yield check("quantized_linear", _name(kind), _Parts.products, kind)
     layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, asked.page_size, dtype)
     for layout, window, rope in zip(layouts, config.windows, config.ropes, strict=True):
-        if layout.rope_dim:
-            continue  # latent attention has no kernel but torch's
+        if not isinstance(layout, KVLayout) or layout.rope_dim:
+            continue  # recurrent layers and latent attention have no kernel but torch's
         label, options = _attention_kind(config, layout, window, rope)
         yield check("attention", label, _Parts.attention, layout, rope, options)
     if config.experts is not None:

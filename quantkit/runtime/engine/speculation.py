@@ -61,6 +61,21 @@ def check_draft(vocab_size: int, target: int) -> None:
         )
 
 
+def check_states(target: bool, draft: bool) -> None:
+    """Refuse models whose state has rejected drafts in it for good.
+
+    Args:
+        target, draft: whether each keeps one.
+    Raises:
+        RequestError: one does.
+    """
+    if target or draft:
+        raise RequestError(
+            f"the {'model' if target else 'draft model'} has recurrent layers, and rejected drafts cannot be taken out "
+            f"of their state; {'leave speculate out' if target else 'speculate with another draft model'}"
+        )
+
+
 class NgramProposer:
     """Looks for the last tokens earlier in the same sequence and proposes what followed there (prompt lookup).
 

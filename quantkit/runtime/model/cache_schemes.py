@@ -8,7 +8,8 @@ from pathlib import Path
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from quantkit.formats._kv_cache import read_cache_schemes, read_scales
-from quantkit.kernels.layouts import KVLayout, kv_scheme
+from quantkit.kernels.layouts import Layout, kv_scheme
+from quantkit.models.state_shape import StateShape
 from quantkit.numerics.kv_cache import FP8_HEAD, LayerCache, Scales
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.model.config import ModelConfig
@@ -66,7 +67,13 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     heads = 1 if config.latent else config.num_kv_heads
     names = [f"{config.family.layers}.{index}.{attention}" for index in range(count)]
     try:
-        scales = tuple(read_scales(name, heads, reader.__contains__, reader.tensor) for name in names)
+        # A layer without keys needs no scales, which must not look as if they were missing.
+        scales = tuple(
+            (1.0, 1.0)
+            if isinstance(config.attention(index), StateShape)
+            else read_scales(name, heads, reader.__contains__, reader.tensor)
+            for index, name in enumerate(names)
+        )
     except CheckpointError as error:
         # Scales that config.json announces are needed; others only earn a note.
         if schemes is not None:
@@ -93,7 +100,7 @@ def follows_checkpoint(path: str | Path) -> bool:
     return schemes is not None and any(scheme.is_quantized for scheme in schemes)
 
 
-def cache_type(layouts: Sequence[KVLayout], asked: str) -> str:
+def cache_type(layouts: Sequence[Layout], asked: str) -> str:
     """Short name of what a cache holds: as asked, or, where `auto` quantizes, the commonest number type of its keys.
 
     Args:

@@ -4,6 +4,7 @@ Plain JSON is read, both as transformers 4 wrote it (`rope_theta`, `rope_scaling
 (`rope_parameters`); transformers itself is not needed. Which tensors that makes says `models.description`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.description import ModelDescription, description_fields
 from quantkit.models.family import Family
 from quantkit.models.layer_types import positions_by_layer
+from quantkit.models.recurrent import Recurrent
 from quantkit.models.rope import RopeConfig, read_rope
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,6 +71,8 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     activation = family.activation or read.text("hidden_activation", default="silu")
     if activation not in (*ACTIVATIONS, CLAMPED_SWIGLU, XIELU):
         raise NotNative(f"activation {activation!r}")
+    if family.recurrent is not None:
+        _check_recurrent(read, family.recurrent)
     latent = fields["latent"]
     ropes = _read_ropes(read, family, fields["windows"], latent.rope_dim if latent else fields["head_dim"], length)
     root = read.number(factors.attention_root, default=fields["head_dim"])
@@ -92,6 +96,15 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
         logits_scale=read.number(factors.logits, default=1.0) / read.number(factors.logits_divisor, default=1.0),
         max_length=_max_length(ropes, length),
     )
+
+
+def _check_recurrent(read: ConfigReader, data: Recurrent) -> None:
+    if read.text(data.activation, default="silu") not in ("silu", "swish"):
+        raise NotNative(f"activation {read.get(data.activation)!r} of recurrent layers")
+    # JSON has no infinity: transformers writes an object.
+    limits = read.get("time_step_limit") or [0.0]
+    if limits[0] != 0.0 or any(isinstance(limit, (int, float)) and math.isfinite(limit) for limit in limits[1:]):
+        raise NotNative(f"time_step_limit = {limits}")
 
 
 def _read_ropes(

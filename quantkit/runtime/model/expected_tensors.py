@@ -84,7 +84,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
         if name.startswith(further):
             continue
         # A tensor that nothing computes with would make the output wrong without a word.
-        if name not in known and not _IGNORED.fullmatch(name):
+        if name not in known and not _IGNORED.fullmatch(name) and not name.startswith(model.family.unread):
             raise CheckpointError(
                 f"{reader.path}: tensor {name} {reader.info(name).shape} has no place in the model that config.json "
                 "describes; config.json and weights are not of one model"

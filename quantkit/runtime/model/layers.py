@@ -103,7 +103,7 @@ class Attention:
 
     Args:
         layer: its number in the cache.
-        qkv: (T, H) -> (T, (Hq + 2 Hkv) D), all queries first, then all keys.
+        qkv: (T, H) -> (T, (Hq + 2 Hkv) D), all queries first, then all keys; gates of the heads stand before the keys.
         output: (T, Hq D) -> (T, H).
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
         options: what the attention kernel does besides; its norms are those that it can do.
@@ -112,6 +112,7 @@ class Attention:
         norm_last: they come behind the rotation.
         clip: bound of the absolute value of queries, keys and values behind norms that come first; None = none.
         growth: of queries, a factor (T,) for positions (T,); None = they do not grow.
+        is_gated: what a head attends to is multiplied by the sigmoid of its gate.
     """
 
     layer: int
@@ -123,6 +124,7 @@ class Attention:
     options: AttentionOptions
     norms: tuple[Norm, Norm] | None
     norm_flat: bool
+    is_gated: bool = False
     norm_last: bool = False
     clip: float | None = None
     growth: Callable[[Tensor], Tensor] | None = None
@@ -144,8 +146,8 @@ class Attention:
             (T, H).
         """
         norms, heads = self.norms, self.qkv(x).view(len(x), -1, self.head_dim)  # (T, Hq + 2 Hkv, D)
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        query, key, value = heads.split(counts, 1)  # type: ignore[no-untyped-call]
+        counts = (self.num_heads, self.num_heads * self.is_gated, self.num_kv_heads, self.num_kv_heads)
+        query, gate, key, value = heads.split(counts, 1)  # type: ignore[no-untyped-call]
         if norms is not None and self.norm_flat:
             query = norms[0](query.flatten(1))[0].view(query.shape)
             key = norms[1](key.flatten(1))[0].view(key.shape)
@@ -159,7 +161,7 @@ class Attention:
         if norms is not None and not self.norm_flat:
             query, key = norms[0](query)[0], norms[1](key)[0]
         attended = cache.attention[self.layer]((query, key, value), batch, self.options, angles)
-        return self.output(attended.reshape(len(x), -1))
+        return self.output((attended * gate.sigmoid() if self.is_gated else attended).reshape(len(x), -1))
 
 
 def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
@@ -205,9 +207,11 @@ class MLP:
 
 
 class AnyAttention(Protocol):
-    """What a block needs of its attention: `Attention`, or one that computes otherwise."""
+    """What a block needs of its attention: `Attention`, or what takes its place."""
 
-    qkv: Linear
+    @property
+    def qkv(self) -> Linear:
+        """What reads the layer's input."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -226,15 +230,15 @@ class Block:
     What a layer adds last is handed on unadded, so that the next norm can add it in one pass.
 
     Args:
-        attention, mlp: the two halves; the MLP may be experts.
+        attention, mlp: the two halves; the MLP may be experts. None = the layer is the other half.
         input_norm, attention_norm, mlp_norm, output_norm: see `models.family.Parts`.
         parallel: both halves read the same stream.
         scale: of what they add to it.
         rope: which of the model's rotary embeddings; None = no positions.
     """
 
-    attention: AnyAttention
-    mlp: Callable[[Tensor], Tensor]
+    attention: AnyAttention | None
+    mlp: Callable[[Tensor], Tensor] | None
     input_norm: Norm | None
     attention_norm: Norm | None
     mlp_norm: Norm | None
@@ -245,8 +249,9 @@ class Block:
 
     def __post_init__(self) -> None:
         # The input norm may quantize only for all its readers, and a parallel MLP without a norm is one of them.
-        shared = [self.mlp] if self.parallel and self.mlp_norm is None else []
-        self.input_norm = norm_for(self.input_norm, [self.attention.qkv, *shared])
+        shared = [self.mlp] if self.attention is None or (self.parallel and self.mlp_norm is None) else []
+        mixing = [] if self.attention is None else [self.attention.qkv]
+        self.input_norm = norm_for(self.input_norm, [*mixing, *shared])
         self.mlp_norm = norm_for(self.mlp_norm, [self.mlp])
 
     def __call__(
@@ -262,6 +267,8 @@ class Block:
             x and pending for what follows.
         """
         entered, x = add_and_norm(self.input_norm, x, pending)
+        if self.attention is None or self.mlp is None:
+            return x, self._half(entered, batch, cache, angles)
         attended = self.attention(entered, batch, cache, angles)
         if self.attention_norm is not None:
             attended, _ = self.attention_norm(attended)
@@ -278,6 +285,13 @@ class Block:
         if self.scale != 1.0:
             added = added * self.scale
         return x, (attended + added if self.parallel else added)
+
+    def _half(self, entered: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+        """What a layer adds that is one half only."""
+        if self.attention is not None:
+            return self.attention(entered, batch, cache, angles)
+        assert self.mlp is not None, "a layer is one half at least"
+        return self.mlp(entered)
 
 
 def add_and_norm(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:

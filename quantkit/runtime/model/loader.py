@@ -37,6 +37,7 @@ from quantkit.untrusted import read_object
 Backend = Literal["auto", "native", "transformers"]
 
 _HEAD_ROWS = 4096
+_RECURRENT = "recurrent layers are computed by torch, and beginnings of prompts are not shared"
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -126,7 +127,7 @@ def load_native(
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, *weights.notes, *([stored_cache.note] if stored_cache.note else [])),
+        notes=(*notes, *weights.notes, *filter(None, (stored_cache.note, _RECURRENT if config.is_recurrent else ""))),
         stored_cache=stored_cache,
     )
 

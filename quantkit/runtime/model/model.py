@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import KVLayout, kv_dtype, layer_layout
+from quantkit.kernels.layouts import Layout, StateLayout, kv_dtype, layer_layout
 from quantkit.kernels.ops.head import logits
 from quantkit.kernels.types import Linear, Logits
 from quantkit.models.rope import RopeConfig
+from quantkit.models.state_shape import StateShape
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
@@ -50,14 +51,19 @@ class Model(ABC):
     device: torch.device
     notes: tuple[str, ...]
 
-    def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
-        """How each layer keeps keys and values; empty where the model keeps them itself.
+    def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
+        """How each layer keeps keys and values, or a state; empty where the model keeps them itself.
 
         Args:
             kv_cache: short name of their number type, see `StoredCache.choose`; None = as computed.
             page_size: tokens per page.
         """
         return []
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state in the cache, from which no tokens can be taken back."""
+        return False
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
@@ -96,7 +102,12 @@ class NativeModel(Model):
             # Gemma was trained with the root of its width rounded to the model's dtype.
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=self.dtype).item()
 
-    def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
+    @property
+    def is_recurrent(self) -> bool:
+        """See `Model`."""
+        return self.config.is_recurrent
+
+    def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
         return config_layouts(self.config, self.stored_cache, kv_cache, page_size, self.dtype)
 
     @torch.inference_mode()
@@ -124,6 +135,8 @@ class NativeModel(Model):
         Args:
             max_length: tokens of the longest sequence.
         """
+        if self.is_recurrent:
+            return "recurrent layers are computed by torch, launch by launch"
         if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
             return "which experts are chosen is asked by the host"
         if any((table.rope.turning_length or max_length) < max_length for table in self._tables):
@@ -142,8 +155,8 @@ class NativeModel(Model):
 
 def config_layouts(
     config: ModelConfig, stored: StoredCache, kv_cache: str | None, page_size: int, dtype: torch.dtype
-) -> list[KVLayout]:
-    """How each layer of a model keeps keys and values.
+) -> list[Layout]:
+    """How each layer of a model keeps keys and values, or its state.
 
     Args:
         config: of the model.
@@ -151,9 +164,13 @@ def config_layouts(
         kv_cache, page_size: see `Model.layouts`.
         dtype: of the computation.
     """
-    shapes = [config.attention(index) for index in range(config.num_layers)]
-    return [
-        layer_layout(
+    layouts: list[Layout] = []
+    for index, cache in enumerate(stored.choose(kv_cache)):
+        shape = config.attention(index)
+        if isinstance(shape, StateShape):
+            layouts.append(StateLayout(shape=shape, page_size=page_size))
+            continue
+        layout = layer_layout(
             num_heads=shape.num_kv_heads,
             head_dim=shape.key_dim,
             rope_dim=shape.rope_dim,
@@ -163,5 +180,5 @@ def config_layouts(
             cache=cache,
             window=shape.window,
         )
-        for shape, cache in zip(shapes, stored.choose(kv_cache), strict=True)
-    ]
+        layouts.append(layout)
+    return layouts

@@ -3,7 +3,7 @@
 Nothing is kept but what the parts hold, so beside the finished ones there is never more than one group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +28,18 @@ from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.latent import LatentAttention
-from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
+from quantkit.runtime.model.layers import (
+    MLP,
+    AnyAttention,
+    Attention,
+    Block,
+    LayerNorm,
+    Norm,
+    RMSNorm,
+    SideBySide,
+    kernel_norms,
+)
+from quantkit.runtime.model.recurrent import RecurrentMixer, stored_rows
 from quantkit.runtime.model.rope import query_growth
 
 Weight = Tensor | QuantizedTensor
@@ -84,17 +95,24 @@ class Weights:
             )
         return RMSNorm(weight, eps, self.config.norm_offset)
 
-    def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
+    def linear(
+        self, names: Sequence[str], orders: Mapping[str, Tensor] | None = None, read_share: float = 1.0
+    ) -> Linear:
         """One linear out of modules that read the same input: their outputs one after another.
 
         Args:
             names: full module names.
-            order: (N,) rows of the result, where it is not that of the checkpoint.
+            orders: (N,) rows of the modules that do not keep those of the checkpoint.
             read_share: how much of it a decode step reads, for experts.
         """
         stored = [self._read(name) for name in names]
         weights, schemes = [weight for weight, _ in stored], [activation for _, activation in stored]
         biases = self.biases(names, weights)
+        for number, name in enumerate(names):
+            if (order := (orders or {}).get(name)) is not None:
+                weights[number] = _take_rows(weights[number], order)
+                if biases is not None:
+                    biases[number] = biases[number][order]
         # No second references: what is joined or laid out must be freed as soon as it has been copied.
         del stored
         joined: Weight | None = weights[0]
@@ -107,9 +125,6 @@ class Weights:
         else:
             weights.clear()
             bias = None if biases is None else torch.cat(biases)
-            if order is not None:
-                joined = joined[order] if isinstance(joined, Tensor) else joined.take_rows(order)
-                bias = None if bias is None else bias[order]
             result = self.build(joined, bias, schemes[0])
         self.num_bytes += result.stored_bytes
         self.stored_bytes += round(result.stored_bytes * read_share)
@@ -167,6 +182,10 @@ class Weights:
         ]
 
 
+def _take_rows(weight: Weight, order: Tensor) -> Weight:
+    return weight[order] if isinstance(weight, Tensor) else weight.take_rows(order)
+
+
 def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
     """One decoder layer.
 
@@ -179,10 +198,16 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
     prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
     up, down, gated = config.family.parts.up, config.family.parts.down, config.family.parts.gated
-    sparse = config.with_experts[index]
+    mlp: Callable[[Tensor], Tensor] | None = None
+    attention: AnyAttention | None = None
+    if config.only_mlp[index] or not config.family.one_half:
+        sparse = config.with_experts[index]
+        mlp = _build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated)
+    if not config.only_mlp[index]:
+        attention = _build_mixer(weights, index, prefix)
     return Block(
-        mlp=_build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated),
-        attention=(_build_attention if config.latent is None else _build_latent)(weights, index, prefix),
+        mlp=mlp,
+        attention=attention,
         input_norm=norms[0],
         attention_norm=norms[1],
         mlp_norm=norms[2],
@@ -193,6 +218,13 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
     )
 
 
+def _build_mixer(weights: Weights, index: int, prefix: str) -> AnyAttention:
+    """What stands in the place of attention."""
+    if weights.config.recurrent[index]:
+        return _build_recurrent(weights, index, prefix)
+    return (_build_attention if weights.config.latent is None else _build_latent)(weights, index, prefix)
+
+
 def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
     config, rope = weights.config, weights.config.ropes[index]
     parts, norm = config.family.parts, config.family.qk_norm
@@ -201,14 +233,16 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         heads = per_head(prefix + norm.query, config.num_heads), per_head(prefix + norm.key, config.num_kv_heads)
         norms = weights.norm(*heads[0]), weights.norm(*heads[1])
         fused = None if flat or norm.after_rotation else kernel_norms(*norms)
-    order = None
-    if parts.qkv_by_head:
-        # Attention splits its input into all queries, all keys and all values; here they take turns head by head.
-        rows = torch.arange(3 * config.num_heads * config.head_dim, device=weights.device)
-        order = rows.view(config.num_heads, 3, config.head_dim).transpose(0, 1).reshape(-1)
+    orders = {}
+    if parts.qkv_by_head or parts.gated_query:
+        # Attention splits its input into all queries, gates, keys and values; here they take turns head by head.
+        turns = 3 if parts.qkv_by_head else 2
+        rows = torch.arange(turns * config.num_heads * config.head_dim, device=weights.device)
+        by_head = rows.view(config.num_heads, turns, config.head_dim)
+        orders[prefix + parts.qkv[0]] = by_head.transpose(0, 1).reshape(-1)
     return Attention(
         layer=index,
-        qkv=weights.linear([prefix + name for name in parts.qkv], order),
+        qkv=weights.linear([prefix + name for name in parts.qkv], orders),
         output=weights.linear([prefix + parts.output]),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -223,6 +257,7 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         ),
         norms=None if fused else norms,
         norm_flat=flat,
+        is_gated=parts.gated_query,
         norm_last=norm is not None and norm.after_rotation,
         clip=config.clip,
         growth=partial(query_growth, rope) if rope is not None and rope.growth else None,
@@ -250,6 +285,41 @@ def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
         sizes=sizes,
         options=AttentionOptions(scale=config.attention_scale, interleaved=rope is not None and rope.interleaved),
         growth=partial(query_growth, rope) if rope is not None and rope.growth else None,
+    )
+
+
+def _build_recurrent(weights: Weights, index: int, prefix: str) -> RecurrentMixer:
+    """The recurrent layer of this number; `prefix` is in front of its tensors' names."""
+    config = weights.config
+    data = config.family.recurrent
+    assert data is not None
+    shape = data.shape(config.entries)
+    rows = {name: rows.to(weights.device) for name, rows in stored_rows(data, shape).items()}
+
+    def tensor(part: str) -> Tensor:
+        return weights.tensor(prefix + data.name(part), torch.float32)
+
+    conv, bias = tensor("conv1d.weight").squeeze(1), None
+    if config.entries.flag(data.conv_bias):
+        bias = tensor("conv1d.bias")
+    if (order := rows.get("conv1d")) is not None:
+        conv, bias = conv[order], None if bias is None else bias[order]
+    norm = tensor("norm.weight")
+    names = [prefix + data.name(part) for part in (*data.inputs, *data.gates)]
+    return RecurrentMixer(
+        kind=data.kind,
+        layer=index,
+        inputs=weights.linear(names, {prefix + data.name(part): order for part, order in rows.items()}),
+        output=weights.linear([prefix + data.name("out_proj")]),
+        shape=shape,
+        conv=conv.mT.contiguous(),
+        conv_bias=bias,
+        decay=-tensor("A_log").exp(),
+        step_bias=tensor("dt_bias"),
+        least_step=config.entries.number(data.least_step, default=0.0),
+        skip=tensor("D") if data.kind == "mamba2" else None,
+        norm=norm if data.norm_groups is None else norm.view(config.entries.count(data.norm_groups), -1),
+        eps=config.norm_eps,
     )
 
 

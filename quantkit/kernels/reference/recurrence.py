@@ -1,0 +1,54 @@
+"""Recurrent layers token by token: what every faster form must agree with. Any device; all in float32.
+
+Shapes: B sequences, T new tokens of each, W width of the convolution, C its channels; G heads of queries and keys with
+N channels, H heads of values with P, H a multiple of G: neighbouring heads of values share a query and a key.
+Source: Yang et al. 2025, Gated Delta Networks; Dao and Gu 2024, Transformers are SSMs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor) -> tuple[Tensor, Tensor]:
+    """SiLU of a convolution over the tokens, each channel by itself.
+
+    Args:
+        x: (B, T, C), any float dtype; not modified.
+        weight: (W, C), the newest token's last; bias: (C,) or None.
+        past: (B, W - 1, C) float32, the tokens before.
+    Returns:
+        (B, T, C) float32, and the new past.
+    """
+    tokens, count = torch.cat([past, x.float()], dim=1), x.shape[1]
+    mixed = sum(
+        (tokens[:, i : i + count] * row for i, row in enumerate(weight)), start=torch.zeros((), device=x.device)
+    )
+    return F.silu(mixed if bias is None else mixed + bias), tokens[:, count:]
+
+
+def recur(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Update the state with each token, and read it: S = exp(decay) S + key x new; out = query S.
+
+    Args:
+        query, key: (B, T, G, N) float32.
+        value: (B, T, H, P) float32.
+        decay: (B, T, H) float32, logarithms, not positive.
+        rate: (B, T, H) float32, new is rate * (value - key S), the gated delta rule; None: new is the value.
+        state: (B, H, N, P) float32; not modified.
+    Returns:
+        (B, T, H, P) float32, and the new state.
+    """
+    repeats = value.shape[2] // key.shape[2]
+    outputs = []
+    for token in range(value.shape[1]):
+        q, k = (x[:, token].repeat_interleave(repeats, dim=1).unsqueeze(-1) for x in (query, key))  # (B, H, N, 1)
+        state = state * decay[:, token, :, None, None].exp()
+        new = value[:, token].unsqueeze(-2)  # (B, H, 1, P)
+        if rate is not None:
+            new = rate[:, token, :, None, None] * (new - (k * state).sum(-2, keepdim=True))
+        state = state + k * new
+        outputs.append((q * state).sum(-2))
+    return torch.stack(outputs, dim=1), state

@@ -1,0 +1,169 @@
+"""Layers that keep a state of one size for each sequence, in place of keys and values of each token. Torch-free.
+
+Two kinds, which differ in how a token changes the state S (N, P) of a head and share everything else:
+
+    gated delta net   S = d S;  S += k (b (v - k S))     o = q S                 (Qwen3-Next, Qwen3.5)
+    mamba 2           S = d S;  S += k (t v)             o = q S + D v           (Granite 4, Nemotron-H, Bamba)
+
+d is a decay, b and t are step sizes, numbers of a head and a token. Queries, keys and values pass a short convolution
+over the tokens before that, and what comes out is normed and multiplied by a gate. W width of the convolution; G heads
+of queries and keys with N channels (Mamba's C and B), H heads of values with P channels, H a multiple of G.
+Source: Yang et al. 2025, Gated Delta Networks; Dao and Gu 2024, Transformers are SSMs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.errors import ModelError
+from quantkit.models.config import ConfigReader
+from quantkit.models.linear_sets import LinearSet
+from quantkit.models.state_shape import StateShape
+from quantkit.models.tensors import Matrix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrent:
+    """Recurrent layers of a family: names of their modules and keys of their sizes.
+
+    Args:
+        kind: see the module's description.
+        module: what stands in the place of attention; the other names are relative to it.
+        inputs: linears of what is mixed: queries, keys, values and gate.
+        gates: linears of numbers per head, which are never quantized; none where they are rows of the inputs.
+        by_head: rows of inputs and gates are those of key head 0, then of key head 1, ...; else each part whole.
+        types: entries of `layer_types` that mean such a layer.
+        interval: key of a number n where there is no such list: all but every n-th layer are recurrent; None = all are.
+        key_heads, key_dim, value_heads, value_dim, conv_width: keys of G, N, H, P and W.
+        conv_bias, bias: whether the convolution, and the linears, have biases: keys or constants.
+        norm_groups: key of the number of groups that the norm works on; None = each head is one, with one weight.
+        activation: key of what follows the convolution.
+        least_step: key of the least that a step is; None = there is no such bound.
+    """
+
+    kind: Literal["gated_delta", "mamba2"] = "gated_delta"
+    module: str = "linear_attn"
+    inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    by_head: bool = False
+    types: tuple[str, ...] = ("linear_attention",)
+    interval: str | None = "full_attention_interval"
+    key_heads: str = "linear_num_key_heads"
+    key_dim: str = "linear_key_head_dim"
+    value_heads: str = "linear_num_value_heads"
+    value_dim: str = "linear_value_head_dim"
+    conv_width: str = "linear_conv_kernel_dim"
+    conv_bias: str | bool = False
+    bias: str | bool = False
+    norm_groups: str | None = None
+    activation: str = "hidden_activation"
+    least_step: str | None = None
+
+    def name(self, part: str) -> str:
+        """A part's name relative to the layer."""
+        return f"{self.module}.{part}"
+
+    def sets(self, norm: str | None) -> tuple[LinearSet, ...]:
+        """Its linears.
+
+        Args:
+            norm: what the layer begins with; None where it cannot absorb a scale.
+        """
+        inputs, beside = (tuple(map(self.name, parts)) for parts in (self.inputs, self.gates))
+        output = self.name("out_proj")
+        # A norm with a weight for each channel can absorb one too, if nothing follows it.
+        last = self.name("norm") if self.norm_groups is not None else None
+        return (
+            LinearSet(linears=inputs, source=norm, parent=self.module, beside=beside, optional=True),
+            LinearSet(linears=(output,), source=last, parent=output, optional=True),
+        )
+
+    def shape(self, read: ConfigReader) -> StateShape:
+        """Sizes of one layer.
+
+        Raises:
+            ModelError: heads of values are not a multiple of those of keys.
+        """
+        groups, heads = read.count(self.key_heads), read.count(self.value_heads)
+        if heads % groups:
+            raise ModelError(
+                f"{read.where}: {self.value_heads} {heads} is not a multiple of {self.key_heads} {groups}; mend it"
+            )
+        return StateShape(
+            key_heads=groups,
+            key_dim=read.count(self.key_dim),
+            value_heads=heads,
+            value_dim=self._value_dim(read, heads),
+            conv_width=read.count(self.conv_width, at_least=2),
+        )
+
+    def _value_dim(self, read: ConfigReader, heads: int) -> int:
+        if read.get(self.value_dim) != "auto":
+            return read.count(self.value_dim)
+        return read.count("mamba_expand") * read.count("hidden_size") // heads
+
+    def matrices(self, read: ConfigReader, hidden: int) -> tuple[Matrix, ...]:
+        """Its linears."""
+        shape, bias = self.shape(read), read.flag(self.bias)
+        heads = shape.value_heads
+        # What each of a module's linears gives: one of all, or queries, keys and values apart from the gate.
+        parts = [shape.channels, shape.values] if len(self.inputs) == 2 else [shape.channels + shape.values]
+        parts[-1] += 0 if self.gates else heads
+        sizes = [*zip(self.inputs, parts, strict=True)]
+        sizes += [(name, 2 * heads // len(self.gates)) for name in self.gates]
+        return (
+            *(
+                Matrix(
+                    name=self.name(part),
+                    out_features=rows,
+                    in_features=hidden,
+                    bias=bias,
+                    quantizable=part not in self.gates,
+                )
+                for part, rows in sizes
+            ),
+            Matrix(name=self.name("out_proj"), out_features=hidden, in_features=shape.values, bias=bias),
+        )
+
+    def vectors(self, read: ConfigReader) -> dict[str, tuple[int, ...]]:
+        """Shape by relative name of everything else."""
+        shape = self.shape(read)
+        heads = (shape.value_heads,)
+        shapes = {
+            "conv1d.weight": (shape.channels, 1, shape.conv_width),
+            "A_log": heads,
+            "dt_bias": heads,
+            "norm.weight": (shape.value_dim,) if self.norm_groups is None else (shape.values,),
+        }
+        if read.flag(self.conv_bias):
+            shapes["conv1d.bias"] = (shape.channels,)
+        if self.kind == "mamba2":
+            shapes["D"] = heads
+        return {self.name(part): size for part, size in shapes.items()}
+
+
+MAMBA = Recurrent(
+    kind="mamba2",
+    module="mamba",
+    inputs=("in_proj",),
+    gates=(),
+    types=("linear_attention", "mamba"),
+    interval=None,
+    key_heads="mamba_n_groups",
+    key_dim="mamba_d_state",
+    value_heads="mamba_n_heads",
+    value_dim="mamba_d_head",
+    conv_width="mamba_d_conv",
+    conv_bias="mamba_conv_bias",
+    bias="mamba_proj_bias",
+    norm_groups="mamba_n_groups",
+)
+MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+"""Mamba 2 as Bamba and Granite 4 have it."""

@@ -1,0 +1,129 @@
+"""Recurrent layers in the place of attention: gated delta nets and Mamba 2; see `models.recurrent` for what they are.
+
+Shapes: T new tokens of all sequences, B sequences with n new tokens each; C, G, N, H, P as in `models.recurrent`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.ops.recurrence import causal_conv, scan
+from quantkit.kernels.types import Angles, Linear
+from quantkit.models.recurrent import Recurrent
+from quantkit.models.state_shape import StateShape
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.cache.states import runs
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RecurrentMixer:
+    """One recurrent layer.
+
+    Args:
+        kind: how a token changes the state.
+        layer: its number in the cache.
+        inputs: (T, hidden) -> (T, C + H P + H or 2 H): queries, keys, values; gate; numbers of each head.
+        output: (T, H P) -> (T, hidden).
+        shape: of its state.
+        conv, conv_bias: (W, C) and (C,) or None, float32.
+        decay, step_bias: (H,) float32: what multiplies a step, negative; what is added to one.
+        least_step: what a step is at least.
+        skip: (H,) float32, of the value that is added to the output; None = none is.
+        norm: (groups, H P / groups) or (P,) float32; eps: of the norm.
+    """
+
+    kind: Literal["gated_delta", "mamba2"]
+    layer: int
+    inputs: Linear
+    output: Linear
+    shape: StateShape
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor
+    step_bias: Tensor
+    least_step: float
+    skip: Tensor | None
+    norm: Tensor
+    eps: float
+
+    @property
+    def qkv(self) -> Linear:
+        """What reads the layer's input, as in `Attention`."""
+        return self.inputs
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `AnyAttention`."""
+        return self.inputs, self.output
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+        """Mix tokens; see `Attention`."""
+        shape, pool = self.shape, cache.states[self.layer]
+        projected = self.inputs(x)
+        rest = projected.shape[1] - shape.channels - shape.values
+        mixed, gate, numbers = projected.split((shape.channels, shape.values, rest), 1)  # type: ignore[no-untyped-call]
+        outputs = []
+        for run in runs(batch):
+            past, state = pool.read(run)
+            count = len(run.rows)
+            channels, past = causal_conv(mixed[run.tokens].unflatten(0, (count, -1)), self.conv, self.conv_bias, past)
+            output, state = self._mix(channels, numbers[run.tokens].unflatten(0, (count, -1)).float(), state)
+            pool.write(run, past, state)
+            outputs.append(output.flatten(0, 1))
+        return self.output(self._gated_norm(torch.cat(outputs), gate.float()).to(projected.dtype))
+
+    def _mix(self, channels: Tensor, numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (B, n, H, P) and the new state, of convolved channels (B, n, C) and numbers (B, n, H or 2 H)."""
+        shape = self.shape
+        width = shape.key_heads * shape.key_dim
+        query, key, value = channels.split((width, width, shape.values), -1)  # type: ignore[no-untyped-call]
+        query, key = (part.unflatten(-1, (shape.key_heads, shape.key_dim)) for part in (query, key))
+        value = value.unflatten(-1, (shape.value_heads, shape.value_dim))
+        step = F.softplus(numbers[..., -shape.value_heads :] + self.step_bias).clamp_min(self.least_step)
+        decay = step * self.decay
+        if self.kind == "gated_delta":
+            rate = numbers[..., : shape.value_heads].sigmoid()
+            return scan(_unit(query) * shape.key_dim**-0.5, _unit(key), value, decay, rate, state)
+        output, state = scan(query, key, value * step.unsqueeze(-1), decay, None, state)
+        return output if self.skip is None else output + value * self.skip.unsqueeze(-1), state
+
+    def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
+        """(T, H P), of outputs (T, H, P) and gates (T, H P); Mamba opens the gate before the norm."""
+        opened, flat = F.silu(gate), output.flatten(1)
+        flat = flat if self.kind == "gated_delta" else flat * opened
+        grouped = flat.view(len(flat), -1, self.norm.shape[-1])
+        normed = (F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps) * self.norm).flatten(1)
+        return normed * opened if self.kind == "gated_delta" else normed
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length one, as the kernels make them that these models were trained with."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def stored_rows(data: Recurrent, shape: StateShape) -> dict[str, Tensor]:
+    """Rows of modules whose order in checkpoints is not the one computed with, by name.
+
+    That is queries, keys, values, then the gate, then the numbers of all heads.
+    """
+    keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
+    if data.kind == "mamba2":  # gate, values, keys (B), queries (C), numbers
+        sizes = [values, values, keys, keys, heads]
+        gate, value, key, query, numbers = torch.arange(sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
+        mixed = torch.cat([query, key, value])
+        return {data.inputs[0]: torch.cat([mixed, gate, numbers]), "conv1d": mixed - values}
+    if not data.by_head:
+        return {}
+    own, rows = values // shape.key_heads, {}  # values of the heads that share a key head
+    for name, sizes in (
+        (data.inputs[0], [shape.key_dim, shape.key_dim, own, own]),
+        (data.gates[0], [heads // shape.key_heads] * 2),
+    ):
+        by_head = torch.arange(shape.key_heads * sum(sizes)).view(shape.key_heads, -1)
+        parts = by_head.split(sizes, dim=1)  # type: ignore[no-untyped-call]
+        rows[name] = torch.cat([part.flatten() for part in parts])
+    return rows
