@@ -228,6 +228,11 @@ def inside(backbone: str, **modules: str) -> dict[str, Any]:
     return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
 
 
+def _every(_config: Mapping[str, Any]) -> bool:
+    """A named function, since families are sent to child processes."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Names of the parts of a decoder-only model in transformers, and what it computes. The defaults are Llama's.
@@ -324,7 +329,7 @@ class Family:
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
-    only: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    only: Callable[[Mapping[str, Any]], bool] = _every
     known: bool = True
 
     @property

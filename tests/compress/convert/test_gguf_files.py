@@ -131,7 +131,9 @@ def build(folder, family):
 
 
 def test_every_family_is_built():
-    assert {name for name, _ in BUILT.values()} == {name for name, family in supported().items() if family.gguf}
+    llamas = {"InternLM3ForCausalLM", "IQuestCoderForCausalLM"}  # written by others; transformers makes them Llamas
+    expected = {name for name, family in supported().items() if family.gguf}
+    assert {name for name, _ in BUILT.values()} == expected - llamas
 
 
 @pytest.mark.parametrize("family", BUILT)
