@@ -1,4 +1,4 @@
-"""Which part of a source a tensor of a checkpoint stands for, told by values and not by the names that quantkit gave."""
+"""Which part of a source a tensor of a checkpoint stands for: told by its values, not by the name that it was given."""
 
 from __future__ import annotations
 
