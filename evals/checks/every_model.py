@@ -61,6 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     file = options.output or ROOT / "evals/results/models" / f"{versions()['transformers']}.json"
     names = options.classes.split(",") if options.classes else list(tiny_models.rows())
+    if unknown := sorted(set(names) - set(tiny_models.rows())):
+        parser.error(f"there is no row {', '.join(unknown)}")
     names = names if options.tenth is None else names[options.tenth % 10 :: 10]
     rows = read(file)
     recipes = options.recipes.split(",")
