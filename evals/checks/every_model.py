@@ -9,6 +9,7 @@ memory: what crashes, hangs or grows costs its own row. Verdicts of a recipe:
 
     right     equal to the truth in transformers and in quantkit (bounds: model_row.py)
     refused   an error of quantkit with its reason, before anything is written or when it is run
+    quantkit only  written, with the warning that transformers does not load it; right in quantkit
     wrong     written, but it does not load, loads with other keys, or computes something else
     crash     any other exception, a signal, out of time or memory
 """
@@ -34,6 +35,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parents[2]
 RECIPES = ("rtn-int4", "gptq-int4", "fp8-dynamic", "w8a8-int8")
+VERDICTS = ("right", "quantkit only", "refused", "wrong", "crash", "not built", "no decoder")
 LIMIT_BYTES = 8 << 30
 
 
@@ -59,11 +61,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     file = options.output or ROOT / "evals/results/models" / f"{versions()['transformers']}.json"
     names = options.classes.split(",") if options.classes else list(tiny_models.rows())
+    if unknown := sorted(set(names) - set(tiny_models.rows())):
+        parser.error(f"there is no row {', '.join(unknown)}")
     names = names if options.tenth is None else names[options.tenth % 10 :: 10]
     rows = read(file)
     recipes = options.recipes.split(",")
     wanted = [name for name in names if options.again or _missing(rows.get(name), recipes)]
-    made = dict.fromkeys(("right", "refused", "wrong", "crash", "no decoder", "not built"), 0)
+    made = dict.fromkeys(VERDICTS, 0)
     with ThreadPoolExecutor(options.jobs) as pool:
         work = partial(row, recipes=recipes, limit=options.limit)
         for name, done in zip(wanted, pool.map(work, wanted), strict=True):
@@ -107,7 +111,7 @@ def versions() -> dict[str, str]:
 
     digest = hashlib.sha256()
     files = [*(ROOT / "quantkit").rglob("*.py"), *(ROOT / "recipes").glob("*.yaml")]
-    files += [ROOT / "evals/checks/tiny_models.py", ROOT / "evals/checks/model_row.py"]
+    files += [ROOT / "evals/checks" / name for name in ("likeness.py", "model_row.py", "tiny_models.py")]
     for path in sorted(files):
         digest.update(path.read_bytes())
     names = ("transformers", "torch", "compressed-tensors")
@@ -141,7 +145,13 @@ def _joined(known: dict[str, Any] | None, done: dict[str, Any]) -> dict[str, Any
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Of a whole row: the worst of what was seen; refused only where every recipe was."""
+    """Of a whole row: the worst of what was seen; refused only where every recipe was.
+
+    Args:
+        row: as kept.
+    Returns:
+        one of `VERDICTS`.
+    """
     if "crashed" in row:
         return "crash"
     if row["built"] != "yes":
@@ -150,10 +160,9 @@ def verdict(row: dict[str, Any]) -> str:
         return "no decoder"
     seen = [entry["verdict"] for entry in row["recipes"].values()]
     everything = [*seen, *([row["source"]["verdict"]] if row["source"]["verdict"] != "refused" else [])]
-    for worst in ("crash", "wrong"):
-        if worst in everything:
-            return worst
-    return "right" if "right" in seen else "refused"
+    return next((verdict for verdict in ("crash", "wrong") if verdict in everything), None) or next(
+        (verdict for verdict in ("right", "quantkit only") if verdict in seen), "refused"
+    )
 
 
 def row(name: str, *, recipes: list[str], limit: float) -> dict[str, Any]:

@@ -10,20 +10,23 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tiny_models
 import torch
+from likeness import put_changed, put_decoded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 PROMPT, NEW_TOKENS = 24, 8
-ALIKE = 0.3  # cosine of a matrix and its quantized self at least; of two random ones it is within 0.1
 EXACT = 1e-3  # largest difference of logits, of their standard deviation: float32 in another order
 NOISY = 0.97  # median correlation of logits at least where activations are rounded, of 8 bits
+KEPT = 0.8  # the same for the source and a checkpoint of 8 bits, whatever moved between tensors
+ONLY_ROUND = {"gptq"}  # steps that change nothing but the codes
+UNREAD = "transformers does not load"  # what a run says of a checkpoint that only engines read
 _NEEDS = r"required positional|have to specify|must specify|has to be not-None|is required|be provided"
 ROUNDED = {4: 0.2, 8: 0.05}  # relative error of a matrix of normal numbers at most, by bits, rounded to the nearest
 SAMPLES = {"calibration.samples": 4, "calibration.sequence_length": 32}
@@ -207,27 +210,56 @@ def _recipe(spec: tiny_models.Spec, recipe: str, folder: Path, source: Truth) ->
     from quantkit import api
 
     output = folder / recipe
-    loaded = api.load_recipe(recipe)
-    changes = {**SAMPLES, "calibration.data": str(folder / "data.jsonl")} if loaded.calibration else {}
+    changes = {**SAMPLES, "calibration.data": str(folder / "data.jsonl")} if api.load_recipe(recipe).calibration else {}
     try:
-        result = api.quantize(folder / "source", recipe, output, overrides=changes, device="cpu")
+        result, fitted = _quantize(folder / "source", recipe, output, changes)
     except Exception as error:
         return _refused(error, folder)
+    loaded = api.load_recipe(recipe, fitted)
     entry: dict[str, Any] = {"quantized": result.num_quantized, "ignored": len(result.ignored)}
-    inputs = loaded.scheme.default.activation
-    noise = 1.0 if inputs is None else NOISY
+    entry |= {"set": fitted} if fitted else {}
+    noise = 1.0 if loaded.scheme.default.activation is None else NOISY
     try:
-        entry["share"], entry["error"], truth = _reference(spec, folder, output, inputs)
+        entry["share"], entry["error"], truth = _reference(spec, folder, output, loaded)
     except Exception as error:
         return {**entry, "verdict": "wrong", "why": _line(error).replace(str(folder), "")}
     entry["to source"] = round(_correlation(truth.logits, source.logits), 4)
     entry |= _transformers(spec, output, truth, noise)
-    if not loaded.steps and entry["error"] > ROUNDED[loaded.scheme.default.weight.dtype.bits]:
-        entry["why"] = f"a matrix is off by {entry['error']}, more than rounding is"
     entry["run"] = _run(output, truth, noise)
-    if "why" not in entry and entry["run"]["verdict"] != "right":
-        return {**entry, "verdict": entry["run"]["verdict"], "why": f"in quantkit: {entry['run']['why']}"}
-    return {**entry, "verdict": "wrong" if "why" in entry else "right"}
+    return {**entry, **_concluded(entry, loaded, result.warnings)}
+
+
+def _quantize(model: Path, recipe: str, output: Path, changes: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A run, in smaller groups where the recipe's do not fit this model, and these groups."""
+    from quantkit import api
+    from quantkit.errors import SchemeError
+
+    fitted: dict[str, Any] = {}
+    while True:
+        try:
+            return api.quantize(model, recipe, output, overrides={**changes, **fitted}, device="cpu"), fitted
+        except SchemeError as error:
+            offered = re.search(r"--set weights\.group_size=(\d+)", str(error))
+            size = int(offered[1]) if offered else 0
+            if not size or size >= fitted.get("weights.group_size", 1 << 30):
+                raise
+            fitted["weights.group_size"] = size
+
+
+def _concluded(entry: Mapping[str, Any], recipe: Any, warnings: Iterable[str]) -> dict[str, str]:
+    """The verdict, and why it is not "right"."""
+    bits = recipe.scheme.default.weight.dtype.bits
+    if not recipe.steps and entry["error"] > ROUNDED[bits]:
+        return {"verdict": "wrong", "why": f"a matrix is off by {entry['error']}, more than rounding is"}
+    if bits == 8 and entry["to source"] < KEPT:
+        return {"verdict": "wrong", "why": f"a correlation of {entry['to source']} with the source, of 8 bits"}
+    run = entry["run"]
+    said = next((warning for warning in warnings if warning.startswith(UNREAD)), None)
+    if "why" in entry and (said is None or run["verdict"] != "right"):
+        return {"verdict": "wrong", "why": entry["why"]}
+    if run["verdict"] != "right":
+        return {"verdict": run["verdict"], "why": f"in quantkit: {run['why']}"}
+    return {"verdict": "quantkit only", "why": str(said)} if "why" in entry else {"verdict": "right"}
 
 
 def _refused(error: Exception, folder: Path) -> dict[str, Any]:
@@ -294,7 +326,7 @@ def _run(path: Path, truth: Truth, noise: float) -> dict[str, Any]:
     )
 
 
-def _reference(spec: tiny_models.Spec, folder: Path, output: Path, inputs: Any) -> tuple[float, float, Truth]:
+def _reference(spec: tiny_models.Spec, folder: Path, output: Path, recipe: Any) -> tuple[float, float, Truth]:
     """Share of the decoder's weights that are quantized, the worst error of one, and what the codes stand for."""
     from quantkit.compress.convert.source import open_source
 
@@ -302,16 +334,16 @@ def _reference(spec: tiny_models.Spec, folder: Path, output: Path, inputs: Any) 
     written = open_source(output)
     matrices = {module: written.weight(module).dequantize() for module in written.linears}
     share = sum(matrix.numel() for matrix in matrices.values()) / _decoder_size(state, list(matrices))
-    others = [name for module in written.modules if module not in matrices for name in written.names(module)]
-    biases = [f"{module}.bias" for module in matrices if f"{module}.bias" in written.reader]
-    with torch.no_grad():
-        worst = max(_put(state, f"{module}.weight", matrix) for module, matrix in matrices.items())
-        for name in [*others, *biases]:
-            _put(state, name, written.reader.tensor(name))
+    worst = max(put_decoded(state, f"{module}.weight", matrix) for module, matrix in matrices.items())
+    if set(recipe.steps) - ONLY_ROUND:
+        others = [name for module in written.modules if module not in matrices for name in written.names(module)]
+        for name in [*others, *(f"{module}.bias" for module in matrices if f"{module}.bias" in written.reader)]:
+            put_changed(state, name, written.reader.tensor(name))
     reference = folder / "reference"
     reference.mkdir(exist_ok=True)
     save_file(state, reference / "model.safetensors", {"format": "pt"})
     (reference / "config.json").write_text((folder / "source" / "config.json").read_text())
+    inputs = recipe.scheme.default.activation
     return round(share, 4), round(worst, 4), Truth(_load(spec, reference)[0], inputs, matrices.values())
 
 
@@ -319,38 +351,3 @@ def _decoder_size(state: Mapping[str, Tensor], modules: list[str]) -> int:
     """Elements of all matrices in the layers among which a quantized module is."""
     lists = {re.split(r"\.\d+\.", module)[0] for module in modules}
     return sum(v.numel() for k, v in state.items() if v.dim() > 1 and re.split(r"\.\d+\.", k)[0] in lists)
-
-
-def _put(state: dict[str, Tensor], name: str, value: Tensor) -> float:
-    """Replace what a tensor of a checkpoint stands for; the relative difference of the two."""
-    slot = state.get(name)
-    if slot is None or slot.shape != value.shape or (value.dim() == 2 and _alike(slot, value) < ALIKE):
-        column = value.reshape(len(value), -1) if value.dim() in (1, 2) else value
-        slots = ((_alike(slot, column), slot) for slot in _slots(state, column))
-        likeness, slot = max(slots, key=lambda pair: pair[0], default=(0.0, value))
-        if likeness < ALIKE:
-            raise ValueError(f"{name} {tuple(value.shape)} resembles no weight of the source")
-    error = float((slot.reshape_as(value) - value).float().norm() / (slot.float().norm() + 1e-9))
-    slot.copy_(value.reshape_as(slot))
-    return error
-
-
-def _slots(state: Mapping[str, Tensor], value: Tensor) -> Iterator[Tensor]:
-    """Every part of the source that could be this matrix (of one column: this bias), as a view."""
-    rows, width = value.shape if value.dim() == 2 else (0, 0)
-    for tensor in state.values() if rows else ():
-        stacked = tensor.unsqueeze(-1) if width == 1 and tensor.dim() == 2 else tensor
-        if stacked.dim() not in (2, 3) or stacked.numel() < value.numel():
-            continue
-        for matrix in stacked if stacked.dim() == 3 else (stacked,):
-            for turned in (matrix, matrix.T):
-                times, rest = divmod(turned.shape[0], rows)
-                if turned.shape[1] == width and times and not rest:
-                    for index in range(times):
-                        yield turned[index * rows : (index + 1) * rows]
-                        if times > 1:
-                            yield turned[index::times]
-
-
-def _alike(first: Tensor, second: Tensor) -> float:
-    return float(torch.cosine_similarity(first.reshape(1, -1), second.reshape(1, -1))) if second.numel() else 1.0

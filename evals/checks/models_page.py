@@ -11,10 +11,11 @@ from typing import Any
 from every_model import RECIPES, ROOT, read, verdict
 
 PAGE, README, RESULTS = ROOT / "docs/models.md", ROOT / "README.md", ROOT / "evals/results/models"
-SENTENCE = r"Of the \d+ decoder-only causal language models of\s+transformers [\d.]+, \d+ are right"
+SENTENCE = r"Of the \d+ decoder-only causal language models of\s+transformers [\d.]+, [^\[]*?(?=\nin a \[check)"
 TASKS = {"causal": "causal language models", "image-text": "image-text models, run on text"}
 VERDICTS = {
     "right": "Written, and equal to what they should be, by at least one recipe; the columns say what others do.",
+    "quantkit only": "Written with the warning that transformers does not load them; right in quantkit.",
     "refused": "No recipe writes them; the message says why.",
     "wrong": "Something that was written does not load, or computes something else.",
     "crash": "An error that quantkit did not mean to raise.",
@@ -41,11 +42,14 @@ lists counts among image-text models. A recipe's verdict is *right* if its check
 - holds matrices that differ from the source's by no more than rounding, where the recipe only rounds;
 - loads in transformers without missing, unexpected or mismatched tensors;
 - has, in float32, the logits of the source model in which each quantized matrix is replaced by what the codes decode to
-  (found by its values, not by its name); where activations are rounded too, the median correlation of logits over
-  positions is above {noisy};
+  (found by its values, not by its name) and nothing else differs, but for what SmoothQuant moves; where activations are
+  rounded too, the median correlation of logits over positions is above {noisy};
+- keeps, at 8 bits, a correlation above {kept} with the source model itself;
 - gives in quantkit the tokens and log-probabilities that transformers computes, with its cache or without one.
 
-The source model has to give transformers' own tokens in quantkit as well. *Native* is what quantkit's engine computes;
+It is *quantkit only* if the run warned that transformers does not load it, and the last of these points holds. Where
+128 does not divide a width, groups are as small as the refusal offers, which is said below a table. The source model
+has to give transformers' own tokens in quantkit as well. *Native* is what quantkit's engine computes;
 the rest runs through transformers. *Share* is that of the matrices in decoder layers that `rtn-int4` quantizes.
 """
 
@@ -69,11 +73,23 @@ def newest() -> Path:
 
 def sentence(file: Path) -> str:
     """What README says."""
-    counts = count(read(file).values(), "causal")
-    total = sum(counts[name] for name in BUILT)
+    rows = read(file).values()
+    causal, image = count(rows, "causal"), count(rows, "image-text")
     return (
-        f"Of the {total} decoder-only causal language models of\ntransformers {file.stem}, {counts['right']} are right"
+        f"Of the {total(causal)} decoder-only causal language models of\ntransformers {file.stem}, {causal['right']} "
+        f"are right ({said(causal, BUILT[1:])}), of its {total(image)}\n"
+        f"image-text models {image['right']} ({said(image, BUILT[1:])})"
     )
+
+
+def total(counts: Mapping[str, int]) -> int:
+    """Rows that a recipe was tried on."""
+    return sum(counts[name] for name in BUILT)
+
+
+def said(counts: Mapping[str, int], verdicts: Iterable[str] = BUILT) -> str:
+    """Numbers of a task by verdict, those that are none left out."""
+    return ", ".join(f"{counts[name]} {name}" for name in verdicts if counts[name]) or "all"
 
 
 def count(rows: Iterable[Mapping[str, Any]], task: str) -> Counter[str]:
@@ -83,11 +99,11 @@ def count(rows: Iterable[Mapping[str, Any]], task: str) -> Counter[str]:
 
 def render(file: Path) -> str:
     """The page as text; a function of the rows alone."""
-    from model_row import NOISY
+    from model_row import KEPT, NOISY
 
     rows = read(file)
     source = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
-    parts = [HEAD.format(counts=_summary(rows, file.stem), source=source, noisy=NOISY)]
+    parts = [HEAD.format(counts=_summary(rows, file.stem), source=source, noisy=NOISY, kept=KEPT)]
     for task, title in TASKS.items():
         chosen = {name: row for name, row in rows.items() if row["task"] == task}
         for kind, meaning in VERDICTS.items():
@@ -103,13 +119,19 @@ def _summary(rows: Mapping[str, Any], version: str) -> str:
     sentences = []
     for task, title in TASKS.items():
         counts = count(rows.values(), task)
-        total = sum(counts[name] for name in BUILT)
-        said = ", ".join(f"{counts[name]} {name}" for name in BUILT if counts[name])
         variants = sum(":" in name for name, row in rows.items() if row["task"] == task)
         also = f" ({variants} of them variants)" if variants else ""
-        sentences.append(f"Of {total} decoder-only {title}{also} of transformers {version}: {said}.")
+        always = sum(_is_always_right(row) for row in rows.values() if row["task"] == task)
+        sentences.append(
+            f"Of {total(counts)} decoder-only {title}{also} of transformers {version}: {said(counts)}.\n"
+            f"{always} of those are right by every recipe."
+        )
     native = sum(row.get("source", {}).get("native", False) for row in rows.values())
     return "\n".join([*sentences, f"{native} of all run natively."])
+
+
+def _is_always_right(row: Mapping[str, Any]) -> bool:
+    return verdict(row) == "right" and all(entry["verdict"] == "right" for entry in row["recipes"].values())
 
 
 def _table(group: Mapping[str, Any], kind: str) -> str:
@@ -143,6 +165,8 @@ def _reasons(group: Mapping[str, Any], entry: str) -> str:
 def _whys(row: Mapping[str, Any]) -> list[str]:
     source = row.get("source", {})
     said = [row.get("crashed"), f"the source: {source['why']}" if "why" in source else None]
+    sizes = [entry.get("set", {}).get("weights.group_size") for entry in row["recipes"].values()]
+    said += [f"in groups of {size}, which divide every width" for size in sizes if size]
     return [why for why in (*said, *(entry.get("why") for entry in row["recipes"].values())) if why]
 
 
