@@ -66,7 +66,7 @@ def test_every_pair_that_was_found_holds(undescribed):
             sets=sets,
             schemes={},
             scale_dtype={},
-            head_dim=skeleton.head_dim,
+            head_dim=skeleton.head_dim(index),
             arguments=partial(skeleton.arguments, index),
         )
         hidden = torch.randn(2, 16, skeleton.hidden_size, generator=generator)
