@@ -116,11 +116,12 @@ def test_what_a_token_reads_in_deepseek_v4():
 
 
 def test_latent_caches_in_8_bits():
-    """FlashMLA README: 656 bytes (512 fp8, 4 float32 scales, 64 bf16); vLLM: 132 per indexer key, 584 in V4. int8 is the bundled runtime's."""
+    """FlashMLA README: 656 bytes (512 fp8, 4 float32 scales, 64 bf16); vLLM: 132 per indexer key, 584 in V4."""
     v3, v32, v4 = (shape_of(name).layers[-1].attention for name in ("deepseek-v3", "deepseek-v3.2", "deepseek-v4-pro"))
     assert v3.entry_bytes(FP8) == 576
     assert (v32.entry_bytes(FP8), v32.index_bytes(FP8)) == (656, 132)
     assert v4.entry_bytes(FP8) == 448 + 2 * 64 + 8 == 584
+    # int8 is offered by the bundled runtime, which has the first of them alone.
     offered = [[form.name for form in (FP8, INT8, INT4) if item.offers(form)] for item in (v3, v32, v4)]
     assert offered == [["fp8", "int8"], ["fp8"], ["fp8"]]
 
