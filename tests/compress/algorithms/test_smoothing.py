@@ -47,7 +47,8 @@ def test_a_source_in_codes_cannot_absorb_a_scale(make_layer):
     weight, scheme = layer.weight("self_attn.v_proj"), layer.schemes["self_attn.v_proj"].weight
     layer.commit("self_attn.v_proj", round_to_nearest(weight, WeightGrid(scheme, torch.float32)))
     assert not can_fold(layer, layer.sets[1])
-    assert can_fold(layer, layer.sets[0])
+    assert not can_fold(layer, layer.sets[0])  # it reads what would be divided, and cannot be multiplied
+    assert can_fold(layer, layer.sets[2])
 
 
 def test_spread_centres_and_survives_anything():
