@@ -12,6 +12,8 @@ import quantkit
 from quantkit.checkpoints import reader as reader_module
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress.pipeline import data_free
+from quantkit.compress.pipeline.events import Listener
 from quantkit.dense_source import open_dense
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from quantkit.models.families import find
@@ -172,22 +174,35 @@ def test_experts_of_a_stack_are_read_one_by_one(pair, monkeypatch):
     assert value.shape == (64, 192)
 
 
-def test_a_layer_is_read_when_it_is_due(pair, tmp_path, monkeypatch):
-    """Of two layers the first is written before a byte of the second is read."""
-    source, _ = pair("fp8 blocks")
-    order = []
+def test_a_layer_is_read_when_it_is_due(tmp_path, monkeypatch):
+    """Beside the layer that is being finished at most the next one is open: two of them at any time."""
+    dense = make_model(tmp_path / "dense", "qwen3", dtype=torch.bfloat16, **SMALL, num_hidden_layers=5)
+    source, _ = sources.write_pair(dense, tmp_path / "source", *sources.fp8())
+    finished, ahead, begun = [], [], []
+    start = data_free._start
     read = reader_module.CheckpointReader._read_tensor
     names = {info: name for name, info in ((n, CheckpointReader(source).info(n).offset) for n in load_tensors(source))}
 
     def noted(self, info):
-        if info.file.parent == source:
-            order.append(names.get(info.offset, ""))
+        name = names.get(info.offset, "") if info.file.parent == source else ""
+        if name.startswith("model.layers."):
+            ahead.append(int(name.split(".")[2]) - len(finished))
         return read(self, info)
 
+    def started(plan, index, *others):
+        begun.append(index - len(finished))
+        return start(plan, index, *others)
+
+    class Noting(Listener):
+        def layer_finished(self, record):
+            finished.append(record.index)
+
+    monkeypatch.setattr(data_free, "_start", started)
     monkeypatch.setattr(reader_module.CheckpointReader, "_read_tensor", noted)
-    run(source, "fp8-dynamic", tmp_path / "out")
-    layers = [name.split(".")[2] for name in order if name.startswith("model.layers.")]
-    assert layers == sorted(layers)
+    run(source, "fp8-dynamic", tmp_path / "out", listener=Noting())
+    assert finished == list(range(5))
+    assert max(ahead) in (0, 1)
+    assert begun == [0, 1, 1, 1, 1]
 
 
 BROKEN = [

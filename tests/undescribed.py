@@ -55,6 +55,18 @@ RENAMED: dict[str, dict[str, Any]] = {
     },
 }
 
+# Every second layer has heads of another width.
+UNEVEN: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {"1": {"head_dim": 32}},
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 260,
+        "num_kv_shared_layers": 0,
+    }
+}
+
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -96,11 +108,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 
 
 def make_undescribed(folder: Path, family: str) -> Path:
-    """Write a random model of one of `UNDESCRIBED`, `MIXTURES` or `RENAMED`, with a tokenizer."""
+    """Write a random model of one of `UNDESCRIBED`, `MIXTURES`, `RENAMED` or `UNEVEN`, with a tokenizer."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **{**UNDESCRIBED, **MIXTURES, **RENAMED}[family]))
+    changes = {**UNDESCRIBED, **MIXTURES, **RENAMED, **UNEVEN}[family]
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     return _save(model, folder)
 
 

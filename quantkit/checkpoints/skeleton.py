@@ -76,10 +76,14 @@ class Skeleton:
         """Width of a token embedding, before whatever projects it."""
         return int(self._embedding().get_parameter("weight").shape[1])
 
-    @property
-    def head_dim(self) -> int:
-        """Width of an attention head."""
+    def layer_config(self, index: int) -> Any:
+        """transformers' config as it holds for one layer: some widths are an attribute of each."""
         config = self._config
+        return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+    def head_dim(self, index: int) -> int:
+        """Width of an attention head of a layer."""
+        config = self.layer_config(index)
         heads = getattr(config, "num_attention_heads", None) or 1
         return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 

@@ -93,7 +93,7 @@ def command(
     \b
     Examples:
       quantkit chat my-chat-model
-      quantkit chat my-chat-model --system "Answer in one sentence."
+      quantkit chat my-chat-model --kv-cache int8 --system "Be brief."
       quantkit chat --url http://127.0.0.1:8000
     """
     if (url is None) == (checkpoint is None):

@@ -157,6 +157,11 @@ def _check_experts(family: str, schemes: set[LinearScheme], *, loads: bool) -> t
         )
     if any(scheme.activation is not None and scheme.weight.dtype.kind == "int" for scheme in schemes):
         return ("transformers does not load INT8 experts with INT8 activations; engines such as vLLM do",)
+    weights = {scheme.weight for scheme in schemes}
+    if any(weight.dtype.name == NVFP4.name for weight in weights):
+        return ("transformers decodes NVFP4 experts without their global scale, to other numbers; vLLM does not",)
+    if any(weight.dtype.kind == "float" and weight.dtype.bits == 8 and weight.group_size for weight in weights):
+        return ("transformers does not decode FP8 experts with scales of blocks or groups; engines such as vLLM do",)
     if len(schemes) > 1:
         return ("transformers decodes all experts by one scheme, and these have several; vLLM does not",)
     return ()

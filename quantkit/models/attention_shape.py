@@ -86,7 +86,8 @@ class AttentionShape:
     def offers(self, form: KVForm) -> bool:
         """Whether engines keep this kind of layer in that form.
 
-        The latent kinds come in 16 (32) bits and fp8 only, that without indexer or window in int8 too.
+        The latent kinds come in 16 (32) bits and fp8 only; the bundled runtime keeps that without indexer or window in
+        int8 too.
         """
         if self.kind not in LATENT or form.bits >= 16:
             return True

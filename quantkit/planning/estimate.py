@@ -263,13 +263,14 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
     if not shape.layers:
         return []
     plain = find_kv_form("auto", shape.dtype)
+    usual = [form for form in (FP8, INT8, INT4) if memory.offers(shape, form)]
     if name is None:
-        usual = (form for form in (FP8, INT8, INT4) if memory.offers(shape, form))
         return [plain, *([] if own is None else [own]), *usual]
     form = own if name == "auto" and own is not None else find_kv_form(name, shape.dtype)
     if not memory.offers(shape, form):
         kind = next(iter(shape.attention_kinds))
-        raise InputError(f"no engine keeps this model's cache ({kind}) in {name}; use bf16 or fp8")
+        offered = ", ".join(["bf16", *(form.name for form in usual)])
+        raise InputError(f"no engine keeps this model's cache ({kind}) in {name}; use one of {offered}")
     return [form]
 
 

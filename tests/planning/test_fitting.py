@@ -303,10 +303,10 @@ def test_a_cache_that_no_engine_offers_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS["deepseek-v3"]))
     with pytest.raises(
-        InputError, match=r"no engine keeps this model's cache \(MLA 512\+64\) in int4; use bf16 or fp8"
+        InputError, match=r"no engine keeps this model's cache \(MLA 512\+64\) in int4; use one of bf16, fp8, int8"
     ):
         estimate(path, kv_cache="int4")
-    assert [row.form.name for row in estimate(path).caches] == ["bf16", "fp8"]
+    assert [row.form.name for row in estimate(path).caches] == ["bf16", "fp8", "int8"]
 
 
 def test_an_impossible_recipe_is_one_line(tmp_path):

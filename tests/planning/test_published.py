@@ -121,7 +121,9 @@ def test_latent_caches_in_8_bits():
     assert v3.entry_bytes(FP8) == 576
     assert (v32.entry_bytes(FP8), v32.index_bytes(FP8)) == (656, 132)
     assert v4.entry_bytes(FP8) == 448 + 2 * 64 + 8 == 584
-    assert [x.offers(form) for x in (v3, v32, v4) for form in (FP8, INT8, INT4)] == [True, False, False] * 3
+    # int8 is offered by the bundled runtime, which has the first of them alone.
+    offered = [[form.name for form in (FP8, INT8, INT4) if item.offers(form)] for item in (v3, v32, v4)]
+    assert offered == [["fp8", "int8"], ["fp8"], ["fp8"]]
 
 
 def test_sliding_windows_bound_the_cache():

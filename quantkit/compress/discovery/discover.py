@@ -106,13 +106,13 @@ def discover(reader: CheckpointReader) -> Discovery:
     with located(str(reader.path)):
         layout, obstacle = find_model_layout(model)
         bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
-    config = model.config.get_text_config()
-    gates = Gates(
-        most=int(getattr(config, "num_attention_heads", 0) or 0),
-        experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
-    )
     del model
     skeleton = Skeleton(ModelReader.of(reader, bare), bare, torch.float32, torch.device("cpu"))
+    configs = [skeleton.layer_config(index) for index in range(skeleton.num_layers)]
+    gates = Gates(
+        most=max(int(getattr(config, "num_attention_heads", 0) or 0) for config in configs),
+        experts=frozenset(int(getattr(config, key, 0) or 0) for config in configs for key in _EXPERTS),
+    )
     surveys, kinds, obstacle = _survey_all(skeleton, gates, obstacle)
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
@@ -232,7 +232,7 @@ def _survey_layer(skeleton: Skeleton, index: int, block: nn.Module, batch: Batch
         return [item for item in outputs if isinstance(item, Tensor)]
 
     plain = torch.empty(*batch.shape[:2], skeleton.hidden_size, device="meta")  # of one stream
-    surveyed = survey(block, run, plain, head_dim=skeleton.head_dim, gates=gates)
+    surveyed = survey(block, run, plain, head_dim=skeleton.head_dim(index), gates=gates)
     linears = [name for group in surveyed.sets for name in group.linears]
     return replace(surveyed, touches_weights=_touches_weights(block, run, linears))
 
@@ -245,7 +245,9 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
         run: calls it.
         linears: that may become codes.
     """
+    # A linear of a kind of its own, a grouped one say, computes something else: it is called as it is.
     modules = [block.get_submodule(name) for name in linears]
+    modules = [module for module in modules if type(module).forward is nn.Linear.forward]
     weights = [module.get_parameter("weight") for module in modules]
     for module, weight in zip(modules, weights, strict=True):
         del module._parameters["weight"]
@@ -253,8 +255,8 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
         module.__dict__["forward"] = functools.partial(nn.functional.linear, weight=weight, bias=bias)
     try:
         run()
-    except AttributeError as error:
-        return "has no attribute 'weight'" in str(error)
+    except Exception as error:  # the layer ran before: what fails otherwise says nothing about weights
+        return isinstance(error, AttributeError) and "has no attribute 'weight'" in str(error)
     finally:
         for module, weight in zip(modules, weights, strict=True):
             del module.__dict__["forward"]

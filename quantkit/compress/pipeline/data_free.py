@@ -119,7 +119,7 @@ def _round(plan: Plan, index: int, group: LinearSet, shard: Shard) -> dict[str, 
         sets=(group,),
         schemes={linear: plan.layers[index][linear] for linear in group.linears},
         scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in group.linears},
-        head_dim=plan.skeleton.head_dim,
+        head_dim=plan.skeleton.head_dim(index),
     )
     keep_codes(plan.recipe, plan.reader, layer)
     layer.finish()

@@ -17,6 +17,7 @@ from quantkit.checkpoints.hf_loader import HfLoader, Problems, Stored
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import GateFailure, ModelError
+from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import Format
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
@@ -121,7 +122,7 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         format_: of the checkpoint.
         linears: scheme of each quantized linear.
     Returns:
-        why it could not be checked; empty if it was.
+        why it could not be checked, or what is ignored on the way; empty if neither.
     Raises:
         GateFailure: transformers would load something else.
     """
@@ -131,12 +132,15 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         problems = _problems(CheckpointReader(folder), source, format_, codes)
     except ModelError as error:
         return f"{_NOT_CHECKED}: {error}"
+    # No weights: without them keys and values are as computed, and engines find them by name.
+    scales = [name for name in problems.unexpected if is_cache_scale(name)]
+    problems.unexpected = [name for name in problems.unexpected if name not in scales]
     if problems.summary:
         raise GateFailure(
             f"{folder.name}: transformers would load another model than was written: {problems.summary}; "
             "add what is named here to ignore, or set format=dense"
         )
-    return ""
+    return f"transformers ignores the scales of this model's KV cache, e.g. {scales[0]}" if scales else ""
 
 
 def _problems(

@@ -225,7 +225,7 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
         sets=plan.sets(index),
         schemes=plan.layers[index],
         scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in plan.layers[index]},
-        head_dim=plan.skeleton.head_dim,
+        head_dim=plan.skeleton.head_dim(index),
         arguments=partial(plan.skeleton.arguments, index),
         next_call=partial(plan.skeleton.next_call, index),
         stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},

@@ -41,7 +41,7 @@ def contexts(folder):
             sets=skeleton.linear_sets(index),
             schemes={},
             scale_dtype={},
-            head_dim=skeleton.head_dim,
+            head_dim=skeleton.head_dim(index),
             data=LayerData(store=ActivationStore(None, "ram", iter(()))),
             arguments=lambda hidden, index=index: skeleton.arguments(index, hidden),
         )

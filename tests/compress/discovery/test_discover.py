@@ -15,7 +15,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms._smoothing import can_fold, fold
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.discovery.discover import discover
+from quantkit.compress.discovery.discover import _touches_weights, discover
 from quantkit.compress.discovery.fused_sets import Gates
 from quantkit.compress.discovery.survey import survey
 from quantkit.compress.pipeline import plan
@@ -66,7 +66,7 @@ def test_every_pair_that_was_found_holds(undescribed):
             sets=sets,
             schemes={},
             scale_dtype={},
-            head_dim=skeleton.head_dim,
+            head_dim=skeleton.head_dim(index),
             arguments=partial(skeleton.arguments, index),
         )
         hidden = torch.randn(2, 16, skeleton.hidden_size, generator=generator)
@@ -95,6 +95,55 @@ def test_experts_have_linears_of_their_own(tmp_path, family):
     assert all(f"model.layers.1.{name}.weight" in CheckpointReader(tmp_path) for name in names)
     ups = next(group for group in discovered.family.layer_sets[-1] if len(group.linears) > 4)
     assert ups.beside in (("mlp.gate",), ("feed_forward.gate",))
+
+
+@pytest.mark.skipif(not known_to_transformers("gemma4_text"), reason="transformers has no gemma4_text")
+def test_heads_may_have_a_width_for_each_layer(tmp_path):
+    """Before, transformers refused to say the width of all."""
+    reader = CheckpointReader(make_undescribed(tmp_path / "model", "gemma4_text"))
+    discovered = discover(reader)
+    assert not discovered.obstacle
+    family = discovered.family
+    skeleton = Skeleton(ModelReader.of(reader, family), family, torch.float32, torch.device("cpu"))
+    assert [skeleton.head_dim(index) for index in range(2)] == [16, 32]
+
+
+class Grouped(nn.Linear):
+    """Each half of the inputs has outputs of its own, so that they do not fit the weight as one."""
+
+    def forward(self, hidden):
+        halves = torch.einsum("...gk,gnk->...gn", hidden.unflatten(-1, (2, -1)), self.weight.unflatten(0, (2, -1)))
+        return halves.flatten(-2)
+
+
+class Reader(nn.Module):
+    """Reads a weight itself where it is told to, beside a linear of a kind of its own."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads, self.up, self.own = reads, nn.Linear(32, 64), Grouped(32, 64, bias=False)
+
+    def forward(self, hidden):
+        up = self.up(hidden)
+        return self.own(up) + (self.up.weight.sum() if self.reads else 0)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_who_reads_a_weight_itself_is_known_beside_linears_of_their_own_kind(reads):
+    block = Reader(reads)
+    before = dict(block.named_parameters())
+    assert _touches_weights(block, lambda: [block(torch.randn(3, 32))], ["up", "own"]) == reads
+    assert all(value is before[name] for name, value in block.named_parameters())
+
+
+def test_a_layer_that_fails_without_weights_says_nothing_of_them():
+    block = Reader(False)
+
+    def fail():
+        raise RuntimeError("of another kind")
+
+    assert not _touches_weights(block, fail, ["up"])
+    assert "forward" not in vars(block.up)
 
 
 def test_two_runs_find_the_same(undescribed):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quantkit import quantize
 from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
@@ -223,6 +224,22 @@ def test_statistics_of_experts_come_in_turns_when_they_are_many(mixtral):
     rounds = fitting_rounds(layer, pending)
     assert [len(entries) for entries in rounds] == [len(pending) - 4, *[1] * 4]
     assert [entry for entries in rounds for entry in entries] == pending
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("dtype: nvfp4", "NVFP4 experts without their global scale"),
+        ("dtype: mxfp8", "scales of blocks or groups"),
+        ("dtype: fp8, group_size: 32x32", "scales of blocks or groups"),
+    ],
+)
+def test_experts_that_only_transformers_misreads_are_written_and_said(mixtral, tmp_path, weights, said):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"name: mine\nweights: {{{weights}}}\n")
+    result = quantize(mixtral, recipe, tmp_path / "out")
+    assert any(said in text for text in result.warnings)
+    assert any(".experts." in linear.name for layer in result.layers for linear in layer.linears)
 
 
 def test_experts_may_have_other_numbers_than_attention(mixtral, tmp_path):
