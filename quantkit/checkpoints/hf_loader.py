@@ -8,8 +8,9 @@ Nothing is loaded, so the size of the model does not matter; what needs all numb
 
 import contextlib
 import io
+import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,32 @@ class Problems:
             "wrongly decoded": [f"{name} ({why})" for name, why in sorted(self.unconverted.items())],
         }
         return "; ".join(f"{len(names)} {kind}, e.g. {names[0]}" for kind, names in kinds.items() if names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """What a rule makes of one target's tensors, and so of every other target of the same kind.
+
+    Args:
+        depth: how many parts of the target's name are not of the module that holds all of them.
+        names: relative to that module.
+    """
+
+    depth: int
+    names: tuple[str, ...]
+
+    @classmethod
+    def by_rule(cls, target: str, made: Iterable[str]) -> "_Made":
+        """From full names: those of one rule may be of several modules, such as a gate and an up projection."""
+        split = [name.split(".") for name in (target, *made)]
+        shared = min(len(os.path.commonprefix(split)), len(split[0]) - 1)
+        names = tuple(".".join(parts[shared:]) for parts in split)
+        return cls(depth=len(split[0]) - shared, names=names)
+
+    def of(self, target: str) -> set[str]:
+        """Full names for a target."""
+        owner = target.split(".")[: -self.depth]
+        return {target, *(".".join([*owner, name]) for name in self.names)}
 
 
 class HfLoader:
@@ -133,16 +160,15 @@ class HfLoader:
             elif stored.shape is not None and stored.shape != expected:
                 problems.mismatched.append(f"{name} {list(stored.shape)} instead of {list(expected)}")
             reached.add(destination.target)
-        results: dict[Any, str | tuple[str, ...]] = {}
+        results: dict[Any, str | _Made] = {}
         for target, sources in groups.items():
             chosen = _first_of_each(sources)
             kind = tuple((d.pattern, tensors[n].kind, tensors[n].shape) for n, d in chosen.items())
             if kind not in results:
                 results[kind] = self._convert(target, chosen, tensors, sample, decoded)
             result = results[kind]
-            if isinstance(result, tuple):
-                owner = target.rpartition(".")[0]
-                reached |= {target, *(f"{owner}.{leaf}" for leaf in result)}
+            if isinstance(result, _Made):
+                reached |= result.of(target)
                 continue
             problems.unconverted[target] = result
             problems.modules |= {tensors[name].module: result for name in sources if tensors[name].module}
@@ -158,8 +184,8 @@ class HfLoader:
         tensors: Mapping[str, Stored],
         sample: Callable[[str], Tensor],
         decoded: Callable[[str], tuple[str, Tensor]],
-    ) -> str | tuple[str, ...]:
-        """What is wrong with what a rule makes of samples; what it makes, relative names, if nothing is."""
+    ) -> "str | _Made":
+        """What is wrong with what a rule makes of samples; what it makes, if nothing is."""
         try:
             made = self._rules.convert(target, sources, {name: sample(name) for name in sources})
         except Exception as error:  # whatever transformers raises on what it was not made for
@@ -175,8 +201,7 @@ class HfLoader:
                 return "it does not come out in the shape that the model has"
             if (made[name].float() - value.float()).norm() > _TOLERANCE * value.float().norm():
                 return "it comes out with other numbers"
-        owner = target.rpartition(".")[0]
-        return tuple(name.removeprefix(f"{owner}.") for name in made)
+        return _Made.by_rule(target, made)
 
     def _tied(self, reached: set[str]) -> list[str]:
         tied: Mapping[str, str] = getattr(self._model[0], "all_tied_weights_keys", None) or {}
