@@ -71,6 +71,10 @@ class Problems:
         return "; ".join(f"{len(names)} {kind}, e.g. {names[0]}" for kind, names in kinds.items() if names)
 
 
+class CannotLoad(ModelError):
+    """The installed transformers loads no checkpoint of this model with such codes, whoever wrote it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
     """What a rule makes of one target's tensors, and so of every other target of the same kind.
@@ -106,16 +110,20 @@ class HfLoader:
     Attributes:
         touches_weights: whether the model initializes linears that are codes, and fails; see `decode_at_load`.
     Raises:
-        ModelError: the installed libraries cannot load such a checkpoint; says why.
+        ModelError: the installed libraries cannot build the model; says why.
+        CannotLoad: they can, but not the rules by which it would be loaded.
     """
 
     def __init__(self, reader: CheckpointReader, section: Mapping[str, Any]) -> None:
         try:
             self._model = _build(reader, section)
-            rules = Renaming.of(self._model[0], self._model[1])
             plain = Renaming.of(_build(reader, {})[0])
         except Exception as error:  # whatever the libraries raise on what they cannot build
             raise ModelError(f"{type(error).__name__}: {first_line(error)}") from error
+        try:
+            rules = Renaming.of(self._model[0], self._model[1])
+        except Exception as error:  # of the quantizer, on rules that cut tensors for instance: the plain ones are fine
+            raise CannotLoad(f"{type(error).__name__}: {first_line(error)}") from error
         if rules is None or plain is None:
             raise ModelError("this version of transformers does not say how it renames tensors")
         self._rules, self._plain = rules, plain
@@ -162,7 +170,7 @@ class HfLoader:
             reached.add(destination.target)
         results: dict[Any, str | _Made] = {}
         for target, sources in groups.items():
-            chosen = _first_of_each(sources)
+            chosen = sources if self._rules.divides(sources) else _first_of_each(sources)
             kind = tuple((d.pattern, tensors[n].kind, tensors[n].shape) for n, d in chosen.items())
             if kind not in results:
                 results[kind] = self._convert(target, chosen, tensors, sample, decoded)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.hf_loader import HfLoader, Problems, Stored
+from quantkit.checkpoints.hf_loader import CannotLoad, HfLoader, Problems, Stored
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import GateFailure, ModelError
@@ -50,6 +50,9 @@ class Unloadable:
         while left:
             try:
                 problems = self._ask(reader, format_, left, [*ignored, *self.modules])
+            except CannotLoad as error:
+                self.modules |= dict.fromkeys(left, str(error))
+                return
             except ModelError as error:
                 self.note = f"{_NOT_CHECKED}: {error}"
                 return
@@ -129,6 +132,8 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         # A format of values stores weights as the source does.
         codes = linears if format_.keeps_codes else {}
         problems = _problems(CheckpointReader(folder), source, format_, codes)
+    except CannotLoad as error:
+        return f"transformers does not load the result: {error}"
     except ModelError as error:
         return f"{_NOT_CHECKED}: {error}"
     if problems.summary:
