@@ -4,7 +4,7 @@ Of a model that no file describes, what its loader cannot take is left as it is,
 audit, which compares a checkpoint with the plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -75,6 +75,8 @@ class Unloadable:
             self.dequantize = True
             loader = HfLoader(reader, section())
         codes = {name: _encoded(format_, scheme)[0] for name, scheme in linears.items()}
+        if apart := [name for name, leaves in codes.items() if not _together(reader, name, leaves)]:
+            return Problems(modules=dict.fromkeys(apart, "its files call the weight by another name than a linear's"))
         quantized = {f"{name}.weight" for name in linears}
         owners = {reader.stored_name(f"{name}.{leaf}"): name for name, leaves in codes.items() for leaf in leaves}
         tensors = {stored: Stored(module=name, kind=str(linears[name])) for stored, name in owners.items()}
@@ -90,6 +92,12 @@ class Unloadable:
             return reader.stored_name(f"{module}.weight"), _encoded(format_, linears[module])[1]
 
         return loader.check(tensors, sample, decoded)
+
+
+def _together(reader: ModelReader, module: str, leaves: Iterable[str]) -> bool:
+    """Whether files have all codes of a linear under one module, each by its own name, as readers look for them."""
+    names = {tuple(reader.stored_name(f"{module}.{leaf}").rsplit(".", 1)) for leaf in leaves}
+    return len({owner for owner, *_ in names}) == 1 and {name[-1] for name in names} == set(leaves)
 
 
 def _with_siblings(bad: Mapping[str, str], linears: Mapping[str, LinearScheme]) -> dict[str, str]:
