@@ -59,6 +59,17 @@ class Problems:
     modules: dict[str, str] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
 
+    def but(self, known: Callable[[str], bool]) -> "Problems":
+        """Those of tensors of which `known` is not true."""
+        return Problems(
+            missing=[name for name in self.missing if not known(name)],
+            unexpected=[name for name in self.unexpected if not known(name)],
+            mismatched=[text for text in self.mismatched if not known(text.partition(" ")[0])],
+            unconverted={name: why for name, why in self.unconverted.items() if not known(name)},
+            modules={name: why for name, why in self.modules.items() if not known(name)},
+            sources={name for name in self.sources if not known(name)},
+        )
+
     @property
     def summary(self) -> str:
         """One phrase for each kind, with its first name; empty if all is well."""

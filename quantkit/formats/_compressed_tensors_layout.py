@@ -153,10 +153,14 @@ def _check_experts(family: str, schemes: set[LinearScheme], *, loads: bool) -> t
         )
     if schemes and not loads:
         return (
-            f"transformers does not load compressed experts of {family}, whoever wrote them; for it set format=dense",
+            f"transformers does not load compressed experts of {family}, whoever wrote them; quantkit's own LLM does; "
+            "for transformers set format=dense",
         )
     if any(scheme.activation is not None and scheme.weight.dtype.kind == "int" for scheme in schemes):
-        return ("transformers does not load INT8 experts with INT8 activations; engines such as vLLM do",)
+        return (
+            "transformers does not load INT8 experts with INT8 activations, having no rule that joins them; quantkit's "
+            "own LLM and vLLM do; for transformers take rtn-int8 or fp8-dynamic",
+        )
     if len(schemes) > 1:
         return ("transformers decodes all experts by one scheme, and these have several; vLLM does not",)
     return ()

@@ -4,6 +4,7 @@ Of a model that no file describes, what its loader cannot take is left as it is,
 audit, which compares a checkpoint with the plan.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -38,13 +39,14 @@ class Unloadable:
         modules: full names of linears that are to be left as they are, and why.
         dequantize: whether the loader has to decode the weights; see `Family.decode_at_load`.
         note: why nothing is known, if so.
+        obstacle: what would not load though nothing of it is quantized, and why; empty if all would.
     """
 
     def __init__(
         self, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str]
     ) -> None:
         self.modules: dict[str, str] = {}
-        self.dequantize, self.note = False, ""
+        self.dequantize, self.note, self.obstacle = False, "", ""
         left = dict(linears)
         # What is left out changes what the others are loaded with, so it is asked again until nothing is left out.
         while left:
@@ -61,6 +63,7 @@ class Unloadable:
             self.modules |= bad
             left = {name: scheme for name, scheme in left.items() if name not in bad}
             if not bad and not written:
+                self.obstacle = "".join(f"{name} ({why})" for name, why in list(problems.unconverted.items())[:1])
                 return
 
     def _ask(
@@ -123,7 +126,14 @@ def _encoded(format_: Format, scheme: LinearScheme) -> tuple[dict[str, Tensor], 
     return format_.encode(quantized, scheme), quantized.dequantize()
 
 
-def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]) -> str:
+def check_loads(
+    folder: Path,
+    source: ModelReader,
+    format_: Format,
+    linears: Mapping[str, LinearScheme],
+    *,
+    experts: bool = True,
+) -> str:
     """Show that transformers loads a finished checkpoint: every name and shape, and samples of what it decodes.
 
     Args:
@@ -131,6 +141,7 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         source: knows how names are stored.
         format_: of the checkpoint.
         linears: scheme of each quantized linear.
+        experts: whether those that are quantized are looked at; not where they are known not to load.
     Returns:
         why it could not be checked; empty if it was.
     Raises:
@@ -144,6 +155,11 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         return f"transformers does not load the result: {error}"
     except ModelError as error:
         return f"{_NOT_CHECKED}: {error}"
+    if not experts:
+        owners = {re.split(r"(?<=\.)\d+\.", mixture)[0] for name in linears if (mixture := _mixture(name)) is not None}
+        layers = (*owners, *map(source.stored_name, owners))
+        # By their part of the name alone: between a layer and its experts files may have other modules than the model.
+        problems = problems.but(lambda name: name.startswith(layers) and "experts" in name.split("."))
     if problems.summary:
         raise GateFailure(
             f"{folder.name}: transformers would load another model than was written: {problems.summary}; "
