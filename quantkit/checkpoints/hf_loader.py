@@ -8,7 +8,6 @@ Nothing is loaded, so the size of the model does not matter; what needs all numb
 
 import contextlib
 import io
-import os
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from quantkit.checkpoints.hf_names import Destination, Renaming
 from quantkit.checkpoints.layer_inputs import config_and_class
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError, first_line
+from quantkit.models.linear_sets import common_owner
 
 _TOLERANCE = 0.01  # of what one rule makes, relative; it may compute in another dtype
 
@@ -101,10 +101,9 @@ class _Made:
     @classmethod
     def by_rule(cls, target: str, made: Iterable[str]) -> "_Made":
         """From full names: those of one rule may be of several modules, such as a gate and an up projection."""
-        split = [name.split(".") for name in (target, *made)]
-        shared = min(len(os.path.commonprefix(split)), len(split[0]) - 1)
-        names = tuple(".".join(parts[shared:]) for parts in split)
-        return cls(depth=len(split[0]) - shared, names=names)
+        owner = common_owner((target, *made))
+        inside = tuple(name.removeprefix(f"{owner}.") for name in (target, *made))
+        return cls(depth=inside[0].count(".") + 1, names=inside)
 
     def of(self, target: str) -> set[str]:
         """Full names for a target."""
