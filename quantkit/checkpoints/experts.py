@@ -121,8 +121,11 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
         layer: modified.
         family: its family.
     """
+    stacked = [name for name, module in layer.named_modules() if holds_stacked_experts(module)]
+    # Of several, such as one for text and one for images, a family names one; the other stays as it is.
+    named = [name for name in stacked if family.experts is not None and family.experts.down.startswith(f"{name}.")]
     for name, module in list(layer.named_modules()):
-        if family.experts is not None and holds_stacked_experts(module):
+        if family.experts is not None and name in (named or stacked):
             _replace(layer, name, LinearExperts(module, family.experts))
         elif type(module).__name__ == "Conv1D" and name in family.transposed:
             width, rows = module.get_parameter("weight").shape

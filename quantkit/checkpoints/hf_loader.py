@@ -9,7 +9,7 @@ Nothing is loaded, so the size of the model does not matter; what needs all numb
 import contextlib
 import io
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from quantkit.checkpoints.hf_names import Destination, Renaming
 from quantkit.checkpoints.layer_inputs import config_and_class
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError, first_line
+from quantkit.models.linear_sets import common_owner
 
 _TOLERANCE = 0.01  # of what one rule makes, relative; it may compute in another dtype
 
@@ -58,6 +59,17 @@ class Problems:
     modules: dict[str, str] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
 
+    def but(self, known: Callable[[str], bool]) -> "Problems":
+        """Those of tensors of which `known` is not true."""
+        return Problems(
+            missing=[name for name in self.missing if not known(name)],
+            unexpected=[name for name in self.unexpected if not known(name)],
+            mismatched=[text for text in self.mismatched if not known(text.partition(" ")[0])],
+            unconverted={name: why for name, why in self.unconverted.items() if not known(name)},
+            modules={name: why for name, why in self.modules.items() if not known(name)},
+            sources={name for name in self.sources if not known(name)},
+        )
+
     @property
     def summary(self) -> str:
         """One phrase for each kind, with its first name; empty if all is well."""
@@ -70,6 +82,35 @@ class Problems:
         return "; ".join(f"{len(names)} {kind}, e.g. {names[0]}" for kind, names in kinds.items() if names)
 
 
+class CannotLoad(ModelError):
+    """The installed transformers loads no checkpoint of this model with such codes, whoever wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """What a rule makes of one target's tensors, and so of every other target of the same kind.
+
+    Args:
+        depth: how many parts of the target's name are not of the module that holds all of them.
+        names: relative to that module.
+    """
+
+    depth: int
+    names: tuple[str, ...]
+
+    @classmethod
+    def by_rule(cls, target: str, made: Iterable[str]) -> "_Made":
+        """From full names: those of one rule may be of several modules, such as a gate and an up projection."""
+        owner = common_owner((target, *made))
+        inside = tuple(name.removeprefix(f"{owner}.") for name in (target, *made))
+        return cls(depth=inside[0].count(".") + 1, names=inside)
+
+    def of(self, target: str) -> set[str]:
+        """Full names for a target."""
+        owner = target.split(".")[: -self.depth]
+        return {target, *(".".join([*owner, name]) for name in self.names)}
+
+
 class HfLoader:
     """transformers' loader for one checkpoint.
 
@@ -79,16 +120,20 @@ class HfLoader:
     Attributes:
         touches_weights: whether the model initializes linears that are codes, and fails; see `decode_at_load`.
     Raises:
-        ModelError: the installed libraries cannot load such a checkpoint; says why.
+        ModelError: the installed libraries cannot build the model; says why.
+        CannotLoad: they can, but not the rules by which it would be loaded.
     """
 
     def __init__(self, reader: CheckpointReader, section: Mapping[str, Any]) -> None:
         try:
             self._model = _build(reader, section)
-            rules = Renaming.of(self._model[0], self._model[1])
             plain = Renaming.of(_build(reader, {})[0])
         except Exception as error:  # whatever the libraries raise on what they cannot build
             raise ModelError(f"{type(error).__name__}: {first_line(error)}") from error
+        try:
+            rules = Renaming.of(self._model[0], self._model[1])
+        except Exception as error:  # of the quantizer, on rules that cut tensors for instance: the plain ones are fine
+            raise CannotLoad(f"{type(error).__name__}: {first_line(error)}") from error
         if rules is None or plain is None:
             raise ModelError("this version of transformers does not say how it renames tensors")
         self._rules, self._plain = rules, plain
@@ -133,16 +178,15 @@ class HfLoader:
             elif stored.shape is not None and stored.shape != expected:
                 problems.mismatched.append(f"{name} {list(stored.shape)} instead of {list(expected)}")
             reached.add(destination.target)
-        results: dict[Any, str | tuple[str, ...]] = {}
+        results: dict[Any, str | _Made] = {}
         for target, sources in groups.items():
-            chosen = _first_of_each(sources)
+            chosen = sources if self._rules.divides(sources) else _first_of_each(sources)
             kind = tuple((d.pattern, tensors[n].kind, tensors[n].shape) for n, d in chosen.items())
             if kind not in results:
                 results[kind] = self._convert(target, chosen, tensors, sample, decoded)
             result = results[kind]
-            if isinstance(result, tuple):
-                owner = target.rpartition(".")[0]
-                reached |= {target, *(f"{owner}.{leaf}" for leaf in result)}
+            if isinstance(result, _Made):
+                reached |= result.of(target)
                 continue
             problems.unconverted[target] = result
             problems.modules |= {tensors[name].module: result for name in sources if tensors[name].module}
@@ -158,8 +202,8 @@ class HfLoader:
         tensors: Mapping[str, Stored],
         sample: Callable[[str], Tensor],
         decoded: Callable[[str], tuple[str, Tensor]],
-    ) -> str | tuple[str, ...]:
-        """What is wrong with what a rule makes of samples; what it makes, relative names, if nothing is."""
+    ) -> "str | _Made":
+        """What is wrong with what a rule makes of samples; what it makes, if nothing is."""
         try:
             made = self._rules.convert(target, sources, {name: sample(name) for name in sources})
         except Exception as error:  # whatever transformers raises on what it was not made for
@@ -175,8 +219,7 @@ class HfLoader:
                 return "it does not come out in the shape that the model has"
             if (made[name].float() - value.float()).norm() > _TOLERANCE * value.float().norm():
                 return "it comes out with other numbers"
-        owner = target.rpartition(".")[0]
-        return tuple(name.removeprefix(f"{owner}.") for name in made)
+        return _Made.by_rule(target, made)
 
     def _tied(self, reached: set[str]) -> list[str]:
         tied: Mapping[str, str] = getattr(self._model[0], "all_tied_weights_keys", None) or {}

@@ -103,12 +103,20 @@ class Renaming:
         Raises:
             Exception: whatever transformers raises.
         """
-        first = next(iter(sources.values()))
-        rule = copy.deepcopy(next(rule for rule in self.rules[::-1] if first.pattern in rule.source_patterns))
+        rule = copy.deepcopy(self._rule(sources))
         for name, destination in sources.items():
             rule.add_tensor(target, name, destination.pattern, tensors[name])
         made = rule.convert(target, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def divides(self, sources: Mapping[str, Destination]) -> bool:
+        """Whether the rule of some tensors with one target makes several out of many: each may need all of them."""
+        rule = self._rule(sources)
+        return len(rule.target_patterns) > 1 and len(sources) > 1
+
+    def _rule(self, sources: Mapping[str, Destination]) -> Any:
+        first = next(iter(sources.values()))
+        return next(rule for rule in self.rules[::-1] if first.pattern in rule.source_patterns)
 
     def expert_names(self, target: str) -> list[str]:
         """What one expert's weights are called in files of which this tensor is made, in the order of its parts."""
@@ -134,7 +142,7 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
     tensors: dict[str, str] = {}
     groups: dict[str, dict[str, Destination]] = {}
     for name, destination in known.items():
-        if destination.pattern is None or _is_expert(renaming, destination):
+        if destination.pattern is None or _is_expert(renaming, name, destination):
             tensors[destination.renamed] = name
         elif destination.target.startswith(backbone):
             groups.setdefault(destination.target, {})[name] = destination
@@ -147,9 +155,14 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
     )
 
 
-def _is_expert(renaming: Renaming, destination: Destination) -> bool:
-    """Whether a tensor is one expert's share of two that hold all: such are linears by themselves here."""
+def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
+    """Whether a tensor is one expert's share of two that hold all: such are linears by themselves here.
+
+    Not where files number the experts of several modules in one go, as Ernie's for text and for images.
+    """
     owner = destination.target.rpartition(".")[0]
+    if renaming.divides({name: destination, "": destination}):
+        return False
     if destination.target not in renaming.shapes or not holds_stacked_experts(renaming.model.get_submodule(owner)):
         return False
     return re.search(r"\.\d+\.[^.]+\.weight$", destination.renamed) is not None

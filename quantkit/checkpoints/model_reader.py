@@ -154,7 +154,7 @@ class ModelReader(CheckpointReader):
         for conversion in self._conversions():
             # What a step has changed stays as the model has it, which loaders take as well.
             targets = [name for name in conversion.targets if name in restored]
-            same = (torch.equal(restored[name], self._converted(name)) for name in targets)
+            same = (_same(restored[name], self._converted(name)) for name in targets)
             if len(targets) == len(conversion.targets) and all(same):
                 for name in targets:
                     del restored[name]
@@ -265,6 +265,11 @@ class ModelReader(CheckpointReader):
                 self._made[name] = conversion
             copied |= set() if inside else set(conversion.targets)
         return copied
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same; of other dtypes, such as codes beside a weight, they never do."""
+    return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def _renamed(family: Family) -> list[tuple[str, str]]:

@@ -63,8 +63,8 @@ class Skeleton:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return int(self._config.hidden_size)
+        """Width of the hidden states: of the embeddings, where config.json says none for the whole model."""
+        return int(getattr(self._config, "hidden_size", None) or self.embedding_width)
 
     @property
     def vocab_size(self) -> int:
@@ -85,7 +85,7 @@ class Skeleton:
         """Width of an attention head of a layer."""
         config = self.layer_config(index)
         heads = getattr(config, "num_attention_heads", None) or 1
-        return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return int(getattr(config, "head_dim", None) or self.hidden_size // heads)
 
     def layer_name(self, index: int) -> str:
         """Full module name of a layer."""

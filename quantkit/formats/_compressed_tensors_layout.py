@@ -131,6 +131,8 @@ def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearS
     if family.decode_at_load:
         return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})
     experts = {scheme for layer in layers for linear, scheme in layer.items() if find_expert(linear)}
+    if family.experts is not None and not any(layers):
+        return ("transformers does not load experts of which only the KV cache is quantized; quantkit's own LLM does",)
     return _check_experts(name, experts, loads=family.compressed_experts)
 
 
@@ -153,10 +155,14 @@ def _check_experts(family: str, schemes: set[LinearScheme], *, loads: bool) -> t
         )
     if schemes and not loads:
         return (
-            f"transformers does not load compressed experts of {family}, whoever wrote them; for it set format=dense",
+            f"transformers does not load compressed experts of {family}, whoever wrote them; quantkit's own LLM does; "
+            "for transformers set format=dense",
         )
     if any(scheme.activation is not None and scheme.weight.dtype.kind == "int" for scheme in schemes):
-        return ("transformers does not load INT8 experts with INT8 activations; engines such as vLLM do",)
+        return (
+            "transformers does not load INT8 experts with INT8 activations, having no rule that joins them; quantkit's "
+            "own LLM and vLLM do; for transformers take rtn-int8 or fp8-dynamic",
+        )
     weights = {scheme.weight for scheme in schemes}
     if any(weight.dtype.name == NVFP4.name for weight in weights):
         return ("transformers decodes NVFP4 experts without their global scale, to other numbers; vLLM does not",)
@@ -164,4 +170,6 @@ def _check_experts(family: str, schemes: set[LinearScheme], *, loads: bool) -> t
         return ("transformers does not decode FP8 experts with scales of blocks or groups; engines such as vLLM do",)
     if len(schemes) > 1:
         return ("transformers decodes all experts by one scheme, and these have several; vLLM does not",)
+    if any(scheme.activation is not None and scheme.activation.is_calibrated for scheme in schemes):
+        return ("transformers drops the input scales of experts, whose activations it leaves as they are",)
     return ()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.families import find
+from quantkit.models.family import Experts
 from tests.helpers import FAMILIES, edit_config, make_model
 
 
@@ -52,6 +58,31 @@ def test_shapes_without_reading(tmp_path):
     shapes = open_skeleton(make_model(tmp_path / "m")).linear_shapes(1)
     assert shapes["self_attn.k_proj"] == (32, 64)
     assert shapes["mlp.down_proj"] == (64, 96)
+
+
+def test_a_model_without_one_hidden_size_is_as_wide_as_its_embeddings(tmp_path):
+    """BLT's config.json has a width for each of its parts and none for the whole."""
+    skeleton = open_skeleton(make_model(tmp_path / "m"))
+    skeleton._config = SimpleNamespace(num_attention_heads=4)
+    assert (skeleton.hidden_size, skeleton.head_dim) == (64, 16)
+
+
+def test_of_several_stacks_of_experts_those_of_the_family_are_taken_apart():
+    """Ernie 4.5 VL has experts for text and others for images in every layer."""
+
+    def stack():
+        module = nn.Module()
+        for name, shape in (("gate_up_proj", (4, 64, 32)), ("down_proj", (4, 32, 32))):
+            module.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+        return module
+
+    layer = nn.ModuleDict({"text": nn.ModuleDict({"experts": stack()}), "image": nn.ModuleDict({"experts": stack()})})
+    up = ("text.experts.{expert}.gate_proj", "text.experts.{expert}.up_proj")
+    data = Experts(up=up, down="text.experts.{expert}.down_proj")
+    rebuild_layer(layer, replace(find({"architectures": ["LlamaForCausalLM"]}), experts=data))
+    names = {name for name, _ in layer.named_parameters()}
+    assert {"text.experts.0.gate_proj.weight", "image.experts.gate_up_proj"} <= names
+    assert not any(name.startswith("image.experts.0") for name in names)
 
 
 def test_broken_weights_are_named(tmp_path):

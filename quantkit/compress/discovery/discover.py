@@ -311,20 +311,21 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
     loaded = renaming.expert_names if renaming else lambda name: []
     if renaming is not None:
         names = find_stored_names(renaming, reader, own)
-        if names.conversions or not _has_all(ModelReader.of(reader, prefixed), layout.layers, layers):
+        if names.conversions or not _has_all(ModelReader.of(reader, prefixed), layout, layers):
             renamed = replace(layout, stored_names=names)
             stored = ModelReader.of(reader, renamed).names
             return replace(renamed, experts=find_experts(stored, f"{layout.layers}.", layers, loaded))
     return replace(prefixed, experts=find_experts(reader.names, f"{prefix}{local}.", layers, loaded))
 
 
-def _has_all(reader: ModelReader, prefix: str, layers: nn.Module) -> bool:
-    """Whether a checkpoint has all that layers consist of, experts stacked or one by one."""
+def _has_all(reader: ModelReader, layout: Family, layers: nn.Module) -> bool:
+    """Whether a checkpoint has the embedding and all that layers consist of, experts stacked or one by one."""
+    prefix = layout.layers
     expected = set(layers.state_dict())
     for name, module in layers.named_modules():
         if holds_stacked_experts(module) and any(key.startswith(f"{prefix}.{name}.0.") for key in reader.names):
             expected -= {f"{name}.{leaf}" for leaf in module.state_dict()}
-    return all(f"{prefix}.{name}" in reader for name in expected)
+    return all(name in reader for name in (f"{layout.embedding}.weight", *(f"{prefix}.{name}" for name in expected)))
 
 
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:

@@ -20,7 +20,6 @@ from quantkit.compress.pipeline.loading import check_loads
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import RunState
-from quantkit.errors import GateFailure
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CompressionResult
 
@@ -76,13 +75,9 @@ def _write_rest(plan: Plan, state: RunState, folder: Path) -> int:
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
     """What the user has not been told yet of loading the checkpoint; see `check_loads`."""
-    try:
-        note = check_loads(folder, plan.reader, plan.format, plan.linears)
-    except GateFailure:
-        # Of experts that are known not to load in transformers the plan has said so.
-        if not plan.family.decode_at_load and plan.format.check_model(plan.family, plan.layers):
-            return []
-        raise
+    # What decodes all of a model has no rule for experts alone; otherwise the plan has said that these do not load.
+    said = not plan.family.decode_at_load and bool(plan.format.check_model(plan.family, plan.layers))
+    note = check_loads(folder, plan.reader, plan.format, plan.linears, experts=not said)
     return [note] if note and note not in plan.warnings else []
 
 

@@ -4,7 +4,8 @@ Of a model that no file describes, what its loader cannot take is left as it is,
 audit, which compares a checkpoint with the plan.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.hf_loader import HfLoader, Problems, Stored
+from quantkit.checkpoints.hf_loader import CannotLoad, HfLoader, Problems, Stored
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import GateFailure, ModelError
@@ -39,18 +40,22 @@ class Unloadable:
         modules: full names of linears that are to be left as they are, and why.
         dequantize: whether the loader has to decode the weights; see `Family.decode_at_load`.
         note: why nothing is known, if so.
+        obstacle: what would not load though nothing of it is quantized, and why; empty if all would.
     """
 
     def __init__(
         self, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str]
     ) -> None:
         self.modules: dict[str, str] = {}
-        self.dequantize, self.note = False, ""
+        self.dequantize, self.note, self.obstacle = False, "", ""
         left = dict(linears)
         # What is left out changes what the others are loaded with, so it is asked again until nothing is left out.
         while left:
             try:
                 problems = self._ask(reader, format_, left, [*ignored, *self.modules])
+            except CannotLoad as error:
+                self.modules |= dict.fromkeys(left, str(error))
+                return
             except ModelError as error:
                 self.note = f"{_NOT_CHECKED}: {error}"
                 return
@@ -59,6 +64,7 @@ class Unloadable:
             self.modules |= bad
             left = {name: scheme for name, scheme in left.items() if name not in bad}
             if not bad and not written:
+                self.obstacle = "".join(f"{name} ({why})" for name, why in list(problems.unconverted.items())[:1])
                 return
 
     def _ask(
@@ -73,6 +79,8 @@ class Unloadable:
             self.dequantize = True
             loader = HfLoader(reader, section())
         codes = {name: _encoded(format_, scheme)[0] for name, scheme in linears.items()}
+        if apart := [name for name, leaves in codes.items() if not _together(reader, name, leaves)]:
+            return Problems(modules=dict.fromkeys(apart, "its files call the weight by another name than a linear's"))
         quantized = {f"{name}.weight" for name in linears}
         owners = {reader.stored_name(f"{name}.{leaf}"): name for name, leaves in codes.items() for leaf in leaves}
         tensors = {stored: Stored(module=name, kind=str(linears[name])) for stored, name in owners.items()}
@@ -88,6 +96,12 @@ class Unloadable:
             return reader.stored_name(f"{module}.weight"), _encoded(format_, linears[module])[1]
 
         return loader.check(tensors, sample, decoded)
+
+
+def _together(reader: ModelReader, module: str, leaves: Iterable[str]) -> bool:
+    """Whether files have all codes of a linear under one module, each by its own name, as readers look for them."""
+    names = {tuple(reader.stored_name(f"{module}.{leaf}").rsplit(".", 1)) for leaf in leaves}
+    return len({owner for owner, *_ in names}) == 1 and {name[-1] for name in names} == set(leaves)
 
 
 def _with_siblings(bad: Mapping[str, str], linears: Mapping[str, LinearScheme]) -> dict[str, str]:
@@ -113,7 +127,14 @@ def _encoded(format_: Format, scheme: LinearScheme) -> tuple[dict[str, Tensor], 
     return format_.encode(quantized, scheme), quantized.dequantize()
 
 
-def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]) -> str:
+def check_loads(
+    folder: Path,
+    source: ModelReader,
+    format_: Format,
+    linears: Mapping[str, LinearScheme],
+    *,
+    experts: bool = True,
+) -> str:
     """Show that transformers loads a finished checkpoint: every name and shape, and samples of what it decodes.
 
     Args:
@@ -121,6 +142,7 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         source: knows how names are stored.
         format_: of the checkpoint.
         linears: scheme of each quantized linear.
+        experts: whether those that are quantized are looked at; not where they are known not to load.
     Returns:
         why it could not be checked, or what is ignored on the way; empty if neither.
     Raises:
@@ -130,11 +152,19 @@ def check_loads(folder: Path, source: ModelReader, format_: Format, linears: Map
         # A format of values stores weights as the source does.
         codes = linears if format_.keeps_codes else {}
         problems = _problems(CheckpointReader(folder), source, format_, codes)
+    except CannotLoad as error:
+        return f"transformers does not load the result: {error}"
     except ModelError as error:
         return f"{_NOT_CHECKED}: {error}"
     # No weights: without them keys and values are as computed, and engines find them by name.
     scales = [name for name in problems.unexpected if is_cache_scale(name)]
     problems.unexpected = [name for name in problems.unexpected if name not in scales]
+    if not experts:
+        names = linears or [name.removesuffix(".weight") for name in source.names]  # none: only the cache is quantized
+        owners = {re.split(r"(?<=\.)\d+\.", mixture)[0] for name in names if (mixture := _mixture(name)) is not None}
+        layers = (*owners, *map(source.stored_name, owners))
+        # By their part of the name alone: between a layer and its experts files may have other modules than the model.
+        problems = problems.but(lambda name: name.startswith(layers) and "experts" in name.split("."))
     if problems.summary:
         raise GateFailure(
             f"{folder.name}: transformers would load another model than was written: {problems.summary}; "

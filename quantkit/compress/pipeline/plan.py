@@ -166,7 +166,7 @@ class _Unloadable:
         """The schemes of what can be loaded, and notes on the rest.
 
         Raises:
-            ModelError: that is nothing.
+            ModelError: that is nothing, or what is not quantized would not load beside the codes.
         """
         layers = list(zip(self.parts, assigned, strict=True))
         linears = {f"{part.name}.{name}": scheme for part, layer in layers for name, scheme in layer.items() if scheme}
@@ -185,6 +185,11 @@ class _Unloadable:
             notes.append(
                 f"left as they are, because transformers would not load them as {self.format_.name}: "
                 f"{len(unloadable.modules)} linears like {name} ({why})"
+            )
+        if unloadable.obstacle:
+            raise ModelError(
+                f"{self.reader.path}: beside these codes transformers would not load {unloadable.obstacle}; take "
+                "fp8-dynamic, or set format=dense"
             )
         kept = [
             {name: None if f"{part.name}.{name}" in unloadable.modules else scheme for name, scheme in schemes.items()}

@@ -8,10 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantkit.checkpoints.hf_loader import HfLoader, Problems, _Made
+from quantkit.checkpoints.hf_names import Renaming
 from quantkit.compress.pipeline import finish
-from quantkit.errors import GateFailure
+from quantkit.compress.pipeline.loading import _together
+from quantkit.errors import GateFailure, ModelError
 from tests.compress.pipeline.test_quantize import IDS, run
-from tests.helpers import known_to_transformers, load_tensors, transformers_logits
+from tests.helpers import known_to_transformers, load_tensors, make_model, transformers_logits
 from tests.undescribed import RENAMED, make_undescribed
 
 
@@ -55,12 +58,85 @@ def test_what_transformers_joins_keeps_its_form_where_that_loads(tmp_path):
         assert any(name.endswith(".experts.up_proj") for name in names) != apart
 
 
+@pytest.mark.skipif(not known_to_transformers("hrm_text"), reason="transformers has no hrm_text")
+def test_codes_are_never_compared_with_the_values_that_files_join(tmp_path):
+    """Before, `torch.equal` of FP8 codes and float32 values ended the run."""
+    model = make_undescribed(tmp_path / "model", "hrm_text")
+    run(model, "fp8-dynamic", tmp_path / "out")
+    assert load_tensors(tmp_path / "out")["model.L_module.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+
+
+def test_what_one_rule_makes_is_known_of_every_layer():
+    made = _Made.by_rule("m.0.mlp.gate_proj.weight", ["m.0.mlp.gate_proj.weight", "m.0.mlp.up_proj.weight"])
+    assert made.of("m.1.mlp.gate_proj.weight") == {"m.1.mlp.gate_proj.weight", "m.1.mlp.up_proj.weight"}
+    alone = _Made.by_rule("m.0.experts.down_proj", ["m.0.experts.down_proj"])
+    assert alone.of("m.3.experts.down_proj") == {"m.3.experts.down_proj"}
+
+
+def test_a_model_of_which_transformers_loads_no_codes_is_refused_before_the_work(tmp_path, monkeypatch):
+    """Its quantizer makes rules of its own, which fails where one of the model's cuts a tensor into several."""
+    original = Renaming.of
+
+    def of(model, quantizer=None):
+        if quantizer is not None:
+            raise ValueError("you can only have one to many, one to one or many to one")
+        return original(model)
+
+    model = make_undescribed(tmp_path / "model", "diffllama")
+    monkeypatch.setattr(Renaming, "of", of)
+    with pytest.raises(ModelError, match=r"would load none of its linears .*one to many"):
+        run(model, "rtn-int8", tmp_path / "out")
+
+
+def test_what_would_not_load_beside_codes_is_refused_before_the_work(tmp_path, monkeypatch):
+    model = make_undescribed(tmp_path / "model", "diffllama")
+    problems = Problems(unconverted={"vision.experts.down_proj": "it comes out with other numbers"})
+    monkeypatch.setattr(HfLoader, "check", lambda *_: problems)
+    with pytest.raises(ModelError, match=r"beside these codes .* vision\.experts\.down_proj \(it comes out"):
+        run(model, "rtn-int8", tmp_path / "out")
+
+
+def test_codes_are_under_one_module():
+    """Inkling 2 calls a weight `weight_proj` without `.weight`, and its scale would be called otherwise."""
+
+    class Reader:
+        def stored_name(self, name):
+            return {"m.k.weight_proj.weight": "f.k.weight_proj"}.get(name, name)
+
+    assert not _together(Reader(), "m.k.weight_proj", ["weight", "weight_scale"])
+    assert _together(Reader(), "m.k.weight_proj", ["weight_packed", "weight_scale"])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2"])
+def test_experts_that_are_known_not_to_load_hide_no_other_problem(tmp_path, monkeypatch, family, text_file):
+    recipe = "rtn-int8" if family == "gpt_oss" else "w8a8-int8"
+    model = make_model(tmp_path / "model", family)
+    result = run(model, recipe, tmp_path / "right", text_file)
+    assert any("transformers does not load" in note and "own LLM" in note for note in result.warnings)
+    monkeypatch.setattr(finish, "check_loads", _without(finish.check_loads, "layers.0.self_attn.o_proj.weight_scale"))
+    with pytest.raises(GateFailure, match=r"self_attn\.o_proj\.weight_scale"):
+        run(model, recipe, tmp_path / "out", text_file)
+
+
+def _without(original, ending):
+    """`check_loads` of a checkpoint without a tensor."""
+
+    def damaged(folder, *others, **options):
+        tensors = {name: value.clone() for name, value in load_tensors(folder).items() if not name.endswith(ending)}
+        for path in folder.glob("*.safetensors*"):
+            path.unlink()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return original(folder, *others, **options)
+
+    return damaged
+
+
 @pytest.mark.parametrize("damage", ["scale", "shape", "name"])
 def test_a_checkpoint_that_would_not_load_fails_with_exit_code_three(tmp_path, monkeypatch, damage):
     model = make_undescribed(tmp_path / "model", "diffllama")
     original = finish.check_loads
 
-    def damaged(folder, *others):
+    def damaged(folder, *others, **options):
         shard = folder / "model-00001-of-00003.safetensors"
         tensors = {name: value.clone() for name, value in load_tensors(shard.parent).items()}
         name = "model.layers.0.mlp.up_proj.weight_scale"
@@ -69,7 +145,7 @@ def test_a_checkpoint_that_would_not_load_fails_with_exit_code_three(tmp_path, m
         for path in folder.glob("*.safetensors*"):
             path.unlink()
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return original(folder, *others)
+        return original(folder, *others, **options)
 
     monkeypatch.setattr(finish, "check_loads", damaged)
     with pytest.raises(GateFailure, match=r"mlp\.up_proj\.weight_scale") as caught:
