@@ -170,6 +170,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 32},
     "vaultgemma": {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 24},
 }
+# The same of models of these families that have experts.
+GRANITE_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+NEMOTRON_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 EXPERT_FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",

@@ -151,6 +151,7 @@ class Experts:
     Args:
         router: linear that scores the experts.
         up, down: linears of one expert, gate first.
+        gated: an expert multiplies act(gate) and up; the shared one is as the others.
         stacked_up, stacked_down: the same of all experts in one tensor (E, 2I, H) and (E, H, I).
         transposed: the stacked tensors are (E, H, 2I) and (E, I, H).
         interleaved: the outputs of the stacked gate and up take turns.
@@ -172,6 +173,7 @@ class Experts:
     router: str = "mlp.gate"
     up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
     down: str = "mlp.experts.{expert}.down_proj"
+    gated: bool = True
     stacked_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     transposed: bool = False
@@ -337,7 +339,8 @@ class Family:
         joint = self.parallel is True and self.parts.mlp_norm is None
         mlp = mlp_sets(self.parts, before_mlp, joint=joint)
         if self.experts is not None:
-            mlp = (*expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
+            chosen, alone = expert_sets(self.experts, before_mlp), (replace(group, optional=True) for group in mlp)
+            mlp = (*chosen[:2], *alone, *chosen[2:])  # the shared expert may be the MLP of models without others
         mixing = MLA_SETS if self.latent else attention_sets(self.parts, before, joint=joint)
         if self.recurrent is not None:
             mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))

@@ -353,7 +353,7 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
     assert config is not None and data is not None
     shared = shared_gate = None
     if config.shared_width is not None and data.shared_down is not None:
-        shared = _build_mlp(weights, data.shared_up, data.shared_down, prefix)
+        shared = _build_mlp(weights, data.shared_up, data.shared_down, prefix, data.gated)
     if data.shared_gate is not None:
         shared_gate = weights.linear([prefix + data.shared_gate])
 
@@ -361,14 +361,14 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
         """One after another, as they are asked for."""
         for number in range(config.num_experts):
             up, down = [at(name, number) for name in data.up], at(data.down, number)
-            yield _build_mlp(weights, up, down, prefix, read_share=config.num_chosen / config.num_experts)
+            yield _build_mlp(weights, up, down, prefix, data.gated, config.num_chosen / config.num_experts)
 
     balance = None if data.balance is None else weights.tensor(prefix + data.balance, torch.float32).view(-1)
     plain = balance is None and config.is_plain
     return Mixture(
         router=(weights.exact_linear if data.exact else weights.linear)([prefix + data.router]),
         # A new iterator: the first may be partly used up when stacking turns out to be impossible.
-        experts=_stack(weights, config, experts()) or tuple(experts()),
+        experts=(data.gated and _stack(weights, config, experts())) or tuple(experts()),
         choose=None if plain else partial(choose, experts=config, balance=balance),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
