@@ -225,6 +225,21 @@ class Biases:
     norms: bool = True
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapper:
+    """Models that hold one of a family as their language model, with encoders of images and the like beside it.
+
+    Args:
+        hf_names: `architectures` entries of their config.json, whose `text_config` is the language model's.
+        backbone: where the language model is, without its head.
+        beside: what names of the other tensors begin with.
+    """
+
+    hf_names: tuple[str, ...]
+    backbone: str = "model.language_model"
+    beside: tuple[str, ...] = ("model.visual.",)
+
+
 def inside(backbone: str, **modules: str) -> dict[str, Any]:
     """Where a backbone is, and its modules by their names in it: fields of a `Family` whose names are not Llama's."""
     return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
@@ -278,6 +293,7 @@ class Family:
         gguf: None = the family is not written to GGUF.
         block: what data cannot say of a layer's attention and of other tensors but its norms and its experts, by number
             of the layer; None = nothing.
+        wrapper: models around one of this family whose language model the runtime computes by itself.
         only: whether it describes a model of this config.json that names it.
         known: False where a config.json is counted as if it were Llama's.
     """
@@ -326,6 +342,7 @@ class Family:
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
+    wrapper: Wrapper | None = None
     only: Callable[[Mapping[str, Any]], bool] = lambda config: True
     known: bool = True
 
