@@ -30,6 +30,7 @@ class Parts:
         output_norm: after the MLP, before its output joins the residual stream.
         qkv: query, key and value projections, or one that is all three.
         qkv_by_head: rows of the one projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
+        qkv_blocks: that many times rows of the one projection are queries, values and keys, as many of each; 0 = never.
         gated_query: the query projection gives a gate behind each head's query, which opens what the head attends to.
         output: projection of the heads back to the hidden width.
         up: what the MLP's input goes through: gate and up, one that is both (gate first), or a single one, no gate.
@@ -44,6 +45,7 @@ class Parts:
     output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_head: bool = False
+    qkv_blocks: int = 0
     gated_query: bool = False
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")

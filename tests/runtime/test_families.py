@@ -259,6 +259,7 @@ SWITCHES = {
     "norm after attention": ("gemma2", change_parts(attention_norm=None)),
     "norm after the MLP": ("olmo2", change_parts(output_norm=None)),
     "parallel residual": ("gpt_neox", lambda config: replace(config, parallel=False)),
+    "blocks in one projection": ("codegen", change_parts(qkv_blocks=2)),
     "heads interleaved in one projection": ("gpt_neox", change_parts(qkv_by_head=False)),
     "activation": ("llama, gelu", lambda config: replace(config, activation="silu")),
     "scores of the chosen sum to one": ("mixtral", change_experts(normalize=False)),

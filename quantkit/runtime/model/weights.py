@@ -234,6 +234,10 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         norms = weights.norm(*heads[0]), weights.norm(*heads[1])
         fused = None if flat or norm.after_rotation else kernel_norms(*norms)
     orders = {}
+    if parts.qkv_blocks:
+        width = config.num_heads * config.head_dim
+        blocks = torch.arange(3 * width, device=weights.device).view(parts.qkv_blocks, 3, -1)
+        orders[prefix + parts.qkv[0]] = blocks[:, [0, 2, 1]].transpose(0, 1).reshape(-1)
     if parts.qkv_by_head or parts.gated_query:
         # Attention splits its input into all queries, gates, keys and values; here they take turns head by head.
         turns = 3 if parts.qkv_by_head else 2
