@@ -68,7 +68,7 @@ class LinearExperts(nn.ModuleList):
         bias = "gate_up_proj_bias" in dict(fused.named_parameters())
         names = tuple(name.rpartition(".")[2] for name in (*data.up, data.down))
         assert len(names) == 2 + data.gated, f"an expert has gate, up and down, or no gate, not {names}"
-        gate = functools.partial(_activated, fused, data.interleaved) if data.gated else fused.act_fn
+        gate = functools.partial(_activated, fused, data.interleaved) if data.gated else fused.get_submodule("act_fn")
         super().__init__([Expert(names, hidden, width, bias, gate) for _ in range(down.shape[0])])
 
     def forward(

@@ -45,12 +45,14 @@ def find_language_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str,
     Raises:
         NotNative, ModelError: as `find`.
     """
-    names, inner = config.get("architectures"), config.get("text_config")
-    for family in REGISTRY.all().values() if isinstance(names, list) and isinstance(inner, Mapping) else ():
+    names, text = config.get("architectures"), config.get("text_config")
+    if not isinstance(names, list) or not isinstance(text, Mapping):
+        return find(config), config
+    for family in REGISTRY.all().values():
         wrapper = family.wrapper
         if wrapper is None or not set(wrapper.hf_names) & set(map(str, names)):
             continue
-        inner = {**config, **inner, "tie_word_embeddings": config.get("tie_word_embeddings")}  # the head is outside
+        inner = {**config, **text, "tie_word_embeddings": config.get("tie_word_embeddings")}  # the head is outside
         del inner["text_config"]
         moved = {
             part: wrapper.backbone + getattr(family, part).removeprefix(family.backbone)

@@ -4,4 +4,6 @@ from dataclasses import replace
 
 from quantkit.models.families.gptj import FAMILY as GPTJ
 
-FAMILY = replace(GPTJ, hf_names=("CodeGenForCausalLM",), parts=replace(GPTJ.parts, qkv=("attn.qkv_proj",), qkv_blocks=4))
+FAMILY = replace(
+    GPTJ, hf_names=("CodeGenForCausalLM",), parts=replace(GPTJ.parts, qkv=("attn.qkv_proj",), qkv_blocks=4)
+)

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE, of which only text: Qwen3.5 with experts beside one that every token sees; the chosen always sum to one."""
+"""Qwen3.5-MoE without images: Qwen3.5 with experts beside one that every token sees; the chosen always sum to one."""
 
 from dataclasses import replace
 

@@ -38,6 +38,7 @@ from quantkit.runtime.model.layers import (
     RMSNorm,
     SideBySide,
     kernel_norms,
+    query_rows,
 )
 from quantkit.runtime.model.recurrent import RecurrentMixer, stored_rows
 from quantkit.runtime.model.rope import query_growth
@@ -233,17 +234,8 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         heads = per_head(prefix + norm.query, config.num_heads), per_head(prefix + norm.key, config.num_kv_heads)
         norms = weights.norm(*heads[0]), weights.norm(*heads[1])
         fused = None if flat or norm.after_rotation else kernel_norms(*norms)
-    orders = {}
-    if parts.qkv_blocks:
-        width = config.num_heads * config.head_dim
-        blocks = torch.arange(3 * width, device=weights.device).view(parts.qkv_blocks, 3, -1)
-        orders[prefix + parts.qkv[0]] = blocks[:, [0, 2, 1]].transpose(0, 1).reshape(-1)
-    if parts.qkv_by_head or parts.gated_query:
-        # Attention splits its input into all queries, gates, keys and values; here they take turns head by head.
-        turns = 3 if parts.qkv_by_head else 2
-        rows = torch.arange(turns * config.num_heads * config.head_dim, device=weights.device)
-        by_head = rows.view(config.num_heads, turns, config.head_dim)
-        orders[prefix + parts.qkv[0]] = by_head.transpose(0, 1).reshape(-1)
+    rows = query_rows(parts, config.num_heads, config.head_dim)
+    orders = {} if rows is None else {prefix + parts.qkv[0]: rows.to(weights.device)}
     return Attention(
         layer=index,
         qkv=weights.linear([prefix + name for name in parts.qkv], orders),
