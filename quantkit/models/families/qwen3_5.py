@@ -1,4 +1,4 @@
-"""Qwen3.5 without images: gated delta nets in three of four layers, gated attention in the fourth, norms around zero."""
+"""Qwen3.5 without images: gated delta nets in three of four layers, gated attention in the fourth, norms near zero."""
 
 from quantkit.models.family import Family, Parts, QueryKeyNorm, Rope, Wrapper
 from quantkit.models.recurrent import Recurrent
