@@ -56,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 8},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.5},
     "cwm": {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4},
@@ -92,6 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_MIXTURE, **_GROUPS, "head_dim": 16},
+    "gptj": {"rotary_dim": 8},
     "gpt_neox": {"num_key_value_heads": 4},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
     "granitemoeshared": {
@@ -170,6 +172,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 32},
     "vaultgemma": {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 24},
 }
+# The same of models of these families that have experts.
+GRANITE_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+NEMOTRON_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 EXPERT_FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
@@ -200,11 +213,9 @@ MORE_FAMILIES = tuple(name for name in SETTINGS if name not in (*FAMILIES, *EXPE
 # Families that are compressed here and run by transformers.
 COMPRESSED_ONLY: dict[str, dict[str, Any]] = {
     "bloom": {},
-    "codegen": {"rotary_dim": 16},
     "falcon": {"multi_query": True, "alibi": False},
     "gpt2": {},
     "gpt_bigcode": {},
-    "gptj": {"rotary_dim": 16},
     "mpt": {"expansion_ratio": 2},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }

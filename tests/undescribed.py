@@ -52,6 +52,7 @@ RENAMED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 32,
         "n_group": 1,
         "topk_group": 1,
     },

@@ -32,24 +32,25 @@ class Expert(nn.Module):
     """One expert of plain linears.
 
     Args:
-        names: of its linears: gate and up, then down; those of the checkpoint.
+        names: of its linears: gate and up, or up alone, then down; those of the checkpoint.
         hidden, width: H and I.
         bias: whether they have biases.
-        gate: (T, I), (T, I) -> (T, I), the activation of gate and up.
+        gate: (T, I) of each of the first -> (T, I), their activation.
     """
 
     def __init__(
-        self, names: tuple[str, str, str], hidden: int, width: int, bias: bool, gate: Callable[..., Tensor]
+        self, names: tuple[str, ...], hidden: int, width: int, bias: bool, gate: Callable[..., Tensor]
     ) -> None:
         super().__init__()
         self._names, self._gate = names, gate
-        for name, sizes in zip(names, ((hidden, width), (hidden, width), (width, hidden)), strict=True):
-            self.add_module(name, nn.Linear(*sizes, bias=bias, device="meta"))
+        for name in names[:-1]:
+            self.add_module(name, nn.Linear(hidden, width, bias=bias, device="meta"))
+        self.add_module(names[-1], nn.Linear(width, hidden, bias=bias, device="meta"))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
-        gate, up, down = (self.get_submodule(name) for name in self._names)
-        output: Tensor = down(self._gate(gate(hidden_states), up(hidden_states)))
+        *up, down = (self.get_submodule(name) for name in self._names)
+        output: Tensor = down(self._gate(*(linear(hidden_states) for linear in up)))
         return output
 
 
@@ -62,13 +63,13 @@ class LinearExperts(nn.ModuleList):
     """
 
     def __init__(self, fused: nn.Module, data: Experts) -> None:
-        up, down = fused.get_parameter("gate_up_proj"), fused.get_parameter("down_proj")
+        down = fused.get_parameter("down_proj")
         hidden, width = (down.shape[2], down.shape[1]) if data.transposed else (down.shape[1], down.shape[2])
         bias = "gate_up_proj_bias" in dict(fused.named_parameters())
         names = tuple(name.rpartition(".")[2] for name in (*data.up, data.down))
-        assert len(names) == 3, f"an expert has gate, up and down, not {names}"
-        gate = functools.partial(_activated, fused, data.interleaved)
-        super().__init__([Expert(names, hidden, width, bias, gate) for _ in range(up.shape[0])])
+        assert len(names) == 2 + data.gated, f"an expert has gate, up and down, or no gate, not {names}"
+        gate = functools.partial(_activated, fused, data.interleaved) if data.gated else fused.get_submodule("act_fn")
+        super().__init__([Expert(names, hidden, width, bias, gate) for _ in range(down.shape[0])])
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
@@ -121,7 +122,8 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
         layer: modified.
         family: its family.
     """
-    stacked = [name for name, module in layer.named_modules() if holds_stacked_experts(module)]
+    gated = family.experts is None or family.experts.gated
+    stacked = [name for name, module in layer.named_modules() if holds_stacked_experts(module, gated)]
     # Of several, such as one for text and one for images, a family names one; the other stays as it is.
     named = [name for name in stacked if family.experts is not None and family.experts.down.startswith(f"{name}.")]
     for name, module in list(layer.named_modules()):
@@ -133,10 +135,11 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
     _rename(layer, family.stored_modules)
 
 
-def holds_stacked_experts(module: nn.Module) -> bool:
+def holds_stacked_experts(module: nn.Module, gated: bool = True) -> bool:
     """Whether a module holds experts in two 3-D parameters, of as many each; in LongCat's some have a gate alone."""
     parameters = dict(module.named_parameters(recurse=False))
-    stacked = [parameters[name] for name in ("gate_up_proj", "down_proj") if name in parameters]
+    names = ("gate_up_proj" if gated else "up_proj", "down_proj")
+    stacked = [parameters[name] for name in names if name in parameters]
     return [item.dim() for item in stacked] == [3, 3] and stacked[0].shape[0] == stacked[1].shape[0]
 
 

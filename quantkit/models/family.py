@@ -30,6 +30,7 @@ class Parts:
         output_norm: after the MLP, before its output joins the residual stream.
         qkv: query, key and value projections, or one that is all three.
         qkv_by_head: rows of the one projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
+        qkv_blocks: that many times rows of the one projection are queries, values and keys, as many of each; 0 = never.
         gated_query: the query projection gives a gate behind each head's query, which opens what the head attends to.
         output: projection of the heads back to the hidden width.
         up: what the MLP's input goes through: gate and up, one that is both (gate first), or a single one, no gate.
@@ -44,6 +45,7 @@ class Parts:
     output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_head: bool = False
+    qkv_blocks: int = 0
     gated_query: bool = False
     output: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -151,6 +153,7 @@ class Experts:
     Args:
         router: linear that scores the experts.
         up, down: linears of one expert, gate first.
+        gated: an expert multiplies act(gate) and up; the shared one is as the others.
         stacked_up, stacked_down: the same of all experts in one tensor (E, 2I, H) and (E, H, I).
         transposed: the stacked tensors are (E, H, 2I) and (E, I, H).
         interleaved: the outputs of the stacked gate and up take turns.
@@ -172,6 +175,7 @@ class Experts:
     router: str = "mlp.gate"
     up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
     down: str = "mlp.experts.{expert}.down_proj"
+    gated: bool = True
     stacked_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     transposed: bool = False
@@ -221,6 +225,21 @@ class Biases:
     mlp: str | bool = "mlp_bias"
     head: bool = False
     norms: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapper:
+    """Models that hold one of a family as their language model, with encoders of images and the like beside it.
+
+    Args:
+        hf_names: `architectures` entries of their config.json, whose `text_config` is the language model's.
+        backbone: where the language model is, without its head.
+        beside: what names of the other tensors begin with.
+    """
+
+    hf_names: tuple[str, ...]
+    backbone: str = "model.language_model"
+    beside: tuple[str, ...] = ("model.visual.",)
 
 
 def inside(backbone: str, **modules: str) -> dict[str, Any]:
@@ -281,6 +300,7 @@ class Family:
         gguf: None = the family is not written to GGUF.
         block: what data cannot say of a layer's attention and of other tensors but its norms and its experts, by number
             of the layer; None = nothing.
+        wrapper: models around one of this family whose language model the runtime computes by itself.
         only: whether it describes a model of this config.json that names it.
         known: False where a config.json is counted as if it were Llama's.
     """
@@ -329,6 +349,7 @@ class Family:
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
+    wrapper: Wrapper | None = None
     only: Callable[[Mapping[str, Any]], bool] = _every
     known: bool = True
 
@@ -342,7 +363,8 @@ class Family:
         joint = self.parallel is True and self.parts.mlp_norm is None
         mlp = mlp_sets(self.parts, before_mlp, joint=joint)
         if self.experts is not None:
-            mlp = (*expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
+            chosen, alone = expert_sets(self.experts, before_mlp), (replace(group, optional=True) for group in mlp)
+            mlp = (*chosen[:2], *alone, *chosen[2:])  # the shared expert may be the MLP of models without others
         mixing = MLA_SETS if self.latent else attention_sets(self.parts, before, joint=joint)
         if self.recurrent is not None:
             mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))

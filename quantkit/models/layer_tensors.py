@@ -154,11 +154,12 @@ def _mixture(model: ModelDescription) -> list[Matrix]:
     data, sizes, hidden = model.family.experts, model.experts, model.hidden_size
     assert data is not None and sizes is not None
     count, active = sizes.num_experts, sizes.num_chosen
-    matrices = _mlp(model, data.up, data.down, sizes.width, bias=data.bias, copies=count, active=active)
+    facts = {"bias": data.bias, "copies": count, "active": active}
+    matrices = _mlp(model, data.up, data.down, sizes.width, gated=data.gated, **facts)
     matrices.append(Matrix(name=data.router, out_features=count, in_features=hidden, quantizable=False, bias=data.bias))
     if sizes.shared_width is not None and data.shared_down is not None:
         bias = model.entries.flag(model.family.biases.mlp)
-        matrices += _mlp(model, data.shared_up, data.shared_down, sizes.shared_width, bias=bias)
+        matrices += _mlp(model, data.shared_up, data.shared_down, sizes.shared_width, bias=bias, gated=data.gated)
     if data.shared_gate is not None:
         matrices.append(Matrix(name=data.shared_gate, out_features=1, in_features=hidden, quantizable=False))
     return matrices

@@ -31,11 +31,11 @@ def _types(read: ConfigReader) -> Any:
 
 
 def halves_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
-    """Whether each layer is an MLP and nothing else, as some are where each layer is one half."""
+    """Whether each layer is an MLP or experts and nothing else, as some are where each layer is one half."""
     count = count_layers(read)
     if not family.one_half:
         return (False,) * count
-    return tuple(name == "mlp" for name in _checked_types(read, _types(read), count))
+    return tuple(name in ("mlp", "moe") for name in _checked_types(read, _types(read), count))
 
 
 def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ...]:
@@ -115,6 +115,8 @@ def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
     count = count_layers(read)
     if family.experts is None or not read.optional_count("num_experts"):
         return (False,) * count
+    if family.one_half:
+        return tuple(name == "moe" for name in _checked_types(read, _types(read), count))
     return tuple(_is_sparse(read, index) for index in range(count))
 
 

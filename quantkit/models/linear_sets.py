@@ -92,6 +92,8 @@ def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearS
                 parent=at(group.parent, expert),
             )
         return
+    if templates and group.optional and not experts:
+        return  # what shares a set with experts is theirs, and elsewhere an MLP's
     names = [at(name, e) for e in experts for name in templates]
     names += [name for name in group.linears if name not in templates and (not group.optional or has(name))]
     if names and not (group.optional and group.source is not None and not has(group.source)):

@@ -42,7 +42,8 @@ def expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
         beside=beside,
         optional=True,
     )
-    down = LinearSet(linears=(data.down,), source=data.up[1] if data.smooth_down else None, parent=data.down)
+    smooth = data.smooth_down and data.gated
+    down = LinearSet(linears=(data.down,), source=data.up[1] if smooth else None, parent=data.down)
     if data.shared_down is None:
         return ups, down
     source = data.shared_up[1] if len(data.shared_up) == 2 else None

@@ -20,8 +20,14 @@ def make_loud_model(folder: Path, family: str, *, dtype: torch.dtype = torch.flo
     """A random model in which every weight, bias and norm matters, and attention is far from uniform."""
     from transformers import AutoModelForCausalLM
 
-    generator = torch.Generator().manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **{"max_position_embeddings": 512, **changes}))
+    make_loud(model).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def make_loud(model: Any) -> Any:
+    """The model itself, with weights as in `make_loud_model`."""
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -35,8 +41,7 @@ def make_loud_model(folder: Path, family: str, *, dtype: torch.dtype = torch.flo
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    model.to(dtype).save_pretrained(folder)
-    return folder
+    return model
 
 
 def reference_logits(folder: Path, sequences: list[list[int]]) -> list[Tensor]:

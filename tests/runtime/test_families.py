@@ -15,7 +15,7 @@ from quantkit.runtime.model import loader, weights
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import load_model, load_native
 from quantkit.runtime.model.weights import Weights
-from tests.helpers import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES
+from tests.helpers import EXPERT_FAMILIES, FAMILIES, GRANITE_EXPERTS, MORE_FAMILIES, NEMOTRON_EXPERTS
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
 
 CLOSE = 1e-4
@@ -61,6 +61,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granitemoehybrid, positions": ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_n_groups": 1}),
+    "granitemoehybrid, experts": ("granitemoehybrid", GRANITE_EXPERTS),
+    "nemotron_h, experts": ("nemotron_h", NEMOTRON_EXPERTS),
     "cohere, qk norm": ("cohere", {"use_qk_norm": True}),
     "phi, qk norm": ("phi", {"qk_layernorm": True}),
     "phi3, longrope": ("phi3", {**scaled("longrope", **LONG), "original_max_position_embeddings": 300}),
@@ -257,6 +259,7 @@ SWITCHES = {
     "norm after attention": ("gemma2", change_parts(attention_norm=None)),
     "norm after the MLP": ("olmo2", change_parts(output_norm=None)),
     "parallel residual": ("gpt_neox", lambda config: replace(config, parallel=False)),
+    "blocks in one projection": ("codegen", change_parts(qkv_blocks=2)),
     "heads interleaved in one projection": ("gpt_neox", change_parts(qkv_by_head=False)),
     "activation": ("llama, gelu", lambda config: replace(config, activation="silu")),
     "scores of the chosen sum to one": ("mixtral", change_experts(normalize=False)),
@@ -272,6 +275,8 @@ SWITCHES = {
     ),
     "neighbours as pairs, latent": ("deepseek_v3", change_rope(interleaved=False)),
     "halves as pairs, latent": ("youtu", change_rope(interleaved=True)),
+    "experts without a gate": ("nemotron_h, experts", lambda config: replace(config, activation="relu")),
+    "an MLP beside experts": ("granitemoehybrid, experts", no_shared_expert),
     "sinks": ("gpt_oss", lambda config: replace(config, family=replace(config.family, sinks=None))),
     "queries that grow": ("ministral3", change_rope(growth=0.0)),
     "scale of experts": ("glm4_moe, groups", change_experts(scale=1.0)),

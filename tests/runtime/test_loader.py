@@ -270,9 +270,9 @@ def test_unknown_options_are_refused(llama, unread, options):
 
 def test_the_backend_is_chosen_by_what_the_family_needs(llama, tmp_path):
     assert isinstance(load_model(llama, backend="transformers"), TransformersModel)
-    other = make_loud_model(tmp_path / "other", "gptj")
+    other = make_loud_model(tmp_path / "other", "bloom")
     assert isinstance(load_model(other), TransformersModel)
-    with pytest.raises(ModelError, match="'GPTJForCausalLM' is not computed natively; use backend='transformers'"):
+    with pytest.raises(ModelError, match="'BloomForCausalLM' is not computed natively; use backend='transformers'"):
         load_model(other, backend="native")
     with pytest.raises(InputError, match="head_dtype 'int8' is only for models that run natively"):
         load_model(other, head_dtype="int8")

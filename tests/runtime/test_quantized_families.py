@@ -6,22 +6,29 @@ import pytest
 
 from quantkit.api import quantize
 from quantkit.runtime.model.loader import load_model
-from tests.helpers import FAMILIES, SETTINGS
+from tests.helpers import FAMILIES, GRANITE_EXPERTS, NEMOTRON_EXPERTS, SETTINGS
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
 
 # Transformers loads no experts of these as codes.
-EXPERTS_AS_VALUES = ("gpt_oss", "granitemoe", "granitemoeshared")
+EXPERTS_AS_VALUES = {"gpt_oss": {}, "granitemoe": {}, "granitemoeshared": {}, "granitemoehybrid": GRANITE_EXPERTS}
 QUICK = ("apertus", "deepseek_v3", "hy_v3", "minimax_m2", "ministral3")
 CASES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in SETTINGS
-    if name not in (*FAMILIES, *EXPERTS_AS_VALUES)
+    if name not in (*FAMILIES, "gpt_oss", "granitemoe", "granitemoeshared")
 ]
+
+
+def test_experts_without_a_gate(tmp_path):
+    check_codes(make_loud_model(tmp_path / "source", "nemotron_h", **NEMOTRON_EXPERTS), tmp_path)
 
 
 @pytest.mark.parametrize("family", CASES)
 def test_logits_of_codes_equal_transformers(tmp_path, family):
-    source = make_loud_model(tmp_path / "source", family)
+    check_codes(make_loud_model(tmp_path / "source", family), tmp_path)
+
+
+def check_codes(source, tmp_path):
     quantize(source, "rtn-int4", tmp_path / "out", overrides={"weights.group_size": 16})
     sequences = prompts(1, 70)
     model = load_model(tmp_path / "out", dtype="float32", backend="native")
@@ -32,7 +39,7 @@ def test_logits_of_codes_equal_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("family", EXPERTS_AS_VALUES)
 def test_logits_of_codes_that_transformers_does_not_load(tmp_path, family):
-    source = make_loud_model(tmp_path / "source", family)
+    source = make_loud_model(tmp_path / "source", family, **EXPERTS_AS_VALUES[family])
     for format_ in ("compressed-tensors", "dense"):
         overrides = {"weights.group_size": 16, "format": format_}
         quantize(source, "rtn-int4", tmp_path / format_, overrides=overrides)

@@ -39,6 +39,29 @@ def find(config: Mapping[str, Any]) -> Family:
     raise NotNative(f"architecture {names[0]!r}")
 
 
+def find_language_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    """The family of a model, or of the language model that a known wrapper holds; and the config.json of that one.
+
+    Raises:
+        NotNative, ModelError: as `find`.
+    """
+    names, text = config.get("architectures"), config.get("text_config")
+    if not isinstance(names, list) or not isinstance(text, Mapping):
+        return find(config), config
+    for family in REGISTRY.all().values():
+        wrapper = family.wrapper
+        if wrapper is None or not set(wrapper.hf_names) & set(map(str, names)):
+            continue
+        inner = {**config, **text, "tie_word_embeddings": config.get("tie_word_embeddings")}  # the head is outside
+        del inner["text_config"]
+        moved = {
+            part: wrapper.backbone + getattr(family, part).removeprefix(family.backbone)
+            for part in ("backbone", "layers", "embedding", "final_norm")
+        }
+        return replace(family, **moved, unread=(*family.unread, *wrapper.beside)), inner
+    return find(config), config
+
+
 # What no file describes is counted as if it were Llama, with latent attention and experts as DeepSeek has them.
 UNKNOWN = Family(
     linear_sets=tuple(replace(group, optional=True) for group in (*MLA_SETS, *Family(experts=SHARED_EXPERTS).sets)),

@@ -1,11 +1,10 @@
 """GPT-J: attention and MLP side by side behind one layer norm."""
 
-from quantkit.models.family import Biases, Family, Parts, inside
+from quantkit.models.family import Biases, Family, Parts, Rope, inside
 
 FAMILY = Family(
     hf_names=("GPTJForCausalLM",),
     **inside("transformer", layers="h", embedding="wte", final_norm="ln_f"),
-    native=False,
     norm="layer",
     parallel=True,
     parts=Parts(
@@ -18,6 +17,12 @@ FAMILY = Family(
         down="mlp.fc_out",
     ),
     biases=Biases(qkv=False, output=False, mlp=True, head=True),
-    keys={"intermediate_size": "n_inner"},
+    rope=Rope(interleaved=True, width="rotary_dim"),
+    keys={
+        "intermediate_size": "n_inner",
+        "hidden_activation": "activation_function",
+        "num_key_value_heads": "n_head",  # each head has its own, whatever else config.json says
+    },
     mlp_ratio=4,
+    defaults={"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "rotary_dim": 64},
 )

@@ -1,19 +1,24 @@
-"""Granite 4 hybrids: Mamba 2 in most layers, attention mostly without positions, Granite's constants; no experts."""
+"""Granite 4 hybrids: Mamba 2 in most layers, attention mostly without positions, Granite's constants.
+
+The MLP that every token passes is all there is, or stands beside experts.
+"""
 
 from dataclasses import replace
 
-from quantkit.models.families.granite import FAMILY as GRANITE
+from quantkit.models.families.granitemoeshared import FAMILY as GRANITEMOESHARED
 from quantkit.models.family import Parts, Rope
 from quantkit.models.recurrent import MAMBA, MAMBA_DEFAULTS
 
+_EXPERTS = GRANITEMOESHARED.experts
+assert _EXPERTS is not None
+
 FAMILY = replace(
-    GRANITE,
+    GRANITEMOESHARED,
     hf_names=("GraniteMoeHybridForCausalLM",),
-    # Each layer has an MLP that is a shared expert where there are others, which no file describes.
-    only=lambda config: not config.get("num_local_experts"),
-    keys={"intermediate_size": "shared_intermediate_size"},
+    keys={"intermediate_size": "shared_intermediate_size", "moe_intermediate_size": "intermediate_size"},
     parts=Parts(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+    experts=replace(_EXPERTS, width="moe_intermediate_size"),
     recurrent=MAMBA,
     rope=Rope(layers="named"),
-    defaults={**GRANITE.defaults, **MAMBA_DEFAULTS, "shared_intermediate_size": 1024},
+    defaults={**GRANITEMOESHARED.defaults, **MAMBA_DEFAULTS, "shared_intermediate_size": 1024},
 )

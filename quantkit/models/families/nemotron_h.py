@@ -1,18 +1,16 @@
-"""Nemotron-H: each layer is Mamba 2, attention without positions, or an MLP without a gate; no experts."""
+"""Nemotron-H: each layer is Mamba 2, attention without positions, or an MLP or experts, none of which have a gate."""
 
 from dataclasses import replace
 
-from quantkit.models.family import Family, Parts, Rope, inside
+from quantkit.models.family import BALANCED_EXPERTS, Family, Parts, Rope, inside
 from quantkit.models.recurrent import MAMBA
-
-_TYPES = ("layers_block_type", "hybrid_override_pattern")
 
 FAMILY = Family(
     hf_names=("NemotronHForCausalLM",),
     **inside("model", layers="layers", embedding="embeddings", final_norm="norm_f"),
     stored_prefix="backbone.",
-    # Experts are chosen in a way of their own, and have no gate.
-    only=lambda config: not any("moe" in (types := config.get(key) or "") or "E" in types for key in _TYPES),
+    # Experts that read less than the hidden states come with two linears more.
+    only=lambda config: not config.get("moe_latent_size"),
     keys={"layer_types": "layers_block_type", "hidden_activation": "mlp_hidden_act"},
     parts=Parts(
         input_norm="norm",
@@ -24,6 +22,19 @@ FAMILY = Family(
         down="mixer.down_proj",
     ),
     one_half=True,
+    experts=replace(
+        BALANCED_EXPERTS,
+        router="mixer.gate",
+        up=("mixer.experts.{expert}.up_proj",),
+        down="mixer.experts.{expert}.down_proj",
+        stacked_up="mixer.experts.up_proj",
+        stacked_down="mixer.experts.down_proj",
+        gated=False,
+        shared_up=("mixer.shared_experts.up_proj",),
+        shared_down="mixer.shared_experts.down_proj",
+        shared_width="moe_shared_expert_intermediate_size",
+        balance="mixer.gate.e_score_correction_bias",
+    ),
     recurrent=replace(
         MAMBA,
         module="mixer",
@@ -42,7 +53,8 @@ FAMILY = Family(
     defaults=(
         {"head_dim": 128, "num_key_value_heads": 8, "mlp_hidden_act": "relu2", "rms_norm_eps": 1e-5, "n_groups": 8}
         | {"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "conv_kernel": 4, "use_conv_bias": True}
-        | {"time_step_min": 0.001}
+        | {"time_step_min": 0.001, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688}
+        | {"moe_shared_expert_intermediate_size": 7688}
     ),
     unread=("mtp.",),
 )

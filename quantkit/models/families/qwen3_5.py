@@ -1,6 +1,6 @@
-"""Qwen3.5, text only: gated delta nets in three of four layers, gated attention in the fourth, norms around zero."""
+"""Qwen3.5 without images: gated delta nets in three of four layers, gated attention in the fourth, norms near zero."""
 
-from quantkit.models.family import Family, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import Family, Parts, QueryKeyNorm, Rope, Wrapper
 from quantkit.models.recurrent import Recurrent
 
 FAMILY = Family(
@@ -16,4 +16,5 @@ FAMILY = Family(
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
     ),
     unread=("mtp.",),
+    wrapper=Wrapper(hf_names=("Qwen3_5ForConditionalGeneration",)),
 )

@@ -10,6 +10,7 @@ FAMILY = replace(
     QWEN3_5,
     hf_names=("Qwen3NextForCausalLM",),
     model_types=(),
+    wrapper=None,
     recurrent=Recurrent(inputs=("in_proj_qkvz",), gates=("in_proj_ba",), by_head=True),
     experts=EXPERTS,
     defaults={**QWEN3_5.defaults, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ()},

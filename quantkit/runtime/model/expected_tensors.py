@@ -23,7 +23,9 @@ from quantkit.runtime.devices import free_bytes
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Buffers that old checkpoints carry or that are constants read beside, and scales of a KV cache, which belong to no
 # weight.
-_IGNORED = re.compile(rf".*(\.act_fn\.(beta|eps)|rotary_emb\.inv_freq|\.attention\.(masked_)?bias|{CACHE_TENSORS})")
+_IGNORED = re.compile(
+    rf".*(\.act_fn\.(beta|eps)|rotary_emb\.inv_freq|\.(attention|attn)\.(masked_)?bias|\.attn\.causal_mask|{CACHE_TENSORS})"
+)
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.kernels import ops
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.types import ActivationQuantization, Angles, AttentionOptions, HeadNorms, Linear, LinearFacts
+from quantkit.models.family import Parts
 from quantkit.runtime.cache.kv_cache import KVCache
 
 
@@ -171,6 +172,17 @@ def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
     if (query.eps, query.offset) != (key.eps, key.offset) or query.weight.dim() != 1 or key.weight.dim() != 1:
         return None
     return HeadNorms(query=query.weight, key=key.weight, eps=query.eps, offset=query.offset)
+
+
+def query_rows(parts: Parts, num_heads: int, head_dim: int) -> Tensor | None:
+    """Rows (N,) of the first projection in the order in which `Attention` takes them; None = as they are stored."""
+    if parts.qkv_blocks:  # queries, values, keys
+        blocks = torch.arange(3 * num_heads * head_dim).view(parts.qkv_blocks, 3, -1)
+        return blocks[:, [0, 2, 1]].transpose(0, 1).reshape(-1)
+    if not parts.qkv_by_head and not parts.gated_query:
+        return None
+    turns = 3 if parts.qkv_by_head else 2
+    return torch.arange(turns * num_heads * head_dim).view(num_heads, turns, head_dim).transpose(0, 1).reshape(-1)
 
 
 @dataclass(slots=True, eq=False)

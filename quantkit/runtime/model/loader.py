@@ -3,6 +3,7 @@
 Weights are laid out layer by layer, so memory never holds two copies of the model.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,7 +22,7 @@ from quantkit.kernels.ops.linear import join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.models.config import ConfigReader, NotNative
-from quantkit.models.families import find
+from quantkit.models.families import find_language_model
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
@@ -38,6 +39,7 @@ Backend = Literal["auto", "native", "transformers"]
 
 _HEAD_ROWS = 4096
 _RECURRENT = "recurrent layers are computed by torch, and beginnings of prompts are not shared"
+_TEXT_ALONE = "only its language model is loaded, for prompts of text; encoders of images and the like are left out"
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -71,7 +73,7 @@ def load_model(
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            config = read_config(reader.config, find(reader.config))
+            config = read_model_config(reader)
             with entered(device):
                 return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
         except NotNative:
@@ -127,9 +129,16 @@ def load_native(
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, *weights.notes, *filter(None, (stored_cache.note, _RECURRENT if config.is_recurrent else ""))),
+        notes=(*notes, *weights.notes, *filter(None, (stored_cache.note, *_facts(reader, config)))),
         stored_cache=stored_cache,
     )
+
+
+def _facts(reader: CheckpointReader, config: ModelConfig) -> Iterator[str]:
+    if config.is_recurrent:
+        yield _RECURRENT
+    if ConfigReader(reader.config).is_wrapped:
+        yield _TEXT_ALONE
 
 
 def build_parts(weights: Weights) -> dict[str, Any]:
@@ -154,7 +163,19 @@ def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, 
     Raises:
         ModelError: it does not, or is no model.
     """
-    return (read_config(reader.config, find(reader.config)), *find_format(reader))
+    return (read_model_config(reader), *find_format(reader))
+
+
+def read_model_config(reader: CheckpointReader) -> ModelConfig:
+    """What a checkpoint's model computes, or the language model in it.
+
+    Raises:
+        ModelError: it does not run natively, or is no model.
+    """
+    family, config = find_language_model(reader.config)
+    if config is not reader.config and f"{family.embedding}.weight" not in reader:
+        raise NotNative(f"{reader.config['architectures'][0]} with other names than {family.backbone}")
+    return read_config(config, family)
 
 
 def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
@@ -206,7 +227,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     path = reader.path / "generation_config.json"
     stated = read_object(path, ModelError, "delete it or copy it again") if path.is_file() else {}
     value = stated.get("eos_token_id")
-    value = reader.config.get("eos_token_id") if value is None else value
+    value = ConfigReader(reader.config).get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
         raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of them")

@@ -38,6 +38,7 @@ from quantkit.runtime.model.layers import (
     RMSNorm,
     SideBySide,
     kernel_norms,
+    query_rows,
 )
 from quantkit.runtime.model.recurrent import RecurrentMixer, stored_rows
 from quantkit.runtime.model.rope import query_growth
@@ -233,13 +234,8 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         heads = per_head(prefix + norm.query, config.num_heads), per_head(prefix + norm.key, config.num_kv_heads)
         norms = weights.norm(*heads[0]), weights.norm(*heads[1])
         fused = None if flat or norm.after_rotation else kernel_norms(*norms)
-    orders = {}
-    if parts.qkv_by_head or parts.gated_query:
-        # Attention splits its input into all queries, gates, keys and values; here they take turns head by head.
-        turns = 3 if parts.qkv_by_head else 2
-        rows = torch.arange(turns * config.num_heads * config.head_dim, device=weights.device)
-        by_head = rows.view(config.num_heads, turns, config.head_dim)
-        orders[prefix + parts.qkv[0]] = by_head.transpose(0, 1).reshape(-1)
+    rows = query_rows(parts, config.num_heads, config.head_dim)
+    orders = {} if rows is None else {prefix + parts.qkv[0]: rows.to(weights.device)}
     return Attention(
         layer=index,
         qkv=weights.linear([prefix + name for name in parts.qkv], orders),
@@ -353,7 +349,7 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
     assert config is not None and data is not None
     shared = shared_gate = None
     if config.shared_width is not None and data.shared_down is not None:
-        shared = _build_mlp(weights, data.shared_up, data.shared_down, prefix)
+        shared = _build_mlp(weights, data.shared_up, data.shared_down, prefix, data.gated)
     if data.shared_gate is not None:
         shared_gate = weights.linear([prefix + data.shared_gate])
 
@@ -361,14 +357,14 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
         """One after another, as they are asked for."""
         for number in range(config.num_experts):
             up, down = [at(name, number) for name in data.up], at(data.down, number)
-            yield _build_mlp(weights, up, down, prefix, read_share=config.num_chosen / config.num_experts)
+            yield _build_mlp(weights, up, down, prefix, data.gated, config.num_chosen / config.num_experts)
 
     balance = None if data.balance is None else weights.tensor(prefix + data.balance, torch.float32).view(-1)
     plain = balance is None and config.is_plain
     return Mixture(
         router=(weights.exact_linear if data.exact else weights.linear)([prefix + data.router]),
         # A new iterator: the first may be partly used up when stacking turns out to be impossible.
-        experts=_stack(weights, config, experts()) or tuple(experts()),
+        experts=(data.gated and _stack(weights, config, experts())) or tuple(experts()),
         choose=None if plain else partial(choose, experts=config, balance=balance),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
