@@ -23,7 +23,7 @@ from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.scheme import LinearScheme, Scheme
-from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
+from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
 from quantkit.untrusted import read_object
 
 __all__ = ["compare", "inspect", "read_manifest", "section"]
@@ -59,6 +59,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
     format_: Format = GGUF
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = ()
+    tower: TowerRecord | None = None
     if is_gguf(Path(path)):
         file = read_gguf(Path(path))
         architecture = str(file.metadata.get("general.architecture", "unknown"))
@@ -70,7 +71,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         names = reader.config.get("architectures")
         architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
         modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
-        recipe, layers = _noted(read_manifest(reader.path))
+        recipe, layers, tower = _noted(read_manifest(reader.path))
     weights, stored = sum(m.num_quantized for m in modules), sum(m.quantized_bytes for m in modules)
     return CheckpointSummary(
         path=str(path),
@@ -82,6 +83,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         modules=tuple(_summaries(modules)),
         recipe=recipe,
         layers=layers,
+        tower=tower,
     )
 
 
@@ -172,15 +174,18 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
     return read_object(path, CheckpointError, "copy it again, or delete it to go on without") if path.exists() else {}
 
 
-def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...]]:
-    """Recipe name and records of the layers."""
+def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...], TowerRecord | None]:
+    """Recipe name, records of the layers and that of towers."""
     recipe, result = section(manifest, "recipe"), section(manifest, "result")
     layers, records = result.get("layers"), []
     for layer in layers if isinstance(layers, list) else []:
         with contextlib.suppress(ReportError):  # another version's manifest may lack fields
             records.append(LayerRecord.from_dict(layer))
     name = recipe.get("name") or result.get("recipe")
-    return name if isinstance(name, str) else None, tuple(records)
+    tower = None
+    with contextlib.suppress(ReportError):
+        tower = TowerRecord.from_dict(entry) if (entry := section(result, "tower")) else None
+    return name if isinstance(name, str) else None, tuple(records), tower
 
 
 def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:

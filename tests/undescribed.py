@@ -80,6 +80,14 @@ _VISION = {
 }
 _ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 _QWEN_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+_QWEN_NEWER_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 14,
+}
 _QWEN_TOKENS = {"image_token_id": 258, "video_token_id": 257, "vision_start_token_id": 256, "vision_end_token_id": 255}
 IMAGE_TOKEN = 258
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -105,6 +113,21 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "text_config": {**SIZES, "rope_parameters": _ROPE, "rope_scaling": {**_ROPE, "type": "mrope"}},
         "vision_config": _QWEN_VISION,
+        **_QWEN_TOKENS,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**SIZES, "rope_parameters": _ROPE, "rope_scaling": {**_ROPE, "type": "mrope"}},
+        "vision_config": {**_QWEN_NEWER_VISION, "fullatt_block_indexes": [1], "window_size": 56},
+        **_QWEN_TOKENS,
+    },
+    "qwen3_vl": {
+        "text_config": {**SIZES, "head_dim": 16, "rope_parameters": _ROPE, "rope_scaling": _ROPE},
+        "vision_config": {
+            **_QWEN_NEWER_VISION,
+            "patch_size": 16,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
         **_QWEN_TOKENS,
     },
 }

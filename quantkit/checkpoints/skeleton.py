@@ -17,6 +17,7 @@ from quantkit.checkpoints.experts import rebuild_layer, set_parameter
 from quantkit.checkpoints.layer_call import Batch, LayerCall, hand_back, merged, moved, tensors_beside
 from quantkit.checkpoints.layer_inputs import Compute, Recorder, build_model, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.towers import tower_linears
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet
@@ -105,6 +106,10 @@ class Skeleton:
         sets = {f"{self.layer_name(i)}.{name}" for i in range(self.num_layers) for name in self._linear_names(i)}
         linears = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
         return [name for name in linears if name not in sets]
+
+    def tower_linears(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of the linears beside the language model by full name; see `towers`."""
+        return tower_linears(self._model, self.family)
 
     def has_parameter(self, name: str) -> bool:
         """Whether the model has a parameter of this full name."""

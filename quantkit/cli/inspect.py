@@ -81,6 +81,7 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("parameters", f"{summary.num_parameters:,}"),
             ("size", byte_size(summary.num_bytes)),
             ("bits per weight", None if bits is None else f"{bits:.3f} (quantized linears)"),
+            ("towers", summary.tower.describe() if summary.tower else None),
             ("KV cache", describe_caches(summary.layers)),
             ("experts", describe_experts(summary.layers)),
         ]

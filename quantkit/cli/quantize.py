@@ -111,6 +111,7 @@ def _summary(result: CompressionResult) -> Table:
             ("recipe", f"{result.recipe} ({result.format})"),
             ("layers", layers),
             ("quantized", _share(result)),
+            ("towers", result.tower.describe() if result.tower else None),
             ("bits per weight", f"{result.bits_per_weight:.3f}" if result.num_quantized else None),
             ("KV cache", describe_caches(result.layers)),
             ("experts", describe_experts(result.layers)),

@@ -16,7 +16,7 @@ _IN_LAYER = re.compile(r"(.*?(?:layers|h|blocks))\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _ROUTERS = ("gate", "router", "weights_proj", "shared_expert_gate", "classifier")
 _HEADS = ("lm_head", "embed_out", "output")
-_TOWERS = "the language model only: vision and audio parts are not counted"
+TOWERS = "the language model only: vision and audio parts are not counted"
 
 
 def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelShape:
@@ -82,7 +82,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
     )
     extra = len(present) - model.num_layers
     remarks = [f"{extra} more layers in the shards (MTP) are not counted"] if extra > 0 else []
-    remarks += [_TOWERS] if wrapped else []
+    remarks += [TOWERS] if wrapped else []
     return ModelShape(
         name=name,
         family=model.family,
@@ -122,7 +122,7 @@ def _remarks(model: ModelDescription) -> Iterator[str]:
         name = _model_type(model)
         yield f"family {name!r} is not known here and counted as if it were Llama; shard headers count exactly"
     if model.entries.is_wrapped:
-        yield _TOWERS
+        yield TOWERS
     if model.entries.optional_count("num_nextn_predict_layers"):
         yield "the layers that predict several tokens at once (MTP) are not counted"
     if "quantization_config" in model.entries.entries:

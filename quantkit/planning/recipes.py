@@ -11,6 +11,7 @@ from quantkit.compress.algorithms.base import Step
 from quantkit.errors import InputError
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.families import UNKNOWN
+from quantkit.planning.counting import TOWERS
 from quantkit.planning.memory import WeightChoice
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.weights import WeightForm, from_linear
@@ -58,8 +59,9 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         sizes = {m.first: (m.out_features, m.in_features) for m in layer.matrices if m.quantizable}
         sets = family.sets_of_layer(sizes.__contains__)
         layers.append(LayerLinears(f"{shape.prefix}.{index}", sizes, sets))
+    unlisted = TOWERS in shape.remarks
     with suppress(InputError):  # which are listed below
-        recipe = fit(recipe, family, layers, shape.stored)[0]
+        recipe = fit(recipe, family, layers, shape.stored, unlisted=unlisted)[0]
     assigned = assign(recipe, layers, shape.stored)
     schemes = {scheme for of_layer in assigned for scheme in of_layer.values() if scheme is not None}
     forms: dict[Any, WeightForm] = {scheme: from_linear(scheme, recipe.format) for scheme in schemes}
@@ -79,7 +81,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
         steps=tuple(recipe.steps.values()),
-        conflicts=tuple(map(str, conflicts(recipe, layers, assigned))),
+        conflicts=tuple(map(str, conflicts(recipe, layers, assigned, unlisted))),
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )
 

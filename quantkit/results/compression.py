@@ -1,5 +1,6 @@
 """Records of a compression and of what is in a checkpoint, as plain data that JSON can carry. Torch-free."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,28 @@ class LayerRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TowerRecord(Record):
+    """What became of the linears beside a language model: of vision and audio towers and of their projectors.
+
+    Args:
+        num_linears: how many there are that could become codes.
+        linears: those that did, rounded without data, with their full names.
+    """
+
+    num_linears: int
+    linears: tuple[LinearRecord, ...] = ()
+
+    def describe(self) -> str:
+        """For tables: `kept as they are`, or how many are what."""
+        if not self.linears:
+            return "kept as they are"
+        kinds = Counter(linear.scheme for linear in self.linears)
+        text = ", ".join(f"{count} linears {scheme}" for scheme, count in kinds.most_common())
+        left = self.num_linears - len(self.linears)
+        return f"quantized without data: {text}" + (f"; {left} kept as they are" if left else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionResult(Record):
     """What `quantkit quantize` did, as printed by `--json` and kept in `quantkit.json`.
 
@@ -101,6 +124,7 @@ class CompressionResult(Record):
         resumed_layers: layers taken over from an interrupted run.
         quantized_share: of the elements of all matrices in the decoder layers; None in documents of before.
         unquantized: elements of the others by what they are called, layer and expert numbers left out.
+        tower: what became of vision and audio towers; None of a model that has none.
     """
 
     model: str
@@ -120,11 +144,13 @@ class CompressionResult(Record):
     resumed_layers: int
     quantized_share: float | None = None
     unquantized: dict[str, int] = field(default_factory=dict)
+    tower: TowerRecord | None = None
     schema_version: int = SCHEMA_VERSION
 
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:
         """The linears with the largest error, worst first, with their full names."""
         named = [(f"{layer.name}.{linear.name}", linear) for layer in self.layers for linear in layer.linears]
+        named += [(linear.name, linear) for linear in (self.tower.linears if self.tower else ())]
         return sorted(named, key=lambda pair: pair[1].error, reverse=True)[:count]
 
 
@@ -195,6 +221,7 @@ class CheckpointSummary(Record):
         modules: by kind of module.
         recipe: from quantkit.json, if it is there.
         layers: per-layer errors from quantkit.json, if it is there.
+        tower: what became of vision and audio towers, likewise.
     """
 
     path: str
@@ -206,6 +233,7 @@ class CheckpointSummary(Record):
     modules: tuple[ModuleSummary, ...]
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = field(default=())
+    tower: TowerRecord | None = None
     schema_version: int = SCHEMA_VERSION
 
 

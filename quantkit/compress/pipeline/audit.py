@@ -1,7 +1,7 @@
 """What must hold of a checkpoint before it gets its final name. A breach is a defect of quantkit, not of the input."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.errors import AuditError
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
-from quantkit.results import LayerRecord
+from quantkit.results import LayerRecord, LinearRecord
 
 _BESIDE = (".bias", "_shape")  # of a linear's tensors: no part of its quantized weight
 
@@ -44,16 +44,20 @@ def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_b
         raise AuditError(f"{prefix} takes {num_bytes} bytes, planned {planned} and {padding} of padding")
 
 
-def audit_checkpoint(folder: Path, plan: Plan, records: Sequence[LayerRecord]) -> None:
+def audit_checkpoint(
+    folder: Path, plan: Plan, records: Sequence[LayerRecord], towers: Sequence[LinearRecord] = ()
+) -> None:
     """Every target is quantized, everything else is as it was, and the size is what was planned.
 
     Args:
         folder: the assembled checkpoint.
         plan: what was to be done.
         records: of all layers.
+        towers: of what is quantized outside them, with full names.
     """
     reader = ModelReader(folder, plan.family)
-    _check_targets(plan, reader, records)
+    done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
+    _check_targets(plan, reader, done | {linear.name: linear for linear in towers})
     for name in plan.ignored:
         weight = f"{name}.weight"
         source, kept = (one.info(weight).dtype if weight in one else None for one in (plan.reader, reader))
@@ -63,9 +67,8 @@ def audit_checkpoint(folder: Path, plan: Plan, records: Sequence[LayerRecord]) -
     plan.format.check_config(reader.config, plan.linears, plan.ignored)
 
 
-def _check_targets(plan: Plan, reader: CheckpointReader, records: Sequence[LayerRecord]) -> None:
+def _check_targets(plan: Plan, reader: CheckpointReader, done: Mapping[str, LinearRecord]) -> None:
     planned = set(plan.linears)
-    done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
     if planned != set(done):
         raise AuditError(
             f"quantized {len(done)} linears where {len(planned)} were planned: {sorted(planned ^ set(done))[:3]}"

@@ -23,10 +23,11 @@ from quantkit.compress.output import Shard
 from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.compress.pipeline.shard import add_linears, write_shard
+from quantkit.compress.pipeline.shard import add_linears, shard_name, write_shard
 from quantkit.compress.pipeline.state import RunState
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.kv_cache import scheme_to_dict
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CacheRecord, LayerRecord, LinearRecord
 
 # What a worker holds beside the rest, in bytes of its tensor: the tensor, then codes as made and as read back, and the
@@ -89,7 +90,7 @@ def _start(
         for linear in linears:
             linear.result()
         shard.tensors |= dict(_others(plan, index))
-        return write_shard(plan, index, shard, work.checkpoint)
+        return write_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, work.checkpoint)
 
     return _Rounding(index, linears, writer.submit(write))
 
@@ -107,25 +108,44 @@ def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
             yield replace(group, linears=tuple(names))
 
 
-@torch.inference_mode()
 def _round(plan: Plan, index: int, group: LinearSet, shard: Shard) -> dict[str, LinearRecord]:
-    """Put the codes of some linears into a shard; what they cost."""
-    name = plan.skeleton.layer_name(index)
+    """Put the codes of some linears of a layer into its shard; what they cost."""
+    schemes = {linear: plan.layers[index][linear] for linear in group.linears}
+    return round_linears(plan, plan.skeleton.layer_name(index), group, schemes, shard, keep=True)
+
+
+@torch.inference_mode()
+def round_linears(
+    plan: Plan, owner: str, group: LinearSet, schemes: Mapping[str, LinearScheme], shard: Shard, *, keep: bool = False
+) -> dict[str, LinearRecord]:
+    """Round linears to nearest and put their codes into a shard.
+
+    Args:
+        plan: of the run.
+        owner: full name of the module that they are in.
+        group: of the linears, which share what there is one of per tensor.
+        schemes: of each.
+        shard: modified.
+        keep: whether rules that keep the codes of the source are followed.
+    Returns:
+        what they cost, by relative name.
+    """
     read = plan.skeleton.read_finite
-    weights = {linear: read(f"{name}.{linear}.weight").to(plan.skeleton.device) for linear in group.linears}
+    weights = {name: read(f"{owner}.{name}.weight").to(plan.skeleton.device) for name in group.linears}
     layer = LayerContext(
-        name=name,
+        name=owner,
         block=_block(weights),
         sets=(group,),
-        schemes={linear: plan.layers[index][linear] for linear in group.linears},
-        scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in group.linears},
-        head_dim=plan.skeleton.head_dim(index),
+        schemes=dict(schemes),
+        scale_dtype={name: plan.scale_dtype(f"{owner}.{name}") for name in group.linears},
+        head_dim=plan.skeleton.head_dim(0),  # of no meaning where no step looks at heads
     )
-    keep_codes(plan.recipe, plan.reader, layer)
+    if keep:
+        keep_codes(plan.recipe, plan.reader, layer)
     layer.finish()
     layer.block = nn.Module()  # the weights, which nothing needs any more
     del weights
-    add_linears(plan, index, layer, shard)
+    add_linears(plan, layer, shard)
     return layer.chosen.records
 
 

@@ -20,8 +20,9 @@ from quantkit.compress.pipeline.loading import check_loads
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import RunState
+from quantkit.compress.pipeline.towers import write_towers
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.results import CompressionResult
+from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 
 
 def finish_run(
@@ -42,7 +43,8 @@ def finish_run(
         GateFailure: transformers would load something else than was written.
     """
     finishing = time.perf_counter()
-    size = _write_rest(plan, state, folder)
+    tower = write_towers(plan, state, folder)
+    size = _write_rest(plan, state, folder, tower.linears if tower else ())
     plan.reader.check_unchanged()
     warnings = (*warnings, *_check_loads(plan, folder))
     phases: dict[str, float] = {}
@@ -51,12 +53,12 @@ def finish_run(
         phases[name] = phases.get(name, 0.0) + taken
     phases["prepare"] = finishing - started - sum(phases.values())
     phases["finish"] = time.perf_counter() - finishing
-    result = _describe(plan, state, resumed, warnings, size, phases)
+    result = _describe(plan, state, resumed, warnings, size, phases, tower)
     _write_manifest(plan, state, folder, result)
     return result
 
 
-def _write_rest(plan: Plan, state: RunState, folder: Path) -> int:
+def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearRecord, ...]) -> int:
     """All that is not a decoder layer, checked with the layers; bytes of all tensors."""
     stored, shard = plan.reader.stored_name, shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
@@ -68,7 +70,7 @@ def _write_rest(plan: Plan, state: RunState, folder: Path) -> int:
     )
     config = with_cache(plan.recipe, plan.reader.config, described, state.records)
     size = write_rest(folder, plan.reader, state.weight_map, config)
-    audit_checkpoint(folder, plan, state.records)
+    audit_checkpoint(folder, plan, state.records, towers)
     check_cache_written(folder, plan.recipe, config, state.records)
     return size
 
@@ -101,10 +103,17 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
 
 
 def _describe(
-    plan: Plan, state: RunState, resumed: int, warnings: tuple[str, ...], size: int, seconds: Mapping[str, float]
+    plan: Plan,
+    state: RunState,
+    resumed: int,
+    warnings: tuple[str, ...],
+    size: int,
+    seconds: Mapping[str, float],
+    tower: TowerRecord | None,
 ) -> CompressionResult:
-    linears = [linear for record in state.records for linear in record.linears]
-    weights = sum(math.prod(linear.shape) for linear in linears)
+    inside = [linear for record in state.records for linear in record.linears]
+    linears = [*inside, *(tower.linears if tower else ())]
+    weights, decoder = (sum(math.prod(linear.shape) for linear in group) for group in (linears, inside))
     bits = sum(linear.bits_per_weight * math.prod(linear.shape) for linear in linears)
     others = _unquantized(plan)
     return CompressionResult(
@@ -123,8 +132,9 @@ def _describe(
         seconds={phase: round(value, 3) for phase, value in seconds.items()},
         peak_bytes=peak_bytes(),
         resumed_layers=resumed,
-        quantized_share=round(weights / (weights + sum(others.values())), 4) if weights else 0.0,
+        quantized_share=round(decoder / (decoder + sum(others.values())), 4) if decoder else 0.0,
         unquantized=others,
+        tower=tower,
     )
 
 

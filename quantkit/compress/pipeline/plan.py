@@ -1,7 +1,7 @@
 """Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.towers import with_tower_names
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kept import check_kept
@@ -29,7 +30,7 @@ from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
-from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.scheme import LinearScheme, Rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,9 @@ class Plan:
         model: as given, "demo" for the bundled model.
         reader, skeleton, family, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
-        linears: the same of all layers by full name.
+        linears: the same of all layers and towers by full name.
         ignored: full names of linears that are not quantized, the head included.
+        towers: schemes of linears to quantize outside the decoder layers, by relative name by the module they are in.
         source_dtype: widest of the decoder layers' weights as stored.
         output: directory of the finished checkpoint.
         warnings: what loaders will not do with the result; one sentence each.
@@ -59,6 +61,7 @@ class Plan:
     ignored: tuple[str, ...]
     source_dtype: torch.dtype
     output: Path
+    towers: dict[str, dict[str, LinearScheme]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     discovery: Discovery | None = None
 
@@ -79,9 +82,10 @@ class Plan:
 
     @property
     def rest(self) -> list[str]:
-        """Names of the tensors outside the decoder layers, which are copied as they are."""
+        """Names of the tensors outside the decoder layers that are copied as they are."""
         prefixes = tuple(f"{self.skeleton.layer_name(i)}." for i in range(self.skeleton.num_layers))
-        return [name for name in self.reader.names if not name.startswith(prefixes)]
+        towers = {f"{owner}.{name}.weight" for owner, schemes in self.towers.items() for name in schemes}
+        return [name for name in self.reader.names if not name.startswith(prefixes) and name not in towers]
 
 
 def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
@@ -110,21 +114,20 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     dtype = _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
     skeleton.check_tensors()
-    parts = [
-        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
-        for i in range(skeleton.num_layers)
-    ]
+    parts = _decoder_linears(skeleton)
+    if discovery is not None and skeleton.tower_linears() and any(_elsewhere(recipe, parts)):
+        reader, skeleton = _open_towers(source, skeleton)
+        family, parts = skeleton.family, [*parts, *_tower_linears(skeleton, reader)]
     format_ = FORMATS.load(recipe.format)
     leave = None if discovery is None else _Unloadable(reader, skeleton, family, format_, parts)
     recipe, assigned, warnings = fit(recipe, family, parts, lambda n: reader.stored_scheme(f"{n}.weight"), leave)
     if leave is not None:
         family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
-    layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
-    linears = {
-        f"{part.name}.{n}": scheme for part, layer in zip(parts, layers, strict=True) for n, scheme in layer.items()
-    }
-    ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
-    kept = check_kept(recipe, reader, format_, linears)
+    layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
+    by_part = list(zip(parts, layers, strict=True))
+    linears = {f"{part.name}.{n}": scheme for part, layer in by_part for n, scheme in layer.items()}
+    inside = [f"{part.name}." for part in parts if not part.beside]
+    kept = check_kept(recipe, reader, format_, {n: s for n, s in linears.items() if n.startswith(tuple(inside))})
     warnings = (*warnings, *reader.notes, *kept)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
@@ -137,9 +140,10 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         recipe=recipe,
         format=format_,
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
-        layers=layers,
+        layers=tuple(layer for part, layer in by_part if not part.beside),
         linears=linears,
-        ignored=tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), family.head))),
+        towers={part.name: layer for part, layer in by_part if part.beside and layer},
+        ignored=_all_ignored(skeleton, parts, assigned),
         source_dtype=dtype,
         output=target,
         discovery=discovery,
@@ -170,8 +174,7 @@ class _Unloadable:
         """
         layers = list(zip(self.parts, assigned, strict=True))
         linears = {f"{part.name}.{name}": scheme for part, layer in layers for name, scheme in layer.items() if scheme}
-        ignored = [name for part, schemes in layers for name in _ignored(part, schemes)]
-        ignored += [*self.skeleton.other_linears(), self.family.head]
+        ignored = _all_ignored(self.skeleton, self.parts, assigned)
         unloadable = Unloadable(self.reader, self.format_, linears, ignored)
         self.dequantize = unloadable.dequantize
         notes = [unloadable.note] if unloadable.note else []
@@ -226,6 +229,44 @@ def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described
                 )
             return make_reader(source, family)
     return ModelReader.of(source, family)
+
+
+def _decoder_linears(skeleton: Skeleton) -> list[LayerLinears]:
+    return [
+        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
+        for i in range(skeleton.num_layers)
+    ]
+
+
+def _elsewhere(recipe: Recipe, layers: Sequence[LayerLinears]) -> Iterator[Rule]:
+    """Rules that name nothing in the decoder layers."""
+    return recipe.scheme.unmatched([f"{layer.name}.{name}" for layer in layers for name in layer.shapes])
+
+
+def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelReader, Skeleton]:
+    """The same model, and the tensors of its towers by the names of their modules."""
+    family = with_tower_names(skeleton.family, source)
+    reader = ModelReader.of(source, family)
+    return reader, Skeleton(reader, family, skeleton.dtype, skeleton.device)
+
+
+def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears]:
+    """The linears of towers by the modules that they are in; those that files keep in another form are left out."""
+    owners: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, shape in skeleton.tower_linears().items():
+        weight, (owner, _, leaf) = f"{name}.weight", name.rpartition(".")
+        if weight in reader.names and reader.info(weight).shape == shape:
+            owners.setdefault(owner, {})[leaf] = shape
+    return [LayerLinears(owner, shapes, (), beside=True) for owner, shapes in owners.items()]
+
+
+def _all_ignored(skeleton: Skeleton, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
+    """Full names of all linears without a scheme."""
+    parts = list(zip(layers, assigned, strict=True))
+    inside = [name for part, schemes in parts for name in _ignored(part, schemes)]
+    quantized = {f"{part.name}.{name}" for part, schemes in parts for name, scheme in schemes.items() if scheme}
+    names = dict.fromkeys((*inside, *skeleton.other_linears(), skeleton.family.head))
+    return tuple(name for name in names if name not in quantized)
 
 
 def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:

@@ -38,24 +38,23 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
     scales = {f"{layer.name}.{key}": value for key, value in layer.chosen.cache_scales.items()}
     check_scales(scales)
     shard.tensors |= scales
-    add_linears(plan, index, layer, shard)
+    add_linears(plan, layer, shard)
     shard.tensors |= dict(_others(plan, layer, shard.tensors))
-    return write_shard(plan, index, shard, folder)
+    return write_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, folder)
 
 
-def add_linears(plan: Plan, index: int, layer: LayerContext, shard: Shard) -> None:
+def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
     """Take the codes of a layer into its shard.
 
     Args:
         plan: of the run.
-        index: of the layer.
         layer: as in `write_layer`, or some linears of it.
         shard: of the layer.
     Raises:
         AuditError: what the format has made of a weight is not what was planned.
     """
     for name, weight in layer.chosen.quantized.items():
-        module, scheme = f"{layer.name}.{name}", plan.layers[index][name]
+        module, scheme = f"{layer.name}.{name}", layer.schemes[name]
         check_weight(module, weight)
         size = shard.add_linear(module, weight, scheme)
         if plan.format.keeps_codes:
@@ -64,9 +63,8 @@ def add_linears(plan: Plan, index: int, layer: LayerContext, shard: Shard) -> No
         layer.chosen.records[name] = replace(record, bits_per_weight=8 * size / weight.codes.numel())
 
 
-def write_shard(plan: Plan, index: int, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
-    """Write and read back the shard of a layer that is complete; see `write_layer`."""
-    file = shard_name(index, plan.skeleton.num_layers)
+def write_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
+    """Write and read back a shard that is complete; see `write_layer`."""
     return file, *shard.write(
         folder / file,
         layout=plan.reader.restore,

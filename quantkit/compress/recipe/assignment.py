@@ -12,7 +12,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, fused_conflicts
-from quantkit.numerics.scheme import LinearScheme, WeightScheme
+from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 
 Schemes = dict[str, LinearScheme | None]
 """Of the linears of a layer by relative name; None = ignored."""
@@ -22,11 +22,16 @@ Leave = Callable[[Sequence[Schemes]], tuple[list[Schemes], tuple[str, ...]]]
 
 
 class LayerLinears(NamedTuple):
-    """A layer's full name, (N, K) of its quantizable linears by relative name, and which of them belong together."""
+    """A layer's full name, (N, K) of its quantizable linears by relative name, and which of them belong together.
+
+    `beside`: no decoder layer but a module of a vision or audio tower, which is quantized only where a rule says so
+    that names nothing in the decoder layers.
+    """
 
     name: str
     shapes: Mapping[str, tuple[int, int]]
     sets: Sequence[LinearSet]
+    beside: bool = False
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
@@ -39,7 +44,25 @@ def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> li
     Raises:
         RecipeError: a linear is to keep codes that there are not.
     """
-    return [{name: _scheme_of(recipe, f"{layer.name}.{name}", stored) for name in layer.shapes} for layer in layers]
+    towers = _tower_scheme(recipe, layers)
+
+    def scheme_of(layer: LayerLinears, name: str) -> LinearScheme | None:
+        full = f"{layer.name}.{name}"
+        return towers.find(full) if layer.beside else _scheme_of(recipe, full, stored)
+
+    return [{name: scheme_of(layer, name) for name in layer.shapes} for layer in layers]
+
+
+def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
+    return [f"{layer.name}.{name}" for layer in layers if layer.beside is beside for name in layer.shapes]
+
+
+def _tower_scheme(recipe: Recipe, layers: Sequence[LayerLinears]) -> Scheme:
+    """What a recipe says of towers: what it ignores anywhere, and the rules that are of nothing else."""
+    if not any(layer.beside for layer in layers):
+        return Scheme(default=None)
+    own = set(recipe.scheme.unmatched(_names(layers, beside=False)))
+    return Scheme(default=None, rules=tuple(r for r in recipe.scheme.rules if r.linear is None or r in own))
 
 
 def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None:
@@ -52,8 +75,9 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
 
 
 def fit(
-    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None = None
-) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None = None,
+    *, unlisted: bool = False,
+) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:  # fmt: skip
     """A recipe on a model, checked.
 
     Args:
@@ -62,6 +86,7 @@ def fit(
         layers: of it.
         stored: see `assign`.
         leave: takes schemes away from linears that loaders could not read, and says so; None = there are none.
+        unlisted: see `conflicts`.
     Returns:
         the recipe with nothing left open, the schemes of each layer, and warnings, one sentence each.
     Raises:
@@ -69,9 +94,9 @@ def fit(
     """
     first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
     if first is recipe:
-        return recipe, *_checked(recipe, family, layers, stored, leave)
+        return recipe, *_checked(recipe, family, layers, stored, leave, unlisted)
     try:
-        assigned, warnings = _checked(first, family, layers, stored, leave)
+        assigned, warnings = _checked(first, family, layers, stored, leave, unlisted)
         reason = "fewer of them would be loaded with zero points"
     except InputError as error:
         assigned, warnings, reason = [], (), str(error).partition(": set ")[0]
@@ -79,12 +104,12 @@ def fit(
     if assigned and _count(assigned) == _count(assign(first, layers, stored)):
         return first, assigned, warnings
     with suppress(InputError):
-        again, others = _checked(other, family, layers, stored, leave)
+        again, others = _checked(other, family, layers, stored, leave, unlisted)
         if _count(again) > _count(assigned):
             return other, again, (f"symmetric: auto gives these weights no zero points: {reason}", *others)
     if not assigned:
         raise failure
-    return first, *_checked(first, family, layers, stored, leave)
+    return first, *_checked(first, family, layers, stored, leave, unlisted)
 
 
 def _count(assigned: Sequence[Schemes]) -> int:
@@ -92,31 +117,48 @@ def _count(assigned: Sequence[Schemes]) -> int:
 
 
 def _checked(
-    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None
+    recipe: Recipe,
+    family: Family,
+    layers: Sequence[LayerLinears],
+    stored: Stored,
+    leave: Leave | None,
+    unlisted: bool,
 ) -> tuple[list[Schemes], tuple[str, ...]]:
     assigned, format_, notes = assign(recipe, layers, stored), FORMATS.load(recipe.format), tuple[str, ...]()
     if leave is not None:
         assigned, notes = leave(assigned)
-    for problem in conflicts(recipe, layers, assigned):
+    for problem in conflicts(recipe, layers, assigned, unlisted):
         raise problem
     quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
-    parts = zip(layers, quantized, strict=True)
+    parts = list(zip(layers, quantized, strict=True))
     # For its refusals: schemes that fit alone may not go together.
     format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
-    return assigned, (*format_.check_model(family, quantized), *notes)
+    return assigned, (*format_.check_model(family, [of for layer, of in parts if not layer.beside]), *notes)
 
 
-def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
+def conflicts(
+    recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], unlisted: bool = False
+) -> Iterator[InputError]:
     """Why a recipe cannot be used on a model: rules that mean nothing, sets that do not agree, a format that lacks it.
 
     Args:
         recipe: the recipe.
         layers: of the model.
         assigned: as `assign` gives it.
+        unlisted: whether the model has towers that are not among the layers, of which rules may be.
     """
-    names = [f"{layer.name}.{name}" for layer in layers for name in layer.shapes]
-    for rule in recipe.scheme.unmatched(names):
-        yield RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {names[0]!r}")
+    names, towers = _names(layers, beside=False), _names(layers, beside=True)
+    elsewhere = set(recipe.scheme.unmatched(towers)) if towers else set()
+    for rule in () if unlisted else recipe.scheme.unmatched(names):
+        if towers and rule not in elsewhere:
+            if rule.keep:
+                yield RecipeError(f"pattern {rule.pattern!r}: only linears of decoder layers can keep their codes")
+            continue
+        also = f" or {towers[0]!r}" if towers else ""
+        yield RecipeError(
+            f"pattern {rule.pattern!r} matches no linear of this model; names look like {names[0]!r}{also}"
+        )
+    yield from _without_inputs(layers, assigned)
     if recipe.kv_cache is None and not any(scheme for schemes in assigned for scheme in schemes.values()):
         yield RecipeError(f"recipe {recipe.name!r} leaves every linear alone; take patterns out of ignore")
     for layer, schemes in zip(layers, assigned, strict=True):
@@ -141,6 +183,18 @@ def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence
             f"format {recipe.format!r} cannot store groups in activation order: "
             f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
         )
+
+
+def _without_inputs(layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
+    """Towers are rounded without data, so nothing is known of their inputs."""
+    for layer, schemes in zip(layers, assigned, strict=True):
+        for name, scheme in schemes.items():
+            if layer.beside and scheme and scheme.activation and scheme.activation.is_calibrated:
+                yield RecipeError(
+                    f"{layer.name}.{name} is outside the decoder layers and sees no calibration data, which scales of "
+                    f"{scheme.activation.describe()} inputs need; drop its override, or set activations.dynamic=true"
+                )
+                return
 
 
 def _common_group(widths: set[int], asked: WeightScheme) -> str:

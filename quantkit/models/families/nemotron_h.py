@@ -1,16 +1,23 @@
 """Nemotron-H: each layer is Mamba 2, attention without positions, or an MLP or experts, none of which have a gate."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from quantkit.models.family import BALANCED_EXPERTS, Family, Parts, Rope, inside
 from quantkit.models.recurrent import MAMBA
+
+
+def _reads_hidden_states(config: Mapping[str, Any]) -> bool:
+    return not config.get("moe_latent_size")
+
 
 FAMILY = Family(
     hf_names=("NemotronHForCausalLM",),
     **inside("model", layers="layers", embedding="embeddings", final_norm="norm_f"),
     stored_prefix="backbone.",
     # Experts that read less than the hidden states come with two linears more.
-    only=lambda config: not config.get("moe_latent_size"),
+    only=_reads_hidden_states,
     keys={"layer_types": "layers_block_type", "hidden_activation": "mlp_hidden_act"},
     parts=Parts(
         input_norm="norm",

@@ -147,10 +147,9 @@ def image_features(model):
     """What the vision side makes of a picture."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        if model.config.model_type == "qwen2_vl":
-            features = model.get_image_features(
-                torch.randn(16, 3 * 2 * 14 * 14, generator=generator), torch.tensor([[1, 4, 4]])
-            )
+        if model.config.model_type.startswith("qwen"):
+            width = 3 * 2 * model.config.vision_config.patch_size**2
+            features = model.get_image_features(torch.randn(16, width, generator=generator), torch.tensor([[1, 4, 4]]))
         else:
             features = model.get_image_features(torch.randn(1, 3, 28, 28, generator=generator))
     features = getattr(features, "pooler_output", features)

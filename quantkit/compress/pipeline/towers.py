@@ -1,0 +1,62 @@
+"""Linears of vision and audio towers: rounded to nearest without data, module after module, into files of their own."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from quantkit.compress.output import Shard
+from quantkit.compress.pipeline.data_free import round_linears
+from quantkit.compress.pipeline.plan import Plan
+from quantkit.compress.pipeline.shard import write_shard
+from quantkit.compress.pipeline.state import RunState
+from quantkit.models.linear_sets import LinearSet
+from quantkit.results import LinearRecord, TowerRecord
+
+# Weights of as many bytes go into one file, whose codes are in memory together.
+_FILE_BYTES = 1 << 30
+
+
+def write_towers(plan: Plan, state: RunState, folder: Path) -> TowerRecord | None:
+    """Write the linears that a recipe quantizes outside the decoder layers.
+
+    Args:
+        plan: of the run.
+        state: its files are added.
+        folder: of the checkpoint.
+    Returns:
+        what was done; None where there is nothing but a language model.
+    Raises:
+        AuditError: a file does not hold what was made.
+        CheckpointError: a weight holds NaN or infinity.
+    """
+    records: list[LinearRecord] = []
+    files = list(_files(plan))
+    for number, owners in enumerate(files):
+        shard = Shard(plan.format)
+        for owner in owners:
+            schemes = plan.towers[owner]
+            group = LinearSet(linears=tuple(schemes), source=None, parent="")
+            made = round_linears(plan, owner, group, schemes, shard)
+            records += [replace(made[name], name=f"{owner}.{name}") for name in schemes]
+        name = f"model-towers-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        _, digest, names = write_shard(plan, name, shard, folder)
+        state.shards[name] = digest
+        state.weight_map |= dict.fromkeys(names, name)
+    total = len(plan.skeleton.tower_linears())
+    return TowerRecord(num_linears=total, linears=tuple(records)) if total else None
+
+
+def _files(plan: Plan) -> Iterator[list[str]]:
+    """Modules whose linears go into one file together."""
+    owners: list[str] = []
+    size = 0
+    for owner, schemes in plan.towers.items():
+        infos = [plan.reader.info(f"{owner}.{name}.weight") for name in schemes]
+        size += sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+        owners.append(owner)
+        if size >= _FILE_BYTES:
+            yield owners
+            owners, size = [], 0
+    if owners:
+        yield owners
