@@ -64,7 +64,7 @@ def test_a_model_without_one_hidden_size_is_as_wide_as_its_embeddings(tmp_path):
     """BLT's config.json has a width for each of its parts and none for the whole."""
     skeleton = open_skeleton(make_model(tmp_path / "m"))
     skeleton._config = SimpleNamespace(num_attention_heads=4)
-    assert (skeleton.hidden_size, skeleton.head_dim) == (64, 16)
+    assert (skeleton.hidden_size, skeleton.head_dim(0)) == (64, 16)
 
 
 def test_of_several_stacks_of_experts_those_of_the_family_are_taken_apart():

@@ -104,6 +104,8 @@ def test_defaults_are_those_of_transformers(family):
         del sizes["num_hidden_layers"]  # as many as are listed
     if family in ("glm", "glm4", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"):
         sizes["head_dim"] = 16
+    if family in ("codegen", "gptj"):
+        sizes["rotary_dim"] = 16  # by default more than these heads are wide
     full = AutoConfig.for_model(family, **sizes)
     name = next(n for n in _names(family) if n)
     actual = read_config({"architectures": [name], **sizes}, find({"architectures": [name]}))
