@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,17 @@ def memory_cgroup() -> Iterator[Path]:
     try:
         yield group / limit
     finally:
-        group.rmdir()
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """A killed process stays in its group until the kernel has given back its memory."""
+    for _ in range(100):
+        try:
+            return group.rmdir()
+        except OSError:
+            time.sleep(0.05)
+    return group.rmdir()
 
 
 def join(limit: Path) -> None:
