@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from quantkit.cli import main
 from quantkit.server import streams
+from quantkit.server.run import bind
 from tests.server.conftest import serving, wait_until
 
 LONG = {"prompt": "a", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
@@ -141,6 +142,14 @@ def test_an_error_in_a_stream_is_told(checkpoint):
             lines = [line for line in answer.read().decode().splitlines() if line]
         assert json.loads(lines[0].removeprefix("data: "))["error"]["type"] == "server_error"
         assert lines[-1] == "data: [DONE]"
+
+
+def test_tokens_do_not_wait_for_acknowledgements():
+    """asyncio sets TCP_NODELAY only where the protocol is named."""
+    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        assert accepted.proto == socket.IPPROTO_TCP
+        accepted.close()
 
 
 def test_metrics(checkpoint):
