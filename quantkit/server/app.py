@@ -2,8 +2,9 @@
 
 import asyncio
 import hmac
+import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -157,10 +158,22 @@ class Server:
         """Answer a conversation."""
         ask = await self._read(request, ChatRequest)
         params = ask.chat_params()
+        self._check_variables(ask.chat_template_kwargs)
         messages = [message.plain() for message in ask.messages]
         ids = await asyncio.to_thread(self.bridge.llm.encode_chat, messages, **ask.variables)
         mailbox = self.bridge.submit([(self._bounded(ids), params)])
         return await self._answer(request, ask, mailbox, ChatShape(ask, self.vocabulary, self.name))
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Clients may give a template its variables; the template itself and how it is called are the server's.
+
+        Raises:
+            Refused: one is not the template's.
+        """
+        own = {*inspect.signature(self.bridge.llm.need_tokenizer().apply_chat_template).parameters, "messages"}
+        if wrong := sorted(own & variables.keys()):
+            field = "chat_template_kwargs"
+            raise Refused(f"{field}.{wrong[0]} is no variable of a template; leave it out", field)
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a text or a conversation."""

@@ -104,6 +104,9 @@ TABLE = {
         *chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "fruit"}}}),
         400, None, "cannot be followed",
     ),
+    "a template of the client's": (
+        *chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400, "chat_template_kwargs", "no variable"
+    ),
     "tools that are no list": (*chat(tools={"a": 1}), 400, "tools", "list"),
     "tokenize nothing": ("/tokenize", {}, 400, None, "either prompt or messages"),
     "detokenize what is unknown": ("/detokenize", {"tokens": [1, 99999]}, 400, "tokens", "99999"),
@@ -132,6 +135,7 @@ GOOD = {
     "OpenAI's largest temperature": text(temperature=2),
     "what clients say about themselves": text(user="me", stream=False, n=1, best_of=1),
     "a conversation of one text part": chat(messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]),
+    "a variable of the template": chat(chat_template_kwargs={"enable_thinking": False}),
     "a message with fields of its own": chat(messages=[{**USER, "name": "Ann"}]),
 }
 
