@@ -85,9 +85,10 @@ class HttpServer(uvicorn.Server):
 
     def end(self) -> None:
         """Take no more requests, answer those under way, and return from `run_until_ended`."""
-        if not self.should_exit:
+        is_first = not self.should_exit
+        self._server.is_ending = self.should_exit = True  # before the line: who has read it may send the next signal
+        if is_first:
             self._say(f"ending: {self._server.bridge.num_open} requests are answered first; Ctrl-C ends at once")
-        self._server.is_ending = self.should_exit = True
 
     async def _run(self, listening: socket.socket) -> None:
         bridge = self._server.bridge
