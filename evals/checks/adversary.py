@@ -272,7 +272,7 @@ def _copied(material: Path, work: Path, case: Case) -> None:
 
 def _mutated(work: Path, case: Case, generator: random.Random, mine: Path) -> str:
     name = generator.choice(case.files)
-    path = generator.choice(sorted(work.glob(name))) if "*" in name else work / name
+    path = generator.choice(sorted(work.glob(name)) or [work / name]) if "*" in name else work / name
     if not path.is_file() or path.is_symlink() or path.stat().st_size > 1 << 27:
         return f"{name}: changed already"
     return f"{name}: {hostile.mutate(path, generator, mine)}"

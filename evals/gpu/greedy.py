@@ -37,14 +37,13 @@ PROMPTS = ("Once upon a time", "The little dog", "Sums:42+37=", "One day, a girl
 TIE = 0.01
 # How the GPU engine runs: sequences at once, graphs.
 WAYS = {"alone, graph": (1, True), "batch, graph": (8, True), "batch, eager": (8, False), "alone, eager": (1, False)}
-TINY_WAYS = ("batch, eager", "alone, eager")
+TINY_WAYS = ("batch, eager",)
 
 
 def variants(tiny: bool) -> Iterator[tuple[str, str, str, bool]]:
     """Name, recipe ("" = the demo model as it is) or folder, KV type, and whether activations are rounded."""
     if tiny:
-        yield "as it is", "", "int8", False
-        yield "rtn-int4", "rtn-int4", "auto", False
+        yield "rtn-int4", "rtn-int4", "int8", False
         return
     for kv in ("auto", "int8", "fp8", "int4"):
         yield "as it is", "", kv, False

@@ -213,23 +213,24 @@ def _cases(schemes: Iterable[str], rows: Iterable[int], check: Callable[..., Che
 
 
 def families(tiny: bool) -> dict[str, Cases]:
-    """Cases by family and name; few of them, with few rows, for the interpreter."""
-    names, few = tuple(SCHEMES), (16,) if tiny else (1, 16)
-    return {
-        "w4": _cases(names[:2], (1, 16) if tiny else ROWS, product),
-        "w8": _cases(names[2:4], few if tiny else ROWS, product),
+    """Cases by family and name; one of each family of products, of attention two, for the interpreter."""
+    names, few = tuple(SCHEMES), (1, 16)
+    products = {
+        "w4": _cases(names[:2], ROWS, product),
+        "w8": _cases(names[2:4], ROWS, product),
         "float": _cases(FLOATS, few, float_product),
-        "a8": _cases(names[4:], few if tiny else (1, 16, 300), product),
+        "a8": _cases(names[4:], (1, 16, 300), product),
         "head": _cases((names[0], names[2]), few, head),
-        "experts": _cases((names[0], BF16), (2,) if tiny else (1, 33, 300), expert_mix),
-        **{f"attention {kind}": _cases((kind,), (1, 5) if tiny else (1, 5, 40), attention) for kind in KV_TYPES},
-        "others": {
-            "norm": partial(norm, None),
-            **{f"norm to {name}": partial(norm, ActivationQuantization(name=name)) for name in ("int8", "fp8")},
-            "gate": gate,
-            "rotation": rotation,
-            "draws": draws,
-        },
+        "experts": _cases((names[0], BF16), (1, 33, 300), expert_mix),
+        **{f"attention {kind}": _cases((kind,), (1, 5, 40), attention) for kind in KV_TYPES},
+    }
+    if tiny:
+        products = {name: dict([next(iter(cases.items()))]) for name, cases in products.items()}
+        del products["attention fp8"], products["attention int8"]
+    others = {f"norm to {name}": partial(norm, ActivationQuantization(name=name)) for name in ("int8", "fp8")}
+    return {
+        **products,
+        "others": {"norm": partial(norm, None), **others, "gate": gate, "rotation": rotation, "draws": draws},
     }
 
 
