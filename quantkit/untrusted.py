@@ -263,6 +263,8 @@ class _Loader(yaml.SafeLoader):
         if self._num_nodes > _MAX_NODES:
             raise yaml.composer.ComposerError(None, None, f"there are more than {_MAX_NODES} values", mark)
         node: yaml.Node | None = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and node.value.encode(errors="ignore").decode() != node.value:
+            raise yaml.composer.ComposerError(None, None, "half a character, which no stream can print", mark)
         self._depth -= 1
         return node
 
