@@ -1,22 +1,24 @@
-"""docs/accuracy.md from the results on disk: nothing in it is written by hand but the words around the figures.
-
-python evals/accuracy/page.py
-"""
+"""docs/accuracy.md, and what other pages say of it, from the results on disk; `evals/pages.py` writes them."""
 
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
-from rows import METHODS, MODELS, NUMBERS, Model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import MARK
+from rows import METHODS, MODELS, NUMBERS, Model, Wanted, recipe
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
 
 from quantkit.results.statistics.paired import compare_pairs
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 ORIGINAL = "original"
 PEERS = "peers"
 
@@ -26,10 +28,11 @@ HEAD = """\
 Every method x number type x model of the test bed, other tools beside us. This page is generated from
 `evals/results/accuracy/*.json`; each figure comes from a run.
 
-    python evals/accuracy/page.py                                            # this page again, from the kept results
+    python evals/pages.py --write                                            # this page again, from the kept results
+    python evals/accuracy/run.py --list                                      # which rows are missing, and which are old
     python evals/accuracy/run.py --work DIR                                  # measure: the demo model, then this page
     python evals/accuracy/run.py --work DIR --models DIR --data DIR          # the other models too
-    python evals/accuracy/peers.py MANIFEST.jsonl --models DIR --data DIR    # checkpoints that other tools made
+    python evals/accuracy/peers.py --work DIR --llm-compressor PYTHON ...    # the same with other tools
     python evals/accuracy/score.py CHECKPOINT [OTHER] --baseline MODEL --text FILE   # any two of your own
 
 **How it was measured.** Every checkpoint is read from disk and decoded in float32 by quantkit's runtime, whoever wrote
@@ -40,17 +43,16 @@ where both prefer the same. All tools were calibrated with the same 128 x 256 to
 **What is real.** Two rows read the same text, so their difference is paired: Student's t over blocks of windows, 95 %.
 `+` better than the best peer of that column, `-` worse, `=` within noise. ± is half of a 95 % interval; for
 perplexity it is of the difference to the original. Task accuracy is the mean over tasks, with the paired difference to
-the original in points. CPU s and peak MB are of the quantizing process on one shared core, imports and loading
-included for quantkit, not included in the seconds of the peers: good for orders of magnitude only.
+the original in points. CPU s and peak MB are those of the whole process that quantized, imports and reading included;
+seconds stand here where nothing else ran meanwhile. What compression costs on a model of some size is said in
+[performance](performance.md) alone.
+
+**What is old.** A row of ours is kept with digests of its recipe and of the code that decides codes. † marks one whose
+recipe or code is another today: nobody has shown that today's code does the same. Which, is said below its tables.
 
 On the demo model perplexity can fall below the original's: its training counted answers eight times as much as the rest
 of a text, most of which cannot be predicted, and rounding takes some of that emphasis back. KL does not have this flaw.
 """
-
-
-def write_page(results: Path = RESULTS, page: Path = PAGE) -> None:
-    """Write the page from a folder of results."""
-    page.write_text(render(results), encoding="utf-8")
 
 
 def render(results: Path = RESULTS) -> str:
@@ -60,7 +62,7 @@ def render(results: Path = RESULTS) -> str:
         own = load_rows(results / f"{model.name}.json")
         if ORIGINAL in own:
             parts.append(_model(model, own, load_rows(results / f"{PEERS}-{model.name}.json")))
-    return "\n".join([*parts, *_methods()])
+    return "\n".join([*parts, *_methods(), *_where(results)])
 
 
 def _methods() -> list[str]:
@@ -76,14 +78,85 @@ def _model(model: Model, own: Rows, peers: Rows) -> str:
     original = own[ORIGINAL]
     about = f"{original.windows} windows, {original.tokens} predicted tokens. Original: perplexity"
     lines = [f"## {model.name}", "", f"{about} {_perplexity(original):.4f}{_original_tasks(original)}.", ""]
-    ours = [row for key, row in own.items() if key != ORIGINAL]
-    classes = [(name, form) for name in model.numbers for form in (True, False)]
-    groups = [(name, form, _of(ours, name, form), _of(peers.values(), name, form)) for name, form in classes]
-    lines += ["### The best of each", "", *_summary(groups), "", _standing(groups), ""]
+    groups = _groups(model, own, peers)
+    ours = [row for _, _, mine, _ in groups for row in mine]
+    lines += ["### The best of each", "", *_summary(groups), "", _standing([groups]), "", *_stale_lines(ours)]
     for name, form, mine, theirs in groups:
         if mine or theirs:
             lines += [f"### {model.name}, {_title(name, form)}", "", *_table(original, mine, theirs), ""]
     return "\n".join(lines)
+
+
+def standing(results: Path = RESULTS) -> str:
+    """What docs/promises.md says of all models together."""
+    groups = [group for _, group in _all_groups(results)]
+    tools = "llm-compressor, GPTQModel and auto-round"
+    text = (
+        "**Accuracy, as far as it was measured.** With the same calibration data, quantkit's best method by KL was\n"
+        f"compared with the best of {tools} that was run, on small models.\n{_standing(groups)}\n"
+    )
+    if any(map(changed, _bests(groups))):
+        text += f"Some of these figures are from before the last change of what they rest on ({MARK} there).\n"
+    return f"{text}Every row, and what was not run: [accuracy](accuracy.md)."
+
+
+def readme_sentence(results: Path = RESULTS) -> str:
+    """The same in a sentence; none while one of its figures is stale, or without figures."""
+    groups = [group for _, group in _all_groups(results)]
+    if not _bests(groups) or any(map(changed, _bests(groups))):
+        return ""
+    return f"{_standing(groups)}\nEvery row: [accuracy](docs/accuracy.md)."
+
+
+Group = tuple[str, bool, list[Row], list[Row]]
+
+
+def _all_groups(results: Path) -> list[tuple[Model, list[Group]]]:
+    """Of each model that was measured, its rows of each number type and form: ours, and the peers'."""
+    return [
+        (model, _groups(model, own, load_rows(results / f"{PEERS}-{model.name}.json")))
+        for model in MODELS
+        if ORIGINAL in (own := load_rows(results / f"{model.name}.json"))
+    ]
+
+
+def _groups(model: Model, own: Rows, peers: Rows) -> list[Group]:
+    ours = [row for key, row in own.items() if key != ORIGINAL]
+    classes = [(name, form) for name in model.numbers for form in (True, False)]
+    return [(name, form, _of(ours, name, form), _of(peers.values(), name, form)) for name, form in classes]
+
+
+def _bests(models: list[list[Group]]) -> list[Row]:
+    """Our rows that are compared with peers."""
+    return [mine[0] for groups in models for _, _, mine, theirs in groups if mine and theirs]
+
+
+def changed(row: Row) -> list[str]:
+    """What a row of ours rests on that is another today; nothing for a row that is as today's code makes it."""
+    wanted = Wanted(numbers=row.numbers, method=row.method, symmetric=row.symmetric)
+    if row.taken is None or row.method not in METHODS:
+        return ["the recipe"]
+    return row.taken.changed(recipe(wanted, "calibration.jsonl"))
+
+
+def _stale_lines(ours: list[Row]) -> list[str]:
+    """Which rows are stale, in one sentence."""
+    reasons: dict[str, Counter[str]] = {}
+    for row in ours:
+        if change := changed(row):
+            reasons.setdefault(change[0], Counter())[row.taken.commit if row.taken else "unknown"] += 1
+    if not reasons:
+        return []
+    said = [
+        f"{reason} ({', '.join(f'{count} at commit {commit}' for commit, count in sorted(commits.items()))})"
+        for reason, commits in sorted(reasons.items())
+    ]
+    return [f"{MARK} Taken before the last change of {'; of '.join(said)}.", ""]
+
+
+def _method(row: Row) -> str:
+    """Name, marked where it is stale."""
+    return f"{row.method} {MARK}" if row.tool == "quantkit" and changed(row) else row.method
 
 
 def _of(rows: Iterable[Row], numbers: str, symmetric: bool) -> list[Row]:
@@ -94,11 +167,13 @@ def _of(rows: Iterable[Row], numbers: str, symmetric: bool) -> list[Row]:
 def _title(name: str, symmetric: bool) -> str:
     numbers = NUMBERS[name]
     place = f"in groups of {numbers.group}" if numbers.group else "per channel"
+    if not numbers.is_integer:
+        return f"{name} {place}{', activations likewise' if numbers.activations else ''}"
     inputs = ", inputs in 8 bits per token" if numbers.activations else ""
     return f"{numbers.bits} bits {place}{inputs}, {'symmetric' if symmetric else 'with zero points'}"
 
 
-def _summary(groups: list[tuple[str, bool, list[Row], list[Row]]]) -> list[str]:
+def _summary(groups: list[Group]) -> list[str]:
     """Our best row by KL against the best peer in either column."""
     lines = [
         "| | quantkit's best by KL | perplexity | best peer | | KL | best peer | |",
@@ -108,7 +183,7 @@ def _summary(groups: list[tuple[str, bool, list[Row], list[Row]]]) -> list[str]:
         if not mine:
             continue
         best = mine[0]
-        cells = [_title(name, form), best.method, f"{_perplexity(best):.4f}"]
+        cells = [_title(name, form), _method(best), f"{_perplexity(best):.4f}"]
         if theirs:
             by_ppl, by_kl = min(theirs, key=_perplexity), theirs[0]
             cells += [f"{_perplexity(by_ppl):.4f} {_label(by_ppl)}", _mark(difference(best.nll, by_ppl.nll))]
@@ -120,9 +195,9 @@ def _summary(groups: list[tuple[str, bool, list[Row], list[Row]]]) -> list[str]:
     return lines
 
 
-def _standing(groups: list[tuple[str, bool, list[Row], list[Row]]]) -> str:
+def _standing(models: list[list[Group]]) -> str:
     """How many rows are ahead of, level with and behind the best peer."""
-    both = [(mine[0], theirs) for _, _, mine, theirs in groups if mine and theirs]
+    both = [(mine[0], theirs) for groups in models for _, _, mine, theirs in groups if mine and theirs]
     by_ppl = [difference(best.nll, min(theirs, key=_perplexity).nll).sign for best, theirs in both]
     by_kl = [difference(best.kl, theirs[0].kl).sign for best, theirs in both]
 
@@ -149,19 +224,40 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
             _line(
                 [
                     f"**{row.tool}**" if own else row.tool,
-                    row.method,
+                    _method(row),
                     f"{_perplexity(row):.4f} ± {reach:.4f}",
                     ppl_mark,
                     f"{_thousandths(kl.mean)} ± {_thousandths(kl.high - kl.mean)}",
                     kl_mark,
                     f"{100 * row.top1:.2f} %",
                     _tasks(row, original),
-                    "" if row.cpu_s is None else f"{row.cpu_s:.0f}",
-                    "" if row.peak_mb is None else str(row.peak_mb),
+                    *_cost(row),
                 ]
             )
         )
     return lines
+
+
+def _cost(row: Row) -> list[str]:
+    """CPU seconds and peak; none of rows from before these were those of whole processes."""
+    known = row.taken is not None and row.taken.machine
+    return [f"{row.cpu_s:.0f}" if known and row.cpu_s else "", str(row.peak_mb) if known and row.peak_mb else ""]
+
+
+def _where(results: Path) -> list[str]:
+    """Where and when the rows were taken, by commit and machine."""
+    runs: dict[tuple[str, str, str], Counter[str]] = {}
+    for model in MODELS:
+        for file in (f"{model.name}.json", f"{PEERS}-{model.name}.json"):
+            for row in load_rows(results / file).values():
+                if row.taken is not None:
+                    versions = ", ".join(f"{name} {value}" for name, value in row.taken.versions.items())
+                    key = (row.taken.date, row.taken.machine or "not kept", versions or "not kept")
+                    runs.setdefault(key, Counter())[row.taken.commit] += 1
+    lines = ["## Where and when", "", "| date | machine | versions | rows by commit |", "|---|---|---|---|"]
+    for key, commits in sorted(runs.items()):
+        lines.append(_line([*key, ", ".join(f"{commit}: {count}" for commit, count in sorted(commits.items()))]))
+    return [*lines, ""]
 
 
 def _perplexity(row: Row) -> float:
@@ -210,7 +306,3 @@ def _accuracy(answers: Answers) -> float:
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    write_page()

@@ -1,69 +1,122 @@
-"""Measure checkpoints that other tools made, by the same code as ours; kept in results/accuracy/peers-<model>.json.
+"""Quantize with other tools, each in its own environment, and measure by the same code as ours; then write the pages.
 
-    python evals/accuracy/peers.py MANIFEST.jsonl --models DIR --data DIR
+    python evals/accuracy/peers.py --work DIR --llm-compressor PYTHON --gptqmodel PYTHON --auto-round PYTHON
+        [--models DIR --data DIR] [--only 'babyllama-361 w8pc *']
 
-A line of MANIFEST.jsonl says where a checkpoint is and what it is: {"model": "demo", "path": ..., "tool":
-"llm-compressor 0.14.0.1", "method": "GPTQ, mse", "numbers": "w4g32", "symmetric": true, "how": options, "cpu_s": ...,
-"peak_mb": ...}. The tools are not needed here, and quantkit does not import them. Lines measured before are skipped.
+Kept in results/accuracy/peers-<model>.json after every row; rows of the same version of a tool are not made again
+without --redo. How the environments are made: evals/peers/job.py. quantkit does not import the tools.
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from bench import measure, open_bench
-from page import PEERS, write_page
-from rows import MODELS, Model
-from store import RESULTS, load_rows, save_rows
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ABOUT = ("tool", "method", "numbers", "symmetric", "how", "cpu_s", "peak_mb")
+import pages
+from bench import Bench, measure, open_bench, write_calibration
+from processes import ALONE, run_measured
+from provenance import stamp
+from rows import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, MODELS, Model, Peer, peer_job, peer_rows
+from run import BUSY, is_asked, said
+from store import RESULTS, Row, load_rows, save_rows
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
+TOOLS = {  # package, script
+    LLM_COMPRESSOR: ("llmcompressor", SCRIPTS / "quantize_llmcompressor.py"),
+    GPTQ_MODEL: ("gptqmodel", SCRIPTS / "quantize_gptqmodel.py"),
+    AUTO_ROUND: ("auto-round", SCRIPTS / "quantize_autoround.py"),
+}
 
 
-def key_of(line: dict[str, Any]) -> str:
-    """Names a line's row."""
-    form = "sym" if line["symmetric"] else "asym"
-    return f"{line['numbers']} {line['tool']} {line['method']} {form}"
+def version_of(python: str, package: str) -> str:
+    """Of a package in another environment."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run_model(model: Model, lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Measure the lines of one model that are not measured yet."""
-    path = args.results / f"{PEERS}-{model.name}.json"
-    done = load_rows(path)
-    todo = [line for line in lines if args.redo or key_of(line) not in done]
-    if not todo:
-        return
-    bench = open_bench(model, args.models, args.data)
-    for line in todo:
-        about = {key: line[key] for key in ABOUT if key in line}
-        asked = fnmatch.fnmatch(f"{model.name} {key_of(line)}", args.tasks)
-        row = measure(bench, Path(line["path"]), tasks=asked, **about)
-        save_rows(path, load_rows(path) | {key_of(line): row})
-        print(f"{model.name} {key_of(line)}: KL {sum(row.kl) / len(row.kl):.5f}", flush=True)
+def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argparse.Namespace, work: Path) -> Row | str:
+    """Quantize and measure one row; or what went wrong."""
+    package, script = TOOLS[peer.tool]
+    output, job = work / "checkpoint", peer_job(peer, numbers, symmetric)
+    shutil.rmtree(output, ignore_errors=True)
+    folders = {"model": str(bench.path), "output": str(output), "ids": str(work / "calibration.jsonl")}
+    command = [args.pythons[peer.tool], "-W", "ignore", str(script), json.dumps({**job, **folders})]
+    usage = run_measured(command, work / "log.txt", environment=ALONE, limit_s=args.limit)
+    if usage.code:
+        return usage.said or f"killed after {args.limit} s"
+    report: dict[str, Any] = json.loads(usage.said)
+    quiet = args.seconds and usage.others_cpu_s <= BUSY * usage.cpu_s
+    return measure(
+        bench,
+        next(output.rglob("config.json")).parent,
+        tasks=False,
+        tool=f"{peer.tool} {report['versions'][package]}",
+        method=peer.method,
+        numbers=numbers,
+        symmetric=symmetric,
+        how=", ".join(f"{name}={value}" for name, value in job["options"].items()),
+        cpu_s=usage.cpu_s if quiet else None,
+        peak_mb=report["peak_mb"],
+        taken=stamp(versions=report["versions"]),
+    )
+
+
+def run_model(model: Model, args: argparse.Namespace) -> None:
+    """The rows of one model that are asked for and not there."""
+    path = args.results / f"peers-{model.name}.json"
+    done, bench, work = load_rows(path), None, (args.work / f"peers-{model.name}").resolve()
+    for peer, numbers, symmetric in peer_rows(model):
+        if peer.tool not in args.pythons:
+            continue
+        key = peer.key(numbers, symmetric, args.versions[peer.tool])
+        if not is_asked(f"{model.name} {key}", args.only) or (key in done and not args.redo):
+            continue
+        if bench is None:
+            bench = open_bench(model, args.models, args.data)
+            work.mkdir(parents=True, exist_ok=True)
+            write_calibration(bench, work / "calibration.jsonl")
+        found = run_row(bench, peer, numbers, symmetric, args, work)
+        if isinstance(found, str):
+            print(f"{model.name} {key}: not measured: {found}", file=sys.stderr)
+            continue
+        save_rows(path, load_rows(path) | {key: found})
+        print(f"{model.name} {key}: {said(found)}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("manifest", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", action="append", help="pattern of '<model> <key of the row>'; again: or")
     parser.add_argument("--redo", action="store_true")
-    parser.add_argument("--tasks", default="", help="pattern of '<model> <key>' that are asked the tasks; '' = none")
-    return parser.parse_args()
+    parser.add_argument("--no-seconds", dest="seconds", action="store_false", help="keep none: the machine is shared")
+    parser.add_argument("--limit", type=float, default=1200, metavar="SECONDS", help="of one quantization")
+    for tool in TOOLS:
+        parser.add_argument(f"--{tool.lower()}", dest=tool, metavar="PYTHON", help=f"of an environment with {tool}")
+    args = parser.parse_args()
+    args.pythons = {tool: getattr(args, tool) for tool in TOOLS if getattr(args, tool)}
+    args.versions = {tool: version_of(python, TOOLS[tool][0]) for tool, python in args.pythons.items()}
+    return args
 
 
 def main() -> None:
-    """All lines, then the page."""
+    """All rows, then the pages."""
     args = arguments()
-    lines = [json.loads(line) for line in args.manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
     for model in MODELS:
-        run_model(model, [line for line in lines if line["model"] == model.name], args)
-    write_page(args.results)
+        if model.text is None or (args.models is not None and args.data is not None):
+            run_model(model, args)
+    if args.results == RESULTS:
+        pages.write_all()
 
 
 if __name__ == "__main__":

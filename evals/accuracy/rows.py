@@ -1,4 +1,4 @@
-"""What the accuracy table consists of: models, number types, methods. Data; `run.py` measures it.
+"""What the accuracy table consists of: models, number types, methods, peers. Data; `run.py` and `peers.py` measure it.
 
 A method is the list of steps of a recipe, so each row is a recipe that a user can write down: `recipe()` gives it.
 """
@@ -17,13 +17,22 @@ class Numbers:
     """A number type of weights, and of activations where they are quantized.
 
     Args:
-        bits, group: of weights; group None = per channel.
+        bits, group: of weights; group None = per channel, or what the type brings along.
+        dtype: of weights, where it is no integer of that many bits.
         activations: type of the inputs, or None.
+        preset: what llm-compressor calls it, where it is no integer.
     """
 
     bits: int
     group: int | None = None
+    dtype: str = ""
     activations: str | None = None
+    preset: str = ""
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether there are zero points to choose."""
+        return not self.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +64,9 @@ NUMBERS = {
     "w4pc": Numbers(bits=4),
     "w8pc": Numbers(bits=8),
     "w8a8": Numbers(bits=8, activations="int8"),
+    "fp8": Numbers(bits=8, dtype="fp8", activations="fp8", preset="FP8_DYNAMIC"),
+    "nvfp4": Numbers(bits=4, group=16, dtype="nvfp4", preset="NVFP4A16"),
+    "mxfp4": Numbers(bits=4, group=32, dtype="mxfp4", preset="MXFP4A16"),
 }
 
 METHODS: dict[str, Steps] = {
@@ -66,17 +78,27 @@ METHODS: dict[str, Steps] = {
     "gptq asymmetric sequential": [{"gptq": {"asymmetric_calibration": 1.0, "true_sequential": True}}],
     "awq+gptq": ["awq", "gptq"],
     "awq+gptq asymmetric": ["awq", {"gptq": {"asymmetric_calibration": 1.0}}],
+    "awq+gptq asymmetric sequential": ["awq", {"gptq": {"asymmetric_calibration": 1.0, "true_sequential": True}}],
     "autoround": ["autoround"],
     "awq+autoround": ["awq", "autoround"],
 }
+# Of 8 bits and of floats; integers of fewer bits have all.
+METHODS_OF_EIGHT = ("rtn", "rtn calibrated", "gptq", "gptq asymmetric sequential")
+METHODS_OF_FLOATS = ("rtn", "rtn calibrated", "gptq", "gptq asymmetric sequential", "autoround")
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
+FLOATS = ("fp8", "nvfp4", "mxfp4")
 DEMO_TASKS = ("demo_agreement", "demo_answers", "demo_arithmetic", "demo_facts", "demo_recall", "demo_stories")
 MODELS = (
-    Model(name="demo", numbers=("w4g32", "w3g32", "w2g32", "w4pc", "w8pc", "w8a8"), tasks=DEMO_TASKS, windows=400),
+    Model(
+        name="demo",
+        numbers=("w4g32", "w3g32", "w2g32", "w4pc", "w8pc", "w8a8", *FLOATS),
+        tasks=DEMO_TASKS,
+        windows=400,
+    ),
     Model(
         name="babyllama-361",
-        numbers=("w4g32", "w3g32", "w2g32", "w4pc", "w8pc", "w8a8"),
+        numbers=("w4g32", "w3g32", "w2g32", "w4pc", "w8pc", "w8a8", *FLOATS),
         tasks=("local_blimp",),
         **STORIES,
     ),
@@ -101,12 +123,19 @@ class Wanted:
 
 
 def wanted(model: Model) -> Iterator[Wanted]:
-    """All rows of a model: both forms of ranges where weights alone are quantized to fewer than 8 bits."""
-    for numbers in model.numbers:
-        forms = (True, False) if NUMBERS[numbers].bits < 8 else (True,)
-        for method in METHODS:
-            if NUMBERS[numbers].bits < 8 or method in ("rtn", "gptq"):
-                yield from (Wanted(numbers=numbers, method=method, symmetric=form) for form in forms)
+    """All rows of a model: both forms of ranges where integers of fewer than 8 bits are all that is quantized."""
+    for name in model.numbers:
+        numbers = NUMBERS[name]
+        methods = METHODS if numbers.bits < 8 else METHODS_OF_EIGHT
+        for method in methods if numbers.is_integer else METHODS_OF_FLOATS:
+            if method == "autoround" and numbers.activations:
+                continue
+            yield from (Wanted(numbers=name, method=method, symmetric=form) for form in forms(numbers))
+
+
+def forms(numbers: Numbers) -> tuple[bool, ...]:
+    """Without zero points, and with them where 8 bits do not make them needless."""
+    return (True, False) if numbers.is_integer and numbers.bits < 8 else (True,)
 
 
 def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
@@ -117,11 +146,9 @@ def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
         calibration: a .jsonl file of token ids.
     """
     numbers, steps = NUMBERS[row.numbers], METHODS[row.method]
-    weights = {
-        "dtype": f"int{numbers.bits}",
-        "group_size": numbers.group or "channel",
-        "symmetric": row.symmetric,
-    }
+    weights: dict[str, Any] = {"dtype": numbers.dtype or f"int{numbers.bits}"}
+    if numbers.is_integer:
+        weights |= {"group_size": numbers.group or "channel", "symmetric": row.symmetric}
     made: dict[str, Any] = {"name": "accuracy", "weights": weights}
     if numbers.activations:
         made["activations"] = {"dtype": numbers.activations}
@@ -129,3 +156,80 @@ def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
         made["steps"] = steps
         made["calibration"] = {"data": calibration, "samples": SAMPLES, "sequence_length": LENGTH}
     return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """A method of another tool.
+
+    Args:
+        tool: as the page calls it.
+        method: likewise.
+        job: method and options of the script in evals/peers.
+        bits: of integers that it is measured at; empty = none.
+        presets: whether it is measured on the types that are no integers.
+        zero_points: whether with them; None = both forms.
+        groups: whether it has groups of any size; else of 16 and more.
+    """
+
+    tool: str
+    method: str
+    job: dict[str, Any]
+    bits: tuple[int, ...] = (2, 3, 4, 8)
+    presets: bool = False
+    zero_points: bool | None = None
+    groups: bool = True
+
+    def key(self, numbers: str, symmetric: bool, version: str) -> str:
+        """Names the row in a file of results."""
+        return f"{numbers} {self.tool} {version} {self.method} {'sym' if symmetric else 'asym'}"
+
+
+LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND = "llm-compressor", "GPTQModel", "auto-round"
+_BEST_RANGES: dict[str, Any] = {"observer": "memoryless_mse"}
+PEERS = (
+    Peer(tool=LLM_COMPRESSOR, method="rounding", job={"method": "rtn"}, presets=True),
+    Peer(tool=LLM_COMPRESSOR, method="rounding, memoryless_mse", job={"method": "rtn", "options": _BEST_RANGES}),
+    Peer(tool=LLM_COMPRESSOR, method="GPTQ", job={"method": "gptq"}, presets=True),
+    Peer(tool=LLM_COMPRESSOR, method="GPTQ, memoryless_mse", job={"method": "gptq", "options": _BEST_RANGES}),
+    Peer(tool=LLM_COMPRESSOR, method="AWQ", job={"method": "awq"}, bits=(2, 3, 4), zero_points=True),
+    Peer(tool=LLM_COMPRESSOR, method="AWQ, then GPTQ", job={"method": "awq+gptq"}, bits=(2, 3, 4), zero_points=True),
+    Peer(tool=GPTQ_MODEL, method="rounding", job={"method": "rtn"}, groups=False, zero_points=False),
+    Peer(tool=GPTQ_MODEL, method="GPTQ", job={"method": "gptq"}, groups=False),
+    Peer(tool=GPTQ_MODEL, method="GPTQ, mse=2.0", job={"method": "gptq", "options": {"mse": 2.0}}, groups=False),
+    Peer(tool=AUTO_ROUND, method="AutoRound, 200 iterations", job={"method": "signround", "options": {"iters": 200}}),
+)
+
+
+def peer_rows(model: Model) -> Iterator[tuple[Peer, str, bool]]:
+    """Method, number type and form of every row that a peer can do."""
+    for peer in PEERS:
+        for name in model.numbers:
+            numbers = NUMBERS[name]
+            can = numbers.bits in peer.bits and (peer.groups or (numbers.group or 16) >= 16)
+            if numbers.activations and peer.tool != LLM_COMPRESSOR:
+                continue
+            if not (can if numbers.is_integer else peer.presets):
+                continue
+            given = [form for form in forms(numbers) if peer.zero_points is None or form != peer.zero_points]
+            yield from ((peer, name, form) for form in given)
+
+
+def peer_job(peer: Peer, name: str, symmetric: bool) -> dict[str, Any]:
+    """What evals/peers/job.py reads, but for the folders."""
+    numbers = NUMBERS[name]
+    options = dict(peer.job.get("options", {}))
+    if numbers.preset:
+        options["scheme"] = numbers.preset
+    elif numbers.activations and peer.tool == LLM_COMPRESSOR:
+        options["inputs"] = numbers.activations
+    if peer.tool == GPTQ_MODEL and peer.job["method"] == "gptq" and numbers.group is None:
+        options["act_group_aware"] = False  # it refuses the two together
+    return {
+        "method": peer.job["method"],
+        "bits": numbers.bits,
+        "group": numbers.group or -1,
+        "symmetric": symmetric,
+        "dtype": "float32",
+        "options": options,
+    }

@@ -1,50 +1,44 @@
-"""Quantize and measure every declared row that is not done yet; then write docs/accuracy.md.
+"""Quantize and measure every declared row that is not done yet; then write the pages.
 
+    python evals/accuracy/run.py --list                                        # rows, and what is known of them
     python evals/accuracy/run.py --work DIR                                    # the demo model, nothing else needed
     python evals/accuracy/run.py --work DIR --models DIR --data DIR            # all models of `rows.py`
-    python evals/accuracy/run.py --work DIR --only 'demo w4g32 *'              # some rows
+    python evals/accuracy/run.py --work DIR --only 'demo w4g32 *' --only 'demo w8pc *'   # some rows
 
 --models holds babyllama-361 and stories260k; --data holds tinystories/{calibration,validation}.txt and
 benchmarks/blimp/*.jsonl. Results are kept after every row, so a killed run goes on; a row is measured again when its
-recipe or the code that quantizes has changed, unless --keep.
+recipe or the code that quantizes has changed (`provenance.Stamp.changed`), unless --keep. Where other processes took
+part of the machine meanwhile, or with --no-seconds, no seconds are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
-import hashlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pages
 from bench import Bench, ask, measure, open_bench, write_calibration
-from page import write_page
+from processes import run_measured
+from provenance import stamp
 from rows import MODELS, Model, Wanted, recipe, wanted
 from score import score
 from store import RESULTS, Row, Rows, load_rows, save_rows
 
-import quantkit
-
-COMPRESS = ("algorithms", "calibration", "numerics")
 ORIGINAL = "original"
+BUSY = 0.1  # of its own CPU seconds that others may take before a process's seconds mean nothing
+Made = tuple[Path, float | None, int]
 
 
-def code_digest() -> str:
-    """Of the code that decides which codes and scales a recipe gives."""
-    root = Path(quantkit.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(path for part in COMPRESS for path in (root / part).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def quantize(bench: Bench, data: dict[str, Any], work: Path) -> tuple[Path, float, int] | str:
+def quantize(bench: Bench, data: dict[str, Any], work: Path) -> Made | str:
     """Quantize in a process of its own.
 
     Args:
@@ -52,29 +46,28 @@ def quantize(bench: Bench, data: dict[str, Any], work: Path) -> tuple[Path, floa
         data: the recipe.
         work: folder of outputs.
     Returns:
-        The checkpoint, CPU seconds and peak MB of the process; or what it said when it failed.
+        The checkpoint, CPU seconds if the machine was quiet, and peak MB; or what the process said when it failed.
     """
     file, output = work / "recipe.yaml", work / "checkpoint"
     file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "quantkit", "quantize", str(bench.path), "--recipe", str(file), "-o", str(output)]
-    with (work / "log.txt").open("w") as log:
-        process = subprocess.Popen([*command, "--no-resume", "--quiet"], stdout=log, stderr=log, cwd=work)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        return (work / "log.txt").read_text(errors="replace").strip().splitlines()[-1]
-    # Its own record: ru_maxrss of a child begins with what this process has in memory.
+    usage = run_measured([*command, "--no-resume", "--quiet", "--device", "cpu"], work / "log.txt")
+    if usage.code:
+        return usage.said
+    # Its own record: what wait4 says of a child begins with what this process has in memory.
     peak = json.loads((output / "quantkit-run.json").read_text(encoding="utf-8"))["peak_bytes"]
-    return output, usage.ru_utime + usage.ru_stime, peak // 2**20
+    return output, usage.cpu_s if usage.others_cpu_s <= BUSY * usage.cpu_s else None, peak // 2**20
 
 
-def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
-    """Quantize and measure one row; or what went wrong."""
+def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool, seconds: bool) -> Row | str:
+    """Quantize and measure one row, with seconds or without; or what went wrong."""
     data = recipe(row, str(work / "calibration.jsonl"))
     made = quantize(bench, data, work)
     if isinstance(made, str):
         return made
     checkpoint, cpu_s, peak_mb = made
+    taken = stamp(data)
     return measure(
         bench,
         checkpoint,
@@ -84,15 +77,10 @@ def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
         numbers=row.numbers,
         symmetric=row.symmetric,
         how=yaml.safe_dump(data.get("steps", []), default_flow_style=True).strip(),
-        cpu_s=round(cpu_s, 1),
+        cpu_s=cpu_s if seconds else None,
         peak_mb=peak_mb,
-        identity=identity(row),
+        taken=taken,
     )
-
-
-def identity(row: Wanted) -> str:
-    """Changes when the row has to be measured again."""
-    return hashlib.sha256(json.dumps([recipe(row, ""), code_digest()]).encode()).hexdigest()[:16]
 
 
 def original_row(bench: Bench, *, tasks: bool) -> Row:
@@ -109,6 +97,7 @@ def original_row(bench: Bench, *, tasks: bool) -> Row:
         kl=found.kl,
         top1=found.top1,
         tasks=ask(bench, bench.original) if tasks else {},
+        taken=stamp({}),
     )
 
 
@@ -116,7 +105,7 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
     """All rows of one model that are asked for and not done."""
     path = args.results / f"{model.name}.json"
     rows: Rows = load_rows(path)
-    todo = [row for row in wanted(model) if fnmatch.fnmatch(f"{model.name} {row.key}", args.only)]
+    todo = [row for row in wanted(model) if is_asked(f"{model.name} {row.key}", args.only)]
     asked = {row.key for row in todo if model.tasks and fnmatch.fnmatch(f"{model.name} {row.key}", args.tasks)}
     todo = [row for row in todo if args.redo or not _is_done(rows.get(row.key), row, args.keep, row.key in asked)]
     ask_original = bool(asked) and not (ORIGINAL in rows and rows[ORIGINAL].tasks)
@@ -129,42 +118,79 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
     if ORIGINAL not in rows or ask_original:
         save_rows(path, load_rows(path) | {ORIGINAL: original_row(bench, tasks=bool(asked))})
     for row in todo:
-        found = run_row(bench, row, work, tasks=row.key in asked)
+        found = run_row(bench, row, work, tasks=row.key in asked, seconds=args.seconds)
         if isinstance(found, str):
             print(f"{model.name} {row.key}: not measured: {found}", file=sys.stderr)
             continue
         save_rows(path, load_rows(path) | {row.key: found})
-        kl = sum(found.kl) / len(found.kl)
-        print(f"{model.name} {row.key}: KL {kl:.5f}, {found.cpu_s} CPU s, {found.peak_mb} MB", flush=True)
+        print(f"{model.name} {row.key}: {said(found)}", flush=True)
+
+
+def said(row: Row) -> str:
+    """In a line."""
+    seconds = "seconds not taken" if row.cpu_s is None else f"{row.cpu_s} CPU s"
+    return f"KL {sum(row.kl) / len(row.kl):.5f}, {seconds}, {row.peak_mb} MB"
+
+
+def is_asked(name: str, patterns: list[str] | None) -> bool:
+    """Whether one of the patterns, if there are any, is of this name."""
+    return not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def _is_done(found: Row | None, row: Wanted, keep: bool, asked: bool) -> bool:
-    return found is not None and (bool(found.tasks) or not asked) and (keep or found.identity == identity(row))
+    return found is not None and (bool(found.tasks) or not asked) and (keep or not changes(found, row))
+
+
+def changes(found: Row, row: Wanted) -> list[str]:
+    """What is another today than when the row was measured."""
+    return ["what it rests on"] if found.taken is None else found.taken.changed(recipe(row, "calibration.jsonl"))
+
+
+def print_rows(args: argparse.Namespace) -> None:
+    """The rows that are asked for, and what is known of them."""
+    for model in MODELS:
+        rows = load_rows(args.results / f"{model.name}.json")
+        for row in wanted(model):
+            if is_asked(f"{model.name} {row.key}", args.only):
+                found = rows.get(row.key)
+                state = "missing" if found is None else ", ".join(changes(found, row)[:2]) or "done"
+                print(f"{model.name} {row.key}: {state if state in ('missing', 'done') else f'before {state} changed'}")
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="*", help="pattern of '<model> <numbers> <method> <sym|asym>'")
+    parser.add_argument("--only", action="append", help="pattern of '<model> <numbers> <method> <sym|asym>'; again: or")
     parser.add_argument("--redo", action="store_true", help="measure again what is done")
     parser.add_argument("--keep", action="store_true", help="do not measure again what older code did")
-    parser.add_argument("--tasks", default="*", help="pattern of the rows that are asked the tasks; '' = none")
-    return parser.parse_args()
+    parser.add_argument("--tasks", default="", help="pattern of the rows that are asked the tasks; '' = none")
+    parser.add_argument("--no-seconds", dest="seconds", action="store_false", help="keep none: the machine is shared")
+    parser.add_argument("--list", action="store_true", help="print the rows and what is known of them; measure nothing")
+    args = parser.parse_args()
+    if args.work is None and not args.list:
+        parser.error("--work is needed")
+    return args
 
 
 def main() -> None:
     """Everything that can be measured with what is given."""
     args = arguments()
+    if args.list:
+        print_rows(args)
+        return
     for model in MODELS:
+        if not any(is_asked(f"{model.name} {row.key}", args.only) for row in wanted(model)):
+            continue
         if model.text is not None and (args.models is None or args.data is None):
             print(f"{model.name}: skipped, it needs --models and --data", file=sys.stderr)
-        elif fnmatch.filter([f"{model.name} {row.key}" for row in wanted(model)], args.only):
+        else:
             run_model(model, args)
-    write_page(args.results)
+    if args.results == RESULTS:
+        pages.write_all()
 
 
 if __name__ == "__main__":

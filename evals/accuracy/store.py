@@ -7,10 +7,15 @@ hexadecimal number whose lowest bit is item 0.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import Stamp, read_stamp
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "accuracy"
 _DIGITS = 7
@@ -45,12 +50,13 @@ class Row:
         numbers: w4g32, w4pc, w8a8, ...
         symmetric: whether there are no zero points.
         how: steps or options, as text.
-        cpu_s, peak_mb: process CPU seconds and peak memory of the quantization; None = not measured.
+        cpu_s: of the whole process that quantized; None = not taken, or the machine was busy.
+        peak_mb: of its memory.
         windows, tokens: scored.
         nll, kl: per block of windows; see `score.Score`.
         top1: share of positions where it prefers what the original prefers.
         tasks: answers by task.
-        identity: of recipe and code, so that a run knows what is done.
+        taken: what it rests on.
     """
 
     tool: str
@@ -66,7 +72,7 @@ class Row:
     kl: tuple[float, ...]
     top1: float
     tasks: dict[str, Answers] = field(default_factory=dict)
-    identity: str = ""
+    taken: Stamp | None = None
 
 
 Rows = dict[str, Row]
@@ -96,7 +102,8 @@ def save_rows(path: Path, rows: Rows) -> None:
 def _row(data: dict[str, Any]) -> Row:
     given = {f.name: data[f.name] for f in fields(Row) if f.name in data}
     tasks = {name: Answers(**answers) for name, answers in data.get("tasks", {}).items()}
-    return Row(**{**given, "nll": tuple(data["nll"]), "kl": tuple(data["kl"]), "tasks": tasks})
+    blocks = {key: tuple(data[key]) for key in ("nll", "kl")}
+    return Row(**{**given, **blocks, "tasks": tasks, "taken": read_stamp(data.get("taken"))})
 
 
 def _plain(row: Row) -> dict[str, Any]:

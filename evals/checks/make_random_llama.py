@@ -22,6 +22,13 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
+    "1b-2layers": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
     # TinyLlama-1.1B cut to 8 of its 22 layers.
     "1b-8layers": {
         "hidden_size": 2048,

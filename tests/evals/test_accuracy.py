@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "evals" / "accuracy"))
+sys.path[:0] = [str(REPOSITORY / "evals" / folder) for folder in ("accuracy", "peers", "")]
 
 import bench  # noqa: E402
+import job  # noqa: E402
 import page  # noqa: E402
 import peers  # noqa: E402
+import processes  # noqa: E402
+import provenance  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
 import score  # noqa: E402
@@ -119,7 +123,7 @@ def test_every_declared_row_is_a_recipe(model):
         made = build(rows.recipe(row, "ids.jsonl"), row.key)
         numbers = rows.NUMBERS[row.numbers]
         assert made.scheme.default.weight.group_size == numbers.group
-        assert made.scheme.default.weight.symmetric == row.symmetric
+        assert not numbers.is_integer or made.scheme.default.weight.symmetric == row.symmetric
         assert len(made.steps) == len(rows.METHODS[row.method])
 
 
@@ -140,16 +144,17 @@ def bed(monkeypatch, tmp_path):
     """A bed where quantizing and measuring cost nothing and leave a trace."""
     done = []
 
-    def run_row(opened, row, work, *, tasks):
+    def run_row(opened, row, work, *, tasks, seconds):
         done.append(row.key)
-        return make_row(numbers=row.numbers, method=row.method, symmetric=row.symmetric, identity=run.identity(row))
+        taken = provenance.stamp(rows.recipe(row, "calibration.jsonl"))
+        return make_row(numbers=row.numbers, method=row.method, symmetric=row.symmetric, taken=taken)
 
     monkeypatch.setattr(run, "run_row", run_row)
     monkeypatch.setattr(run, "open_bench", lambda model, *folders: None)
     monkeypatch.setattr(run, "write_calibration", lambda opened, path: None)
     monkeypatch.setattr(run, "original_row", lambda opened, *, tasks: make_row(tool="original"))
     args = {"results": tmp_path, "work": tmp_path / "work", "models": None, "data": None, "tasks": ""}
-    return argparse.Namespace(**args, only="demo w4g32 *", redo=False, keep=False), done
+    return argparse.Namespace(**args, only=["demo w4g32 *"], redo=False, keep=False, seconds=True), done
 
 
 def test_a_killed_run_goes_on_with_what_is_missing(bed):
@@ -170,7 +175,7 @@ def test_other_code_is_measured_again_unless_told_to_keep(bed, monkeypatch):
     args, done = bed
     run.run_model(rows.MODELS[0], args)
     count = len(done)
-    monkeypatch.setattr(run, "code_digest", lambda: "other")
+    monkeypatch.setattr(provenance, "code_digests", lambda recipe: {"numerics.affine": "another"})
     args.keep = True
     run.run_model(rows.MODELS[0], args)
     assert len(done) == count
@@ -179,10 +184,44 @@ def test_other_code_is_measured_again_unless_told_to_keep(bed, monkeypatch):
     assert len(done) == 2 * count
 
 
-def test_a_peers_row_is_named_by_all_that_tells_it_apart():
-    line = {"numbers": "w4g32", "tool": "T 1", "method": "m", "symmetric": True}
-    others = [{**line, key: value} for key, value in (("numbers", "w4pc"), ("tool", "T 2"), ("symmetric", False))]
-    assert len({peers.key_of(one) for one in (line, *others)}) == 4
+@pytest.mark.parametrize("model", rows.MODELS, ids=lambda model: model.name)
+def test_every_row_of_a_peer_has_a_name_and_a_job(model):
+    declared = list(rows.peer_rows(model))
+    assert len({peer.key(numbers, form, "1") for peer, numbers, form in declared}) == len(declared)
+    for peer, numbers, form in declared:
+        made = rows.peer_job(peer, numbers, form)
+        assert peer.tool in peers.TOOLS
+        assert peers.TOOLS[peer.tool][1].is_file()
+        assert job.Job(model="m", output="o", ids="i", **made).group == (rows.NUMBERS[numbers].group or -1)
+
+
+def test_a_stale_row_is_marked_and_said(tmp_path):
+    wanted = rows.Wanted(numbers="w4g32", method="gptq", symmetric=True)
+    fresh = make_row(taken=provenance.stamp(rows.recipe(wanted, "elsewhere/calibration.jsonl")))
+    store.save_rows(tmp_path / "demo.json", {page.ORIGINAL: make_row(kl=(0.0,) * 4), wanted.key: fresh})
+    store.save_rows(tmp_path / "peers-demo.json", {"b": make_row(tool="T 1", kl=(0.3,) * 4)})
+    marked = f"| gptq {provenance.MARK} |"
+    assert marked not in page.render(tmp_path)
+    assert "1 ahead" in page.readme_sentence(tmp_path)
+    code = {**fresh.taken.code, "compress.algorithms.gptq": "another"}
+    stale = dataclasses.replace(fresh, taken=dataclasses.replace(fresh.taken, code=code))
+    store.save_rows(tmp_path / "demo.json", {page.ORIGINAL: make_row(kl=(0.0,) * 4), wanted.key: stale})
+    assert marked in page.render(tmp_path)
+    assert f"change of `compress.algorithms.gptq` (1 at commit {fresh.taken.commit})." in page.render(tmp_path)
+    assert page.readme_sentence(tmp_path) == ""
+    assert provenance.MARK in page.standing(tmp_path)
+
+
+@pytest.mark.parametrize(("others_cpu_s", "seconds"), [(0.5, 10), (5.0, None)])
+def test_seconds_of_a_busy_machine_are_not_kept(others_cpu_s, seconds, tmp_path, monkeypatch):
+    def run_measured(command, log):
+        (tmp_path / "checkpoint").mkdir()
+        (tmp_path / "checkpoint" / "quantkit-run.json").write_text('{"peak_bytes": 3145728}')
+        return processes.Usage(code=0, wall_s=9, cpu_s=10, peak_mb=1, others_cpu_s=others_cpu_s, said="")
+
+    monkeypatch.setattr(run, "run_measured", run_measured)
+    opened = bench.Bench(model=rows.MODELS[0], path=DEMO, data=None, original=None, windows=(), reference=[])
+    assert run.quantize(opened, {}, tmp_path)[1:] == (seconds, 3)
 
 
 def test_the_page_says_which_of_two_is_better(tmp_path):
@@ -194,7 +233,3 @@ def test_the_page_says_which_of_two_is_better(tmp_path):
     cells = [cell.strip() for cell in line.split("|")]
     assert cells[5] == "=", "the same nll"
     assert cells[8] == "+", "less KL"
-
-
-def test_the_committed_page_is_what_the_results_give():
-    assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run: python evals/accuracy/page.py"

@@ -1,0 +1,84 @@
+"""Count the operations of a `quantkit` command by number type, as JSON in the last line; nothing is timed.
+
+    python evals/cost/arithmetic.py quantize MODEL --recipe FILE -o OUT --no-resume
+
+Counted are matrix products, attention, factorizations and solves that torch dispatches in the main thread; a
+multiplication and an addition are two operations. A product is counted as it is done: in full, also where its result is
+symmetric. Kernels of our own are not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
+FACTORS = {"linalg_cholesky_ex": 1 / 3, "cholesky_inverse": 2 / 3, "_linalg_solve_ex": 2 / 3}
+SOLVES = {"linalg_solve_triangular": 1, "cholesky_solve": 2}
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Operations(TorchDispatchMode):
+    """Adds up operations by number type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        """Run, and count."""
+        named = named or {}
+        name = function._schema.name.removeprefix("aten::").rstrip("_")
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        count = operations(name, tensors, arguments, named)
+        if not count:  # without gradients, whole linears come here
+            with self:
+                result = function.decompose(*arguments, **named)
+            if result is not NotImplemented:
+                return result
+        if count:
+            self.counts[str(tensors[-1].dtype).removeprefix("torch.")] += count
+        return function(*arguments, **named)
+
+
+def operations(name: str, tensors: list[Tensor], arguments: Any, named: dict[str, Any]) -> int:
+    """Of one call; 0 for what is not counted.
+
+    Args:
+        name: of the operation, without its namespace and the _ of one in place.
+        tensors: among its arguments.
+        arguments, named: of the call.
+    """
+    if name in PRODUCTS:
+        first, second = tensors[-2:]
+        return 2 * math.prod(first.shape) * (second.shape[-1] if second.dim() > 1 else 1)
+    if name in FACTORS:
+        return int(FACTORS[name] * math.prod(tensors[0].shape) * tensors[0].shape[-1])
+    if name in SOLVES:  # of A X = B, given as (A, B) or (B, L)
+        sizes = sorted((tensors[0], tensors[1]), key=lambda tensor: tensor.shape[-1] != tensor.shape[-2])
+        return SOLVES[name] * math.prod(sizes[1].shape) * sizes[0].shape[-1]
+    if name == ATTENTION:
+        query, keys = tensors[:2]
+        is_causal = named.get("is_causal", len(arguments) > 4 and bool(arguments[4]))
+        return 4 * math.prod(query.shape) * keys.shape[-2] // (2 if is_causal else 1)
+    return 0
+
+
+def main() -> None:
+    """Run the command line under the counter."""
+    from quantkit.cli import main as run
+
+    counted = Operations()
+    with counted:
+        run(sys.argv[1:], standalone_mode=False)
+    print(json.dumps({"operations": dict(counted.counts)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

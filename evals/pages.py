@@ -1,0 +1,122 @@
+"""README and the pages of docs that show figures, again from evals/results; no figure in them is written by hand.
+
+    python evals/pages.py            # which pages differ from what is kept, and which figures are stale; exit code 1
+    python evals/pages.py --write    # write them
+
+What is generated is a whole page, or what stands between two comments. `evals/provenance.py` says what makes a figure
+stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+EVALS = ROOT / "evals"
+RESULTS = EVALS / "results"
+
+
+@functools.cache
+def generator(path: str) -> ModuleType:
+    """A script below evals as a module, with what it imports from its own folder and from this one."""
+    file = EVALS / path
+    for folder in (str(EVALS), str(file.parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    name = "pages_" + re.sub(r"\W", "_", path)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def section(page: str, name: str, text: str) -> str:
+    """The page with what stands between the two comments of a name replaced."""
+    begin, end = f"<!-- {name}: made by evals/pages.py -->\n", f"<!-- {name}: end -->"
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise SystemExit(f"{begin.strip()} ... {end}: not in the page; put these two lines where {name} belongs")
+    return f"{before}{begin}{text}{chr(10) if text else ''}{end}{after}"
+
+
+def accuracy(page: str) -> str:
+    """docs/accuracy.md."""
+    return str(generator("accuracy/page.py").render())
+
+
+def promises(page: str) -> str:
+    """docs/promises.md."""
+    return section(page, "accuracy", generator("accuracy/page.py").standing())
+
+
+def performance(page: str) -> str:
+    """docs/performance.md."""
+    gpu = generator("gpu/page.py")
+    page = section(page, "cost", generator("cost/cost_page.py").table())
+    return str(gpu.replaced(page, gpu.section(gpu.gpu_folders(RESULTS))))
+
+
+def models(page: str) -> str:
+    """docs/models.md."""
+    checks = generator("checks/models_page.py")
+    return str(checks.render(checks.newest()))
+
+
+def readme(page: str) -> str:
+    """README.md: nothing that is stale."""
+    checks = generator("checks/models_page.py")
+    sentences = [generator("cost/cost_page.py").readme_sentence(), generator("accuracy/page.py").readme_sentence()]
+    page = section(page, "measured", "\n".join(filter(None, sentences)))
+    return re.sub(checks.SENTENCE, lambda found: checks.sentence(checks.newest()), page)
+
+
+PAGES: dict[str, Callable[[str], str]] = {
+    "README.md": readme,
+    "docs/accuracy.md": accuracy,
+    "docs/performance.md": performance,
+    "docs/promises.md": promises,
+    "docs/models.md": models,
+}
+
+
+def rewritten(name: str) -> tuple[str, str]:
+    """A page as it is, and as it should be."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return text, PAGES[name](text)
+
+
+def write_all() -> None:
+    """Write every page that is not what the results give."""
+    for name in PAGES:
+        before, after = rewritten(name)
+        if before != after:
+            (ROOT / name).write_text(after, encoding="utf-8")
+            print(f"wrote {name}", file=sys.stderr)
+
+
+def main() -> int:
+    """Compare or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        write_all()
+        return 0
+    old = [name for name in PAGES if len(set(rewritten(name))) > 1]
+    print(
+        "\n".join(f"{name}: not what evals/results gives" for name in old) or "all pages are what evals/results gives"
+    )
+    return 1 if old else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

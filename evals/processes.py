@@ -1,0 +1,81 @@
+"""Run a command as a whole process and say what it took.
+
+Standard library only: what is said of a child's memory begins with that of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ALONE = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}  # for the Python of another environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What a process and its children took, from start to exit.
+
+    Args:
+        code: exit code; negative = the signal that ended it.
+        wall_s, cpu_s: seconds, imports and reading included.
+        peak_mb: largest resident memory of the largest of the processes, MiB.
+        others_cpu_s: CPU seconds that other processes took meanwhile: how quiet the machine was.
+        said: the last line of its output.
+    """
+
+    code: int
+    wall_s: float
+    cpu_s: float
+    peak_mb: int
+    others_cpu_s: float
+    said: str
+
+
+def run_measured(
+    command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None, limit_s: float = 3600
+) -> Usage:
+    """Run a command, its output in a file.
+
+    Args:
+        command: with its arguments.
+        log: of standard output and error; written anew.
+        environment: variables beside those of this process; empty ones are removed.
+        limit_s: after which it is killed.
+    """
+    variables = {**os.environ, **(environment or {})}
+    variables = {name: value for name, value in variables.items() if value}
+    busy, started = _busy_seconds(), time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables, start_new_session=True)
+    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    finally:
+        timer.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return Usage(
+        code=process.returncode,
+        wall_s=round(time.monotonic() - started, 2),
+        cpu_s=round(cpu_s, 2),
+        peak_mb=usage.ru_maxrss // 1024,
+        others_cpu_s=round(max(_busy_seconds() - busy - cpu_s, 0), 2),
+        said=lines[-1] if lines else "",
+    )
+
+
+def _busy_seconds() -> float:
+    """CPU seconds of the whole machine that were not idle; 0 where they are not told."""
+    try:
+        values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,79 @@
+"""What makes a figure stale, and what does not."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "evals"))
+
+import processes
+import provenance
+
+CODE = '''"""About."""
+def double(x: int) -> int:
+    """Twice."""
+    return 2 * x
+'''
+GPTQ = {"weights": {"dtype": "int4"}, "steps": [{"gptq": {"damping": 0.01}}]}
+
+
+def digest(text: str) -> str:
+    return provenance.code_digest(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_same"),
+    [
+        (CODE.replace("Twice", "Two times").replace("About", "On"), True),
+        (CODE.replace("return 2 * x", "# a comment\n\n    return (2\n        * x)"), True),
+        (CODE.replace('    """Twice."""\n', ""), True),
+        (CODE.replace("2 * x", "x * 2"), False),
+        (CODE.replace("x", "y"), False),
+        (CODE.replace("return 2", 'print("""Twice.""")\n    return 2'), False),
+    ],
+)
+def test_code_counts_and_words_about_it_do_not(text, is_same):
+    assert (digest(text) == digest(CODE)) == is_same
+
+
+def test_the_code_behind_a_recipe_is_what_its_steps_import():
+    modules = provenance.code_digests(GPTQ)
+    assert {"compress.algorithms.gptq", "compress.calibration.layer", "numerics.affine"} <= modules.keys()
+    assert not {"compress.algorithms.awq", "compress.pipeline.run", "errors"} & modules.keys()
+    assert "compress.algorithms.awq" in provenance.code_digests({"steps": ["awq", "gptq"]})
+    assert "compress.algorithms.gptq" not in provenance.code_digests({})
+
+
+def test_a_figure_is_stale_when_its_recipe_or_code_is_another(monkeypatch):
+    taken = provenance.stamp(GPTQ)
+    assert provenance.read_stamp(provenance.plain(taken)) == taken
+    assert taken.changed({**GPTQ, "gates": ["kl<=1"], "description": "other words"}) == []
+    assert taken.changed({**GPTQ, "weights": {"dtype": "int3"}}) == ["the recipe"]
+    now = {**taken.code, "numerics.affine": "another"}
+    monkeypatch.setattr(provenance, "code_digests", lambda recipe: now)
+    assert taken.changed(GPTQ) == ["`numerics.affine`"]
+    now["compress.algorithms.gptq"] = "another"
+    assert taken.changed(GPTQ)[0] == "`compress.algorithms.gptq`"
+    assert provenance.Stamp(commit="0123abc").changed(GPTQ)
+
+
+def test_a_calibration_file_counts_by_its_name():
+    data = [{"calibration": {"data": path}} for path in ("/a/ids.jsonl", "/b/ids.jsonl", "/a/other.jsonl")]
+    first, second, other = map(provenance.recipe_digest, data)
+    assert first == second != other
+
+
+def test_a_process_is_measured_as_a_whole(tmp_path):
+    usage = processes.run_measured(["sh", "-c", "echo one; echo two; exit 3"], tmp_path / "log.txt")
+    assert (usage.code, usage.said) == (3, "two")
+    assert usage.peak_mb > 0
+    assert usage.wall_s < 30
+
+
+def test_a_process_is_ended_at_its_limit(tmp_path):
+    usage = processes.run_measured(["sh", "-c", "sleep 60 & wait"], tmp_path / "log.txt", limit_s=0.05)
+    assert usage.code < 0
