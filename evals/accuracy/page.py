@@ -13,7 +13,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import MARK
-from rows import METHODS, MODELS, NUMBERS, Model, Wanted, recipe
+from rows import METHODS, MODELS, NUMBERS, REASONS, Model, Wanted, recipe, wanted
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
 
@@ -80,7 +80,8 @@ def _model(model: Model, own: Rows, peers: Rows) -> str:
     lines = [f"## {model.name}", "", f"{about} {_perplexity(original):.4f}{_original_tasks(original)}.", ""]
     groups = _groups(model, own, peers)
     ours = [row for _, _, mine, _ in groups for row in mine]
-    lines += ["### The best of each", "", *_summary(groups), "", _standing([groups]), "", *_stale_lines(ours)]
+    lines += ["### The best of each", "", *_summary(groups), "", _standing([groups]), *_behind(model, groups), ""]
+    lines += [_coverage(model, own), "", *_stale_lines(ours)]
     for name, form, mine, theirs in groups:
         if mine or theirs:
             lines += [f"### {model.name}, {_title(name, form)}", "", *_table(original, mine, theirs), ""]
@@ -197,14 +198,37 @@ def _summary(groups: list[Group]) -> list[str]:
 
 def _standing(models: list[list[Group]]) -> str:
     """How many rows are ahead of, level with and behind the best peer."""
-    both = [(mine[0], theirs) for groups in models for _, _, mine, theirs in groups if mine and theirs]
-    by_ppl = [difference(best.nll, min(theirs, key=_perplexity).nll).sign for best, theirs in both]
-    by_kl = [difference(best.kl, theirs[0].kl).sign for best, theirs in both]
+    both = [_signs(mine, theirs) for groups in models for _, _, mine, theirs in groups if mine and theirs]
+    by_ppl, by_kl = ([signs[at] for signs in both] for at in (0, 1))
 
     def words(signs: list[int]) -> str:
         return f"{signs.count(-1)} ahead, {signs.count(0)} level, {signs.count(1)} behind"
 
     return f"Against the best peer, of {len(both)} rows: perplexity {words(by_ppl)}; KL {words(by_kl)}."
+
+
+def _signs(mine: list[Row], theirs: list[Row]) -> tuple[int, int]:
+    """Of our best row against the best peer's, in perplexity and KL: -1 ahead, 0 level, 1 behind."""
+    best = mine[0]
+    by_ppl = difference(best.nll, min(theirs, key=_perplexity).nll).sign
+    return by_ppl, difference(best.kl, theirs[0].kl).sign
+
+
+def _behind(model: Model, groups: list[Group]) -> list[str]:
+    """Rows that are behind, and why."""
+    lines = []
+    for name, form, mine, theirs in groups:
+        if mine and theirs and 1 in (signs := _signs(mine, theirs)):
+            what = " and ".join(word for word, sign in zip(("perplexity", "KL"), signs, strict=True) if sign == 1)
+            reason = REASONS.get((model.name, name, form), "no reason is known")
+            lines.append(f"- Behind in {what}: {_title(name, form)}; {reason}.")
+    return ["", *lines] if lines else []
+
+
+def _coverage(model: Model, own: Rows) -> str:
+    """How much of what is declared was measured."""
+    declared = [row.key for row in wanted(model)]
+    return f"Of {len(declared)} declared rows of ours {sum(key in own for key in declared)} are measured."
 
 
 def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:

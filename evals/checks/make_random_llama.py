@@ -15,6 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 SHAPES = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "1b-1layer": {
         "hidden_size": 2048,
         "intermediate_size": 5632,

@@ -3,12 +3,12 @@
     python evals/cost/measure_cost.py --work DIR --llm-compressor PYTHON --gptqmodel PYTHON --auto-round PYTHON
     python evals/cost/measure_cost.py --work DIR --only 'gptq *'          # some rows; rows that are done are kept
     python evals/cost/measure_cost.py --work DIR --before PYTHON          # ours again, by an earlier quantkit
-    python evals/cost/measure_cost.py --work DIR --rehearse 1b-1layer --samples 1    # whether it all runs; no figures
+    python evals/cost/measure_cost.py --work DIR --rehearse tiny --samples 2         # whether it all runs; no figures
 
 The machine should be quiet: CPU seconds that other processes took are kept with each row, and a row of a busy machine
 is shown as one. A row is kept as soon as it is measured, so that a killed run goes on. Ours is measured again when its
-recipe or the code behind it has changed (evals/provenance.py), a peer's with --redo only. How the environments of the
-other tools are made: evals/peers/job.py.
+recipe or the code behind it has changed (evals/provenance.py), a peer's with --redo only. Rehearse first: GPTQModel
+compiles a kernel when it first runs. How the environments of the other tools are made: evals/peers/job.py.
 """
 
 from __future__ import annotations

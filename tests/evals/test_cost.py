@@ -19,6 +19,7 @@ import measure_cost  # noqa: E402
 import provenance  # noqa: E402
 import works  # noqa: E402
 
+from quantkit.cli import REGISTRY  # noqa: E402
 from quantkit.compress.recipe.load import build  # noqa: E402
 
 GPTQ, PLAIN = works.WORKS[:2]
@@ -29,6 +30,15 @@ def test_every_work_is_a_recipe(work):
     data = measure_cost.recipe_of(work)
     data.pop("search", None)
     assert build(data, work.name).steps
+
+
+@pytest.mark.parametrize("work", works.WORKS, ids=lambda work: work.name)
+def test_every_work_is_a_command_line(work, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_cost.Bed, "model", lambda bed, work: Path("model"))
+    command, *words = measure_cost.Bed(tmp_path, {}).arguments(work)
+    given = REGISTRY.load(command).make_context(command, words).params
+    assert given["output"] is not None
+    assert given["resume"] is False
 
 
 def test_operations_are_counted_by_number_type():
