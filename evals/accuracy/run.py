@@ -152,9 +152,15 @@ def print_rows(args: argparse.Namespace) -> None:
         rows = load_rows(args.results / f"{model.name}.json")
         for row in wanted(model):
             if is_asked(f"{model.name} {row.key}", args.only):
-                found = rows.get(row.key)
-                state = "missing" if found is None else ", ".join(changes(found, row)[:2]) or "done"
-                print(f"{model.name} {row.key}: {state if state in ('missing', 'done') else f'before {state} changed'}")
+                print(f"{model.name} {row.key}: {_state(rows.get(row.key), row)}")
+
+
+def _state(found: Row | None, row: Wanted) -> str:
+    if found is None:
+        return "missing"
+    seconds = "" if found.cpu_s is None else f", {found.cpu_s:.0f} CPU s"
+    change = changes(found, row)
+    return (f"taken before the last change of {change[0]}" if change else "done") + seconds
 
 
 def arguments() -> argparse.Namespace:

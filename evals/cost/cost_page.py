@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure_cost import BEFORE, RESULTS, changed, read_entries
 from provenance import MARK
-from works import LENGTH, OURS, WORKS, Work, key
+from works import OURS, WORKS, Work, key
 
 BUSY = 0.1  # of a row's own CPU seconds that other processes may take
 Entry = dict[str, Any]
@@ -37,7 +37,7 @@ def table(path: Path = RESULTS) -> str:
     entries = read_entries(path)
     if not entries:
         return NOTHING
-    lines = [HEAD.format(model=MODEL, length=LENGTH)]
+    lines = [HEAD.format(model=MODEL, length=WORKS[0].length)]
     lines += [
         "| work | tool | wall s | CPU s | peak MB | to the best peer | least | goal |",
         "|---|---|---|---|---|---|---|---|",
@@ -119,8 +119,8 @@ def needed(work: Work) -> float:
     is solved twice, the second time with fitted scales.
     """
     is_plain = bool(work.changes)
-    streams, tokens = (1 if is_plain else 2), work.samples * LENGTH
-    forward = sum(2 * outputs * inputs for outputs, inputs in LINEARS) + 2 * LENGTH * LINEARS[0][0]
+    streams, tokens = (1 if is_plain else 2), work.samples * work.length
+    forward = sum(2 * outputs * inputs for outputs, inputs in LINEARS) + 2 * work.length * LINEARS[0][0]
     grams = sum(width**2 for width in SETS) * (1 if is_plain else 3)
     solve = sum(width**3 / 3 for width in SETS) + sum(2 * outputs * inputs**2 for outputs, inputs in LINEARS)
     corrections = 0 if is_plain else sum(4 * outputs * inputs**2 for outputs, inputs in LINEARS)

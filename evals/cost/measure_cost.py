@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from works import AUTO_ROUND, GPTQ_MODEL, LENGTH, LLM_COMPRESSOR, OURS, Work, key, rows
+from works import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, OURS, Work, key, rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -52,7 +52,7 @@ def recipe_of(work: Work, samples: int | None = None) -> dict[str, Any]:
     count = samples or work.samples
     if work.target is not None:
         return {**made, "calibration": {**made["calibration"], "samples": count}, "search": work.target}
-    return {**made, "calibration": {"data": "ids.jsonl", "samples": count, "sequence_length": LENGTH}}
+    return {**made, "calibration": {"data": "ids.jsonl", "samples": count, "sequence_length": work.length}}
 
 
 class Bed:
@@ -89,11 +89,12 @@ class Bed:
             self.run([sys.executable, str(script), str(folder), "--parameters", shape], f"make {shape}")
         return folder
 
-    def ids(self, count: int) -> Path:
+    def ids(self, work: Work, samples: int = 0) -> Path:
         """File of token ids, the same for every tool."""
-        file, draw = self.folder / f"{count}.jsonl", random.Random(0)
-        samples = [[0, *(draw.randrange(2, 258) for _ in range(LENGTH - 1))] for _ in range(count)]
-        file.write_text("".join(json.dumps({"input_ids": sample}) + "\n" for sample in samples), encoding="utf-8")
+        count, draw = samples or self.samples or work.samples, random.Random(0)
+        file = self.folder / f"{count}x{work.length}.jsonl"
+        rows_of_ids = [[0, *(draw.randrange(2, 258) for _ in range(work.length - 1))] for _ in range(count)]
+        file.write_text("".join(json.dumps({"input_ids": sample}) + "\n" for sample in rows_of_ids), encoding="utf-8")
         return file
 
     def measure(self, work: Work, tool: str) -> Entry:
@@ -133,7 +134,7 @@ class Bed:
             return [*words, "-o", str(output.with_suffix(".yaml")), "--overwrite", "--no-resume", "--device", "cpu"]
         file = self.folder / f"{work.name}.yaml"
         recipe = recipe_of(work, count)
-        recipe["calibration"]["data"] = str(self.ids(count))
+        recipe["calibration"]["data"] = str(self.ids(work, count))
         file.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
         words = ["quantize", str(self.model(work)), "--recipe", str(file), "-o", str(output)]
         return [*words, "--no-resume", "--quiet", "--device", "cpu"]
@@ -157,7 +158,7 @@ class Bed:
         output = self.folder / "peer-out"
         shutil.rmtree(output, ignore_errors=True)
         folders = {"model": str(self.model(work)), "output": str(output)}
-        job = {**work.jobs[tool], **folders, "ids": str(self.ids(self.samples or work.samples))}
+        job = {**work.jobs[tool], **folders, "ids": str(self.ids(work))}
         command = [self.pythons[tool], "-W", "ignore", str(EVALS / "peers" / script), json.dumps(job)]
         usage = self.run(command, key(work, tool))
         shutil.rmtree(output, ignore_errors=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND, OURS = "llm-compressor", "GPTQModel", "auto-round", "quantkit"
-LENGTH = 512
 PLAIN: dict[str, Any] = {"steps": [{"gptq": {"damping": 0.01}}]}
 TUNED = {"iterations": 200, "batch_size": 1}
 
@@ -24,7 +23,7 @@ class Work:
         name: of the work.
         title: as the page calls it.
         model: name of a shape in evals/checks/make_random_llama.py; "demo" = the bundled one.
-        samples: of LENGTH ids each.
+        samples, length: of calibration; ids each.
         recipe: shipped one that it starts from.
         changes: of the recipe, as `--set` takes them.
         target: of a search, None = a compression.
@@ -38,6 +37,7 @@ class Work:
     title: str
     model: str = "1b-2layers"
     samples: int = 32
+    length: int = 512
     recipe: str
     changes: dict[str, Any] = field(default_factory=dict)
     target: str | None = None
@@ -83,9 +83,10 @@ WORKS = (
     ),
     Work(
         name="autoround",
-        title="`autoround-int4`, 200 iterations of one sequence, one layer",
+        title="`autoround-int4`, 200 iterations of one sequence of 256, one layer",
         model="1b-1layer",
         samples=8,
+        length=256,
         recipe="autoround-int4",
         changes={"steps": [{"autoround": TUNED}]},
         jobs={AUTO_ROUND: {"method": "signround", "options": {"iters": 200, "batch_size": 1}}},
