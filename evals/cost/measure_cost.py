@@ -55,6 +55,10 @@ def recipe_of(work: Work, samples: int | None = None) -> dict[str, Any]:
     return {**made, "calibration": {"data": "ids.jsonl", "samples": count, "sequence_length": work.length}}
 
 
+class Failed(Exception):
+    """A process did."""
+
+
 class Bed:
     """A folder with models and token ids, and what runs in it.
 
@@ -73,11 +77,11 @@ class Bed:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, command: list[str], name: str) -> Usage:
-        """Run a process; exit with what it said if it fails."""
+        """Run a process; what it said is raised if it fails."""
         log = self.folder / f"{name.replace(' ', '-')}.txt"
         usage = run_measured(command, log, environment=ALONE, limit_s=self.limit_s)
         if usage.code:
-            raise SystemExit(f"{name}: exit code {usage.code}: {usage.said} ({log})")
+            raise Failed(f"{name}: exit code {usage.code}: {usage.said} ({log})")
         return usage
 
     def model(self, work: Work) -> Path:
@@ -213,9 +217,9 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Every row that is asked for and not done, then the pages."""
-    args = arguments()
+def main() -> int:
+    """Every row that is asked for and not done, then the pages; 1 if one of them failed."""
+    args, code = arguments(), 0
     bed = Bed(args.work.resolve(), args.pythons, shape=args.rehearse, samples=args.samples, limit_s=args.limit)
     for work, tool in rows():
         tool = BEFORE if args.before and tool == OURS else tool
@@ -227,14 +231,20 @@ def main() -> None:
             continue
         entry = read_entries(args.results).get(name)
         if entry is None or args.redo or changed(entry, work):
-            save_entry(args.results, name, bed.measure(work, tool))
-            entry = read_entries(args.results)[name]
+            try:
+                entry = bed.measure(work, tool)
+            except Failed as error:
+                print(error, file=sys.stderr)
+                code = 1
+                continue
+            save_entry(args.results, name, entry)
         print(name, *(f"{figure} {entry[figure]}" for figure in FIGURES), flush=True)
     if args.results == RESULTS:
         import pages
 
         pages.write_all()
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -123,5 +123,15 @@ def test_rows_that_are_done_are_kept_and_stale_ones_measured_again(results, monk
     kept = json.loads(results.read_text())
     kept["gptq quantkit"]["taken"]["code"]["numerics.affine"] = "another"
     results.write_text(json.dumps(kept))
-    measure_cost.main()
+    assert measure_cost.main() == 0
     assert done == ["gptq quantkit"]
+
+
+def test_a_row_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure_cost.Bed, "model", lambda bed, work: tmp_path)
+    words = ["--work", str(tmp_path), "--results", str(tmp_path / "cost.json"), "--only", "gptq *"]
+    words += ["--gptqmodel", "false", "--llm-compressor", "false"]
+    monkeypatch.setattr(sys, "argv", ["measure_cost.py", *words])
+    monkeypatch.setattr(measure_cost.sys, "executable", "false")
+    assert measure_cost.main() == 1
+    assert capsys.readouterr().err.count("exit code 1") == 3
