@@ -111,7 +111,7 @@ class GPTQFormat(Format):
         width, rows = words.shape[0] * 32 // bits, words.shape[1]
         groups = scheme.weight.num_groups(width)
         packed = take(tensors, "qzeros", (groups, rows * bits // 32))
-        zero = unpack_words(packed.to(torch.int32), bits).t() + (self.zero_offset - half)  # (N, G)
+        zero = _unpack_zeros(packed, bits, self.zero_offset).t() - half  # (N, G)
         return QuantizedTensor(
             codes=unpack_words(words.t(), bits, half),  # (N, K)
             scale=take(tensors, "scales", (groups, rows)).t().contiguous(),
@@ -244,6 +244,18 @@ def _is_head(name: str) -> bool:
     return name.rpartition(".")[2] == _HEAD
 
 
+def _unpack_zeros(packed: Tensor, bits: int, offset: int) -> Tensor:
+    """Zero points (G, N) from 0 to 2**bits - 1, with what was subtracted before they were stored added again.
+
+    A zero point of 0 has wrapped there: field by field, or, where fields fill a word, with a borrow from the next one,
+    since GPTQModel subtracts from whole words then.
+    """
+    if offset and 32 % bits == 0:
+        ones = sum(offset << at for at in range(0, 32, bits))
+        return unpack_words((packed.to(torch.int64) + ones).to(torch.int32), bits)
+    return (unpack_words(packed.to(torch.int32), bits) + offset) % (1 << bits)
+
+
 def _zero_point(zero: Tensor, scheme: WeightScheme) -> Tensor | None:
     """Zero points (N, G) in the code range; None for a symmetric scheme, whose zero points must then all be 0."""
     if scheme.symmetric:
@@ -253,8 +265,6 @@ def _zero_point(zero: Tensor, scheme: WeightScheme) -> Tensor | None:
                 f"{-int(scheme.dtype.minimum)}; set sym to false in its quantization_config, or download it again"
             )
         return None
-    if int(zero.max()) > 127:
-        raise CheckpointError("'qzeros' has a zero point of 256, which 8 bits cannot hold; the checkpoint is damaged")
     return zero.to(torch.int8).contiguous()
 
 

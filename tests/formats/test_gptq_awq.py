@@ -113,6 +113,22 @@ def test_version_1_reads_asymmetric_weights_of_other_tools():
         V1.encode(weight, scheme)
 
 
+@pytest.mark.parametrize("dtype", ["int2", "int3", "int4", "int8"])
+def test_version_1_reads_zero_points_of_0_as_gptqmodel_stores_them(dtype):
+    """It subtracts one from each packed word, with a borrow from field to field; at 3 bits from each field."""
+    scheme = linear(dtype, 32, symmetric=False)
+    weight = random_tensor(0, (32, 64), scheme.weight, torch.float16)
+    bits = scheme.weight.dtype.bits
+    weight.zero_point[::3] = int(scheme.weight.dtype.minimum)
+    tensors = V2.encode(weight, scheme)
+    if bits == 3:
+        fields = unpack_words(tensors["qzeros"], bits)
+        tensors["qzeros"] = pack_words((fields - 1) % 8, bits)
+    else:
+        tensors["qzeros"] = tensors["qzeros"] - sum(1 << at for at in range(0, 32, bits))
+    assert_same(V1.decode(tensors, scheme), weight)
+
+
 def test_groups_in_order_need_no_index():
     scheme = linear("int4", 32)
     weight = random_tensor(0, (32, 64), scheme.weight, torch.float16)
