@@ -4,6 +4,7 @@ Not a plug-in system: there are no entry points, decorators or import side effec
 installed.
 """
 
+import functools
 import importlib
 import pkgutil
 from dataclasses import dataclass
@@ -29,9 +30,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Sorted names of all members, without importing them; `base` and private modules are none."""
-        path = importlib.import_module(self.package).__path__
-        modules = (module.name for module in pkgutil.iter_modules(path))
-        return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
+        return list(_members(tuple(importlib.import_module(self.package).__path__)))
 
     def find(self, name: str) -> str:
         """The name of the member called `name`, which is not imported; hyphens and underscores are the same.
@@ -52,6 +51,13 @@ class Registry:
     def all(self) -> dict[str, Any]:
         """Every member by name; imports them all."""
         return {name: self.load(name) for name in self.names()}
+
+
+@functools.cache
+def _members(folders: tuple[str, ...]) -> list[str]:
+    """Names of the members in a package's folders, which are listed once: a look-up asks for each member's name."""
+    modules = (module.name for module in pkgutil.iter_modules(folders))
+    return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
 
 
 def installed_version(name: str, absent: str) -> str:

@@ -52,7 +52,7 @@ KINDS = {
     "mxfp8": ("qwen3", *sources.compressed("MXFP8A16")),
     "nf4": ("qwen3", sources.nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
-PUBLISHED = ("fp8 blocks", "mxfp4 stacks", "int4 experts", "nvfp4 of modelopt", "nvfp4")
+PUBLISHED = ("fp8 blocks", "fp8 of minimax", "mxfp4 stacks", "int4 experts", "nvfp4 of modelopt", "nvfp4")
 
 
 @pytest.fixture(scope="module")
