@@ -151,6 +151,56 @@ def make_wrapper(folder: Path, family: str) -> Path:
     return _save(AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **WRAPPERS[family])), folder)
 
 
+CHAT = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def save_processor(folder: Path, family: str) -> None:
+    """Give a wrapper the files of a processor: of LLaVA with a chat template, of Gemma 3 without one."""
+    from transformers import AutoTokenizer
+
+    if family == "llava":
+        from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens={"image_token": "<image>"})
+        images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+        numbers = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        LlavaProcessor(images, tokenizer, **numbers, chat_template=CHAT).save_pretrained(folder)
+        return
+    from transformers import Gemma3ImageProcessorPil, Gemma3Processor
+
+    begin, end = AutoTokenizer.from_pretrained(folder).convert_ids_to_tokens([256, 257])
+    tokens = {"image_token": "<image_soft_token>", "boi_token": begin, "eoi_token": end}
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=tokens)
+    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
+
+
+class QwenProcessor:
+    """Stands in for that of Qwen-VL, which is not to be had without torchvision: the library's patches, its tokens."""
+
+    image_token, chat_template = "<|image_pad|>", None
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+        patch = json.loads((folder / "config.json").read_text())["vision_config"]["patch_size"]
+        size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (4 * patch) ** 2}
+        self.image_processor = Qwen2VLImageProcessorPil(patch_size=patch, size=size)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens={"image_token": self.image_token})
+
+    def __call__(self, text: list[str], images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:
+        """One text and its images."""
+        made = self.image_processor(images[0], return_tensors=return_tensors)
+        before, after = text[0].split(self.image_token)
+        tokens = self.image_token * int(made["image_grid_thw"].prod() // 4)
+        ids = self.tokenizer(f"{before}{tokens}{after}", return_tensors=return_tensors)
+        return {**ids, **made, "mm_token_type_ids": (ids["input_ids"] == IMAGE_TOKEN).int()}
+
+
 def _save(model: Any, folder: Path) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():

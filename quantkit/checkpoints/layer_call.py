@@ -6,6 +6,7 @@ states alone are kept beside them, by their path among the arguments of the laye
 and positions in it. Shapes: T tokens.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,11 +25,16 @@ class LayerCall:
         token_ids: (1, T) int64.
         hidden: states before the layer, (1, T, ...) or with streams in front.
         beside: other tensors by path, e.g. `prev_topk_indices` or `shared_kv_states/full_attention/0`.
+        inputs: what the language model is called with, where that does not follow from the token ids: a nest of
+            tensors and plain data, on the CPU. See `image_inputs`.
+        absent: arguments that are no tensor in this call, though they are one in others of its shape.
     """
 
     token_ids: Tensor
     hidden: Tensor
     beside: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, Any] | None = None
+    absent: tuple[str, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -47,13 +53,29 @@ class LayerCall:
     def tensors(self) -> dict[str, Tensor]:
         """All of it by name, as it is saved; see `of_tensors`."""
         beside = {f"beside/{path}": value.contiguous() for path, value in self.beside.items()}
-        return {"token_ids": self.token_ids, "hidden": self.hidden.contiguous(), **beside}
+        saved = {"token_ids": self.token_ids, "hidden": self.hidden.contiguous(), **beside}
+        if self.inputs is None:
+            return saved
+        plain = {"inputs": self.inputs, "absent": self.absent}
+        form = json.dumps(plain, default=lambda _: None).encode()  # all but the tensors
+        inputs = {f"inputs/{path}": value.contiguous() for path, value in _leaves(self.inputs)}
+        return {**saved, "form": torch.frombuffer(bytearray(form), dtype=torch.uint8), **inputs}
 
     @classmethod
     def of_tensors(cls, saved: Mapping[str, Tensor]) -> "LayerCall":
         """What `tensors` has given."""
-        beside = {name.removeprefix("beside/"): value for name, value in saved.items() if name.startswith("beside/")}
-        return cls(token_ids=saved["token_ids"], hidden=saved["hidden"], beside=beside)
+        beside, inputs = (
+            {name.removeprefix(kind): value for name, value in saved.items() if name.startswith(kind)}
+            for kind in ("beside/", "inputs/")
+        )
+        form = json.loads(saved["form"].numpy().tobytes()) if "form" in saved else {}
+        return cls(
+            token_ids=saved["token_ids"],
+            hidden=saved["hidden"],
+            beside=beside,
+            inputs=merged(form["inputs"], inputs) if form else None,
+            absent=tuple(form.get("absent", ())),
+        )
 
 
 Batch = Tensor | LayerCall
@@ -78,6 +100,12 @@ def tensors_beside(
     others = dict(_leaves(known))
     leaves = _leaves(arguments)
     return {path: value for path, value in leaves if path not in others or not same(others[path], value)}
+
+
+def tensors_missing(arguments: Any, known: Any) -> list[str]:
+    """Paths of tensors among other arguments of a layer where these have none."""
+    present = dict(_leaves(arguments))
+    return [path for path, _ in _leaves(known) if path not in present]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -82,7 +82,7 @@ class Recorder(nn.Module):
 
 
 def pass_through(
-    model: nn.Module, backbone: str, layers: str, computed: Mapping[int, Compute] | None = None, **inputs: Tensor
+    model: nn.Module, backbone: str, layers: str, computed: Mapping[int, Compute] | None = None, **inputs: Any
 ) -> list[Recorder]:
     """Run a model up to its last layer without computing any.
 
@@ -91,7 +91,7 @@ def pass_through(
         backbone: name of the module that takes `inputs` and passes hidden states through the layers.
         layers: name of the list of them.
         computed: what to compute in place of some layers, by number; the one behind the last of them ends the run.
-        inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T).
+        inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T), and whatever else behind it.
     Returns:
         a recorder for each layer that was reached.
     Raises:
@@ -119,7 +119,7 @@ def _pass(
     backbone: str,
     layers: str,
     length: int,
-    inputs: dict[str, Tensor],
+    inputs: dict[str, Any],
     computed: Mapping[int, Compute],
 ) -> list[Recorder]:
     owner, _, leaf = layers.rpartition(".")

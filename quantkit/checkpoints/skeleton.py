@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import rebuild_layer, set_parameter
-from quantkit.checkpoints.layer_call import Batch, LayerCall, hand_back, merged, moved, tensors_beside
+from quantkit.checkpoints.layer_call import (
+    Batch,
+    LayerCall,
+    hand_back,
+    merged,
+    moved,
+    tensors_beside,
+    tensors_missing,
+)
 from quantkit.checkpoints.layer_inputs import Compute, Recorder, build_model, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.towers import tower_linears
@@ -243,7 +251,7 @@ class Skeleton:
             usual = self._usual_arguments(index, batch)
             # Copies: a layer may change in place what the next one is given.
             arguments: dict[str, Any] = moved(merged(usual, batch.beside), self.device, copy=True)
-            return arguments
+            return {**arguments, **dict.fromkeys(batch.absent)}
         return self._usual_arguments(index, batch)
 
     def _usual_arguments(self, index: int, batch: Batch) -> dict[str, Any]:
@@ -253,8 +261,8 @@ class Skeleton:
             if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
             # What layers are called with depends on the shape alone, so zeros will do.
-            if isinstance(batch, LayerCall):
-                recorded = self._record_ids(torch.zeros_like(batch.token_ids))
+            if self.family.hands_on:
+                recorded = self._record_ids(torch.zeros(key, dtype=torch.int64))
             else:
                 recorded = self.record(torch.zeros(*key, self.embedding_width, dtype=self.dtype))
             shared: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
@@ -263,7 +271,17 @@ class Skeleton:
 
     def first_call(self, token_ids: Tensor) -> LayerCall:
         """What the model calls its first layer with for one sequence (1, T), where layers hand on more than states."""
-        return self._call(0, token_ids, self._record_ids(token_ids)[0])
+        return self._call(0, LayerCall(token_ids=token_ids, hidden=token_ids), self._record_ids(token_ids)[0])
+
+    def first_call_of(self, token_ids: Tensor, inputs: Mapping[str, Any]) -> LayerCall:
+        """What the model calls its first layer with for one sequence (1, T) that has more than tokens in it.
+
+        Args:
+            token_ids: of it.
+            inputs: of the language model, see `LayerCall`.
+        """
+        call = LayerCall(token_ids=token_ids, hidden=inputs["inputs_embeds"], inputs=inputs)
+        return self._call(0, call, self._record_call(call)[0])
 
     def next_call(self, index: int, call: LayerCall, compute: Compute) -> LayerCall:
         """What the model calls the layer behind `index` with.
@@ -274,7 +292,7 @@ class Skeleton:
             compute: the layer; whatever else it returns goes through the model's own code, in its own order.
         """
         layer = self._compute(call, compute)
-        return self._call(index + 1, call.token_ids, self._record_ids(call.token_ids, {index: layer})[-1])
+        return self._call(index + 1, call, self._record_call(call, {index: layer})[-1])
 
     def call_after(self, computes: Sequence[Compute], token_ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Hidden states and other arguments of the layer behind the first ones, which run together as in the model."""
@@ -300,11 +318,15 @@ class Skeleton:
 
         return run
 
-    def _call(self, index: int, token_ids: Tensor, recorder: Recorder) -> LayerCall:
+    def _call(self, index: int, before: LayerCall, recorder: Recorder) -> LayerCall:
+        """What is recorded of a layer as its call, for a sequence of which another call is known."""
         assert recorder.hidden is not None
-        bare = LayerCall(token_ids=token_ids, hidden=recorder.hidden)
-        beside = tensors_beside(recorder.arguments, moved(self._usual_arguments(index, bare), "cpu"))
-        return replace(bare, beside={path: value.clone() for path, value in beside.items()})
+        usual = moved(self._usual_arguments(index, before), "cpu")
+        beside = {path: value.clone() for path, value in tensors_beside(recorder.arguments, usual).items()}
+        absent = () if before.inputs is None else tuple(tensors_missing(recorder.arguments, usual))
+        if inside := [path for path in absent if "/" in path]:
+            raise ModelError(f"{self.layer_name(index)} is not given {inside[0]} where there are images")
+        return replace(before, hidden=recorder.hidden, beside=beside, absent=absent)
 
     def _embedding(self) -> nn.Module:
         return self._model.get_submodule(self.family.embedding)
@@ -312,6 +334,12 @@ class Skeleton:
     def record(self, hidden: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
         """What the model calls its layers with for embeddings (B, T, D); see `pass_through`."""
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, inputs_embeds=hidden)
+
+    def _record_call(self, call: LayerCall, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
+        """The same for the sequence of a call."""
+        if call.inputs is None:
+            return self._record_ids(call.token_ids, computed)
+        return pass_through(self._model, self.family.backbone, self.family.layers, computed, **call.inputs)
 
     def _record_ids(self, token_ids: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
         """The same for token ids (B, T); of tables of embeddings the rows of these are read and no others."""

@@ -23,6 +23,9 @@ _FIELDS: Settings = {
     "calibration.data": setting(
         None, "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].", flag="--calibration NAME|FILE"
     ),
+    "calibration.images": setting(
+        None, "Calibration images: bundled, a folder, or a .jsonl file.", flag="--images NAME|DIR|FILE"
+    ),
     "calibration.samples": setting(
         None, "Number of calibration sequences.", flag="--samples", minimum=1, shown=_RECIPES
     ),
@@ -111,6 +114,7 @@ def _summary(result: CompressionResult) -> Table:
             ("recipe", f"{result.recipe} ({result.format})"),
             ("layers", layers),
             ("quantized", _share(result)),
+            ("calibration", result.calibration.describe() if result.calibration else None),
             ("towers", result.tower.describe() if result.tower else None),
             ("bits per weight", f"{result.bits_per_weight:.3f}" if result.num_quantized else None),
             ("KV cache", describe_caches(result.layers)),

@@ -192,6 +192,7 @@ def making_table(report: Report) -> Table:
         ("parameters", f"{model.num_parameters:,}" if model.num_parameters else ""),
         ("bits per weight", f"{model.bits_per_weight:.3f} (quantized linears)" if model.bits_per_weight else ""),
         ("size", byte_size(model.num_bytes or None)),
+        ("calibration", made.calibration.describe() if made and made.calibration else ""),
         ("towers", made.tower.describe() if made and made.tower else ""),
         ("ignored", ", ".join(made.ignored) if made else ""),
         ("time to make", f"{sum(made.seconds.values()):,.0f} s" if made and made.seconds else ""),

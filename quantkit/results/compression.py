@@ -82,6 +82,26 @@ class LayerRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationRecord(Record):
+    """What the layers were calibrated on.
+
+    Args:
+        num_samples: sequences.
+        num_tokens: in all of them; places of images count.
+        num_with_images: sequences that had images in them.
+    """
+
+    num_samples: int
+    num_tokens: int
+    num_with_images: int = 0
+
+    def describe(self) -> str:
+        """For tables."""
+        images = f", {self.num_with_images} of them with images" if self.num_with_images else ""
+        return f"{self.num_samples} samples of {self.num_tokens:,} tokens{images}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRecord(Record):
     """What became of the linears beside a language model: of vision and audio towers and of their projectors.
 
@@ -125,6 +145,7 @@ class CompressionResult(Record):
         quantized_share: of the elements of all matrices in the decoder layers; None in documents of before.
         unquantized: elements of the others by what they are called, layer and expert numbers left out.
         tower: what became of vision and audio towers; None of a model that has none.
+        calibration: what the layers were shown; None where they were shown nothing, and in documents of before.
     """
 
     model: str
@@ -145,6 +166,7 @@ class CompressionResult(Record):
     quantized_share: float | None = None
     unquantized: dict[str, int] = field(default_factory=dict)
     tower: TowerRecord | None = None
+    calibration: CalibrationRecord | None = None
     schema_version: int = SCHEMA_VERSION
 
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:

@@ -12,7 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from quantkit.compress.calibration.images import ImageSamples
 from quantkit.errors import DataError, first_line
+from quantkit.results import CalibrationRecord
 from quantkit.untrusted import MAX_TEXT_BYTES, bounded, parse_object, read_text
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
@@ -27,11 +29,41 @@ class Samples:
         token_ids: one tuple per sample; lengths may differ.
         warnings: the linter's findings, one sentence each.
         digest: SHA-256 over the token ids, the identity of the data.
+        images: the last of the samples, which have images in them.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     warnings: tuple[str, ...]
     digest: str
+    images: ImageSamples | None = None
+
+    @property
+    def num_images(self) -> int:
+        """Number of samples with images."""
+        return 0 if self.images is None else len(self.images.chats)
+
+    @property
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        """The samples without images."""
+        return self.token_ids[: len(self.token_ids) - self.num_images]
+
+    @property
+    def record(self) -> CalibrationRecord:
+        """For reports."""
+        tokens = sum(map(len, self.token_ids))
+        return CalibrationRecord(num_samples=len(self.token_ids), num_tokens=tokens, num_with_images=self.num_images)
+
+    def with_images(self, images: ImageSamples) -> "Samples":
+        """These and samples with images."""
+        return Samples(
+            token_ids=(*self.token_ids, *images.token_ids),
+            warnings=(*self.warnings, *images.warnings),
+            digest=hashlib.sha256((self.digest + images.digest).encode()).hexdigest(),
+            images=images,
+        )
+
+
+NO_TEXT = Samples(token_ids=(), warnings=(), digest="")
 
 
 def load_samples(
@@ -137,7 +169,10 @@ def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, genera
     return [window for window in windows if len(window) > len(prefix) + 1]
 
 
-def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
+def _chat_ids(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> list[int]:
+    if any(isinstance(part, dict) and part.get("type") == "image" for turn in messages for part in _parts(turn)):
+        # A tokenizer would leave a mark in the place of the image, and the model never see one.
+        raise DataError(f"calibration data {where}: a chat has images in it; give them as calibration.images")
     try:
         with bounded():
             text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -145,6 +180,12 @@ def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> lis
         raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
     # Special tokens are the template's business; adding them here would double the BOS token.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _parts(message: Any) -> list[Any]:
+    """Of a content that is a list."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return content if isinstance(content, list) else []
 
 
 def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> None:

@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quantkit.checkpoints.memory import peak_bytes
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.writer import copy_tensors, write_json
 from quantkit.compress.algorithms.base import reorders_groups
+from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import plain_digest
@@ -26,7 +28,14 @@ from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 
 
 def finish_run(
-    plan: Plan, state: RunState, folder: Path, *, resumed: int, warnings: tuple[str, ...], started: float
+    plan: Plan,
+    state: RunState,
+    folder: Path,
+    *,
+    samples: Samples | None,
+    resumed: int,
+    warnings: tuple[str, ...],
+    started: float,
 ) -> CompressionResult:
     """Write what is not a decoder layer, check everything, and say what was done.
 
@@ -34,6 +43,7 @@ def finish_run(
         plan: of the run.
         state: with all layers done; the last shard is added to it.
         folder: of the checkpoint.
+        samples: that the layers were calibrated on.
         resumed: layers that an earlier run had done.
         warnings: of the plan and the data.
         started: when the run was, by `time.perf_counter`.
@@ -54,6 +64,7 @@ def finish_run(
     phases["prepare"] = finishing - started - sum(phases.values())
     phases["finish"] = time.perf_counter() - finishing
     result = _describe(plan, state, resumed, warnings, size, phases, tower)
+    result = replace(result, calibration=samples.record if samples else None)
     _write_manifest(plan, state, folder, result)
     return result
 

@@ -8,15 +8,22 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoints.image_inputs import ImageStem
 from quantkit.checkpoints.layer_call import Batch
+from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.tokenizer import load_tokenizer
+from quantkit.checkpoints.towers import with_tower_names
 from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
-from quantkit.compress.calibration.dataset import Samples, load_samples
+from quantkit.compress.calibration.dataset import NO_TEXT, Samples, load_samples
+from quantkit.compress.calibration.images import ImageSamples, load_images
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.state import RunState
+from quantkit.compress.recipe.schema import CalibrationSection
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
+from quantkit.dense_source import open_dense
+from quantkit.errors import ModelError
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
 _BATCH_TOKENS = 2048
@@ -32,14 +39,10 @@ def read_samples(plan: Plan) -> Samples | None:
     calibration = plan.recipe.calibration
     if calibration is None:
         return None
-    bundled = DEMO_TEXT if plan.reader.path.resolve() == DEMO_MODEL.resolve() else GENERAL_TEXT
-    samples = load_samples(
-        bundled if calibration.data == "bundled" else calibration.data,
-        load_tokenizer(plan.reader.path),
-        vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],
-        seed=plan.recipe.seed,
-        **calibration.model_dump(include={"samples", "sequence_length", "field", "split"}),
-    )
+    images = _read_images(plan, calibration)
+    number = calibration.samples - (len(images.chats) if images else 0)
+    samples = _read_texts(plan, calibration, number) if number else NO_TEXT
+    samples = samples.with_images(images) if images else samples
     limit = plan.reader.config.get("max_position_embeddings")
     if limit is None or calibration.sequence_length <= limit:
         return samples
@@ -47,20 +50,75 @@ def read_samples(plan: Plan) -> Samples | None:
     return replace(samples, warnings=(*samples.warnings, text))
 
 
+def _read_texts(plan: Plan, calibration: CalibrationSection, number: int) -> Samples:
+    bundled = DEMO_TEXT if plan.reader.path.resolve() == DEMO_MODEL.resolve() else GENERAL_TEXT
+    return load_samples(
+        bundled if calibration.data == "bundled" else calibration.data,
+        load_tokenizer(plan.reader.path),
+        samples=number,
+        vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],
+        seed=plan.recipe.seed,
+        **calibration.model_dump(include={"sequence_length", "field", "split"}),
+    )
+
+
+def _read_images(plan: Plan, calibration: CalibrationSection) -> ImageSamples | None:
+    """Samples with images, where the recipe asks for them."""
+    if calibration.images is None:
+        return None
+    if plan.discovery is None or not plan.skeleton.tower_linears():
+        raise ModelError(f"{plan.reader.path}: the model takes no images; leave calibration.images out")
+    return load_images(
+        calibration.images,
+        plan.reader.path,
+        plan.reader.config,
+        samples=calibration.samples,
+        sequence_length=calibration.sequence_length,
+        seed=plan.recipe.seed,
+    )
+
+
 def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
     """What enters the first layer, on the CPU: hidden states (B, T, D) of samples of equal length, or call by call.
 
-    Only the embedding rows of tokens that occur are read.
+    Samples with images are calls, evenly among the others: steps that look at some tokens only look at the first ones.
     """
-    if plan.family.hands_on:
-        yield from (plan.skeleton.first_call(torch.tensor([ids])) for ids in samples.token_ids)
+    if samples.images is None:
+        yield from _embed_texts(plan, samples.texts)
         return
-    used = torch.tensor(sorted({token for sample in samples.token_ids for token in sample}))
+    texts, num_texts = _embed_texts(plan, samples.texts), len(samples.texts)
+    seen = 0
+    for number, call in enumerate(_embed_images(plan, samples.images)):
+        yield call
+        while seen * samples.num_images < (number + 1) * num_texts and (batch := next(texts, None)) is not None:
+            seen += batch.shape[0]
+            yield batch
+
+
+def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
+    """The calls of samples with images; towers are in memory while these are made, and no longer."""
+    source = open_dense(plan.reader.path)
+    family, skeleton = with_tower_names(plan.family, source), plan.skeleton
+    used = {token for ids in images.token_ids for token in ids}
+    reader = ModelReader.of(source, family)
+    stem = ImageStem.load(reader, family, used, dtype=skeleton.dtype, device=skeleton.device)
+    for token_ids, inputs in images.inputs():
+        yield skeleton.first_call_of(token_ids, stem.inputs(inputs))
+
+
+def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    """Of samples without images. Only the embedding rows of tokens that occur are read."""
+    if plan.family.hands_on:
+        yield from (plan.skeleton.first_call(torch.tensor([ids])) for ids in samples)
+        return
+    if not samples:
+        return
+    used = torch.tensor(sorted({token for sample in samples for token in sample}))
     name = f"{plan.family.embedding}.weight"
     table = plan.reader.gather_rows(name, used)
     row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
     row_of[used] = torch.arange(len(used))
-    ordered = sorted(samples.token_ids, key=len, reverse=True)  # errors are measured on the first batches
+    ordered = sorted(samples, key=len, reverse=True)  # errors are measured on the first batches
     for length, group in itertools.groupby(ordered, key=len):
         ids = torch.tensor(list(group))  # (B, T)
         for batch in torch.split(ids, max(1, _BATCH_TOKENS // length)):

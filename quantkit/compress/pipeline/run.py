@@ -119,7 +119,15 @@ def _compress(
                 round_layers(plan, state, stage.work, listener, workers)
             else:
                 _calibrate_layers(plan, samples, activations, state, stage.work, listener)
-            result = finish_run(plan, state, stage.work.checkpoint, resumed=resumed, warnings=warnings, started=started)
+            result = finish_run(
+                plan,
+                state,
+                stage.work.checkpoint,
+                samples=samples,
+                resumed=resumed,
+                warnings=warnings,
+                started=started,
+            )
             stage.promote(stage.work.checkpoint)
             return result
 

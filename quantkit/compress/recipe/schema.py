@@ -179,6 +179,7 @@ class CalibrationSection(RecipeSection):
         sequence_length: tokens per sequence.
         field: where the text is in a .jsonl line or a hub row.
         split: of a hub data set.
+        images: "bundled", a folder of image files, or a .jsonl file with images; of multimodal models.
         experts: whether statistics of experts are of "all" tokens or of those that are "routed" to each.
     """
 
@@ -187,6 +188,7 @@ class CalibrationSection(RecipeSection):
     sequence_length: Annotated[int, Field(ge=8)] = 512
     field: str = "text"
     split: str = "train"
+    images: Annotated[str, Field(min_length=1)] | None = None
     experts: Literal["all", "routed"] = "all"
 
 

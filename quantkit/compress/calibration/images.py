@@ -1,0 +1,272 @@
+"""Calibration samples with images: what a model's own processor makes of texts and the images in them.
+
+Images are the bundled pictures, the files of a folder, or what the lines of a .jsonl file name. They are opened one at
+a time and again for each use: pixels of a sample are as large as its hidden states.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from quantkit.compress.calibration.pictures import QUESTION, draw_pictures
+from quantkit.errors import DataError, InputError, ModelError, first_line
+from quantkit.untrusted import MAX_TEXT_BYTES, bounded, parse_object, read_text
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# What processors return that are no images.
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids")
+_LIBRARIES = re.compile(r"requires the (\w+) library|No module named '(\w+)'")
+
+Picture = Path | Tensor
+"""A file, or pixels (height, width, 3) uint8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageChat:
+    """One sample.
+
+    Args:
+        where: it comes from, for messages.
+        messages: a chat; each content is a list of `{"type": "image"}` and `{"type": "text", "text": ...}`.
+        pictures: of the image parts, in order.
+    """
+
+    where: str
+    messages: Sequence[Mapping[str, Any]]
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSamples:
+    """Samples with images, ready to run.
+
+    Args:
+        processor: of the model.
+        chats: one per sample.
+        token_ids: of each, those that stand for images included.
+        warnings: one sentence each.
+        digest: SHA-256 over all that the processor makes of them.
+    """
+
+    processor: Any
+    chats: tuple[ImageChat, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    warnings: tuple[str, ...]
+    digest: str
+
+    def inputs(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Token ids (1, T) of each sample, and all that the model's forward takes of it."""
+        for chat in self.chats:
+            inputs = _process(self.processor, chat)
+            yield inputs["input_ids"], inputs
+
+
+def load_images(
+    data: str, folder: Path, config: Mapping[str, Any], *, samples: int, sequence_length: int, seed: int
+) -> ImageSamples:
+    """Read, process and draw calibration samples with images; the same arguments give the same samples.
+
+    Args:
+        data: "bundled", a folder of image files, or a .jsonl file with `image`, `images` or `messages` per line; paths
+            in it are relative to it.
+        folder: of the model.
+        config: config.json of the model.
+        samples: how many at most.
+        sequence_length: tokens per sample; longer ones are left out, since an image cannot be cut.
+        seed: of the draw.
+    Raises:
+        DataError: no such data, an image that cannot be read, or nothing that fits.
+        ModelError: the model has no processor for images.
+    """
+    processor = load_processor(folder)
+    chats = _bundled() if data == "bundled" else _read(Path(data))
+    random.Random(seed).shuffle(chats)
+    kept: list[tuple[ImageChat, tuple[int, ...]]] = []
+    digest, longest, long = hashlib.sha256(), 0, 0
+    for chat in chats:
+        if len(kept) == samples:
+            break
+        inputs = _process(processor, chat)
+        ids = tuple(inputs["input_ids"][0].tolist())
+        _check_image_tokens(ids, config, chat)
+        if len(ids) > sequence_length:
+            long, longest = long + 1, max(longest, len(ids))
+            continue
+        kept.append((chat, ids))
+        for leaf in tree_flatten(inputs)[0]:
+            digest.update(_bytes(leaf))
+    too_long = f"of up to {longest} tokens, more than the sequence_length of {sequence_length}"
+    if not kept:
+        raise DataError(
+            f"calibration images {data}: every sample is {too_long}; raise calibration.sequence_length, or give "
+            "smaller images"
+        )
+    warnings = (f"{long} samples with images are left out, {too_long}",) if long else ()
+    return ImageSamples(
+        processor=processor,
+        chats=tuple(chat for chat, _ in kept),
+        token_ids=tuple(ids for _, ids in kept),
+        warnings=warnings,
+        digest=digest.hexdigest(),
+    )
+
+
+def load_processor(folder: Path) -> Any:
+    """What turns texts with images into a model's inputs, by the files of its folder; code in it is never run.
+
+    Raises:
+        InputError: a library that it needs is not installed.
+        ModelError: there is none for images, or it cannot be loaded.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise InputError("calibration with images needs Pillow; pip install 'quantkit[images]'") from None
+    try:
+        processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # many classes for missing and broken files
+        if library := _LIBRARIES.search(str(error)):
+            name = (library[1] or library[2]).lower()
+            raise InputError(f"{folder}: the model's processor of images needs {name}; pip install {name}") from error
+        raise ModelError(f"{folder}: its processor of images cannot be loaded: {first_line(error)}") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ModelError(f"{folder}: the model has no processor of images; leave calibration.images out")
+    return processor
+
+
+def _process(processor: Any, chat: ImageChat) -> dict[str, Any]:
+    """What the model's forward takes of a sample, as tensors of one sequence."""
+    template = getattr(processor, "chat_template", None)
+    try:
+        text = _text(processor, chat, template)
+        options = {"add_special_tokens": False} if template else {}  # they are the template's business
+        made = processor(text=[text], images=[_open(chat)], return_tensors="pt", **options)
+    except DataError:
+        raise
+    except Exception as error:  # whatever templates and processors raise
+        raise DataError(f"{chat.where}: the model's processor cannot make inputs of it: {first_line(error)}") from error
+    inputs = dict(made)
+    if not set(inputs) - set(_OF_TEXT):
+        raise DataError(f"{chat.where}: the model's processor makes nothing of its images")
+    return inputs
+
+
+def _text(processor: Any, chat: ImageChat, template: Any) -> str:
+    if template:
+        with bounded():
+            return str(processor.apply_chat_template(chat.messages, tokenize=False))
+    mark = getattr(processor, "boi_token", None) or getattr(processor, "image_token", "")
+    parts = [part for message in chat.messages for part in message["content"]]
+    return "\n".join(mark if part["type"] == "image" else part["text"] for part in parts)
+
+
+def _open(chat: ImageChat) -> list[Any]:
+    """The images of a sample, as Pillow has them."""
+    from PIL import Image
+
+    opened = []
+    for picture in chat.pictures:
+        if isinstance(picture, Tensor):
+            opened.append(Image.fromarray(picture.numpy()))
+            continue
+        try:
+            with Image.open(picture) as file:
+                opened.append(file.convert("RGB"))
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"{chat.where}: image {picture} cannot be read: {first_line(error)}") from error
+    return opened
+
+
+def _check_image_tokens(ids: tuple[int, ...], config: Mapping[str, Any], chat: ImageChat) -> None:
+    """Raise DataError where nothing in the text stands for the images: the model would not see them."""
+    token = config.get("image_token_id", config.get("image_token_index"))
+    if token is not None and token not in ids:
+        raise DataError(f"{chat.where}: no token of its text stands for the image ({token} of config.json)")
+
+
+def _bundled() -> list[ImageChat]:
+    return [_chat(f"bundled picture {caption!r}", (pixels,), QUESTION, caption) for caption, pixels in draw_pictures()]
+
+
+def _read(path: Path) -> list[ImageChat]:
+    """Samples of a folder or a .jsonl file."""
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
+        if not files:
+            raise DataError(f"calibration images {path}: no image files in it ({', '.join(_SUFFIXES)})")
+        return [_chat(str(file), (file,), QUESTION) for file in files]
+    if not path.exists():
+        raise DataError(f"calibration images {path} do not exist; give a folder, a .jsonl file or bundled")
+    # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
+    lines = enumerate(read_text(path, DataError, MAX_TEXT_BYTES).split("\n"), start=1)
+    chats = [_parse(line, f"{path}:{number}", path.parent) for number, line in lines if line.strip()]
+    if not chats:
+        raise DataError(f"calibration images {path}: the file is empty")
+    return chats
+
+
+def _parse(line: str, where: str, folder: Path) -> ImageChat:
+    """A line: `image` or `images`, with `text` or `messages`; or images inside of `messages`."""
+    record = parse_object(line, where, DataError, "one JSON object per line is needed")
+    files = record.get("images", record.get("image"))
+    files = [files] if isinstance(files, str) else (files or [])
+    messages = record.get("messages")
+    if not messages:
+        return _chat(where, _paths(files, where, folder), str(record.get("text") or QUESTION))
+    try:
+        chat = [{**message, "content": _parts(message["content"])} for message in messages]
+        inside = [part for message in chat for part in message["content"] if part["type"] == "image"]
+        files = files or [part[min({"image", "path", "url"} & part.keys(), default="path")] for part in inside]
+    except (TypeError, KeyError, AttributeError):
+        raise DataError(f"{where}: 'messages' is no chat of texts and images with a path each") from None
+    if not inside:
+        chat[0]["content"] = [*[{"type": "image"} for _ in files], *chat[0]["content"]]
+    elif len(inside) != len(files):
+        raise DataError(f"{where}: {len(inside)} places for images in 'messages', {len(files)} in 'images'")
+    plain = [{**message, "content": [_bare(part) for part in message["content"]]} for message in chat]
+    return ImageChat(where=where, messages=plain, pictures=_paths(files, where, folder))
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content.replace("<image>", "")}] if isinstance(content, str) else list(content)
+
+
+def _bare(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "image"} if part["type"] == "image" else dict(part)
+
+
+def _chat(where: str, pictures: tuple[Picture, ...], question: str, answer: str = "") -> ImageChat:
+    asked = [*[{"type": "image"} for _ in pictures], {"type": "text", "text": question}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": asked}]
+    if answer:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+    return ImageChat(where=where, messages=messages, pictures=pictures)
+
+
+def _paths(files: Sequence[Any], where: str, folder: Path) -> tuple[Path, ...]:
+    if not files or not all(isinstance(file, str) for file in files):
+        raise DataError(
+            f"{where}: no image in it; give 'image' or 'images' with paths, texts alone in calibration.data"
+        )
+    paths = tuple(folder / file.removeprefix("file://") for file in files)
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{where}: image {path} does not exist")
+    return paths
+
+
+def _bytes(leaf: Any) -> bytes:
+    """What of a processor's output decides a digest."""
+    if isinstance(leaf, Tensor):
+        return str((leaf.shape, leaf.dtype)).encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return repr(leaf).encode()
