@@ -158,6 +158,29 @@ def modelopt_nvfp4() -> tuple[Maker, dict[str, Any]]:
     return maker, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 
 
+def modelopt_mixed(num_layers: int = 2) -> tuple[Maker, dict[str, Any]]:
+    """ModelOpt's MIXED_PRECISION: attention FP8 per tensor, the rest NVFP4, said of each linear by its name."""
+    nvfp4, _ = modelopt_nvfp4()
+
+    def maker(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        if "self_attn" not in name:
+            return nvfp4(name, weight)
+        scale = weight.abs().max().float() / 448
+        codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+        values = (codes.float() * scale).to(weight.dtype)
+        return {name: codes, f"{name}_scale": scale, name.replace("weight", "input_scale"): torch.tensor(0.01)}, values
+
+    linears = [f"self_attn.{part}_proj" for part in "qkvo"], [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    kinds = ({"quant_algo": "FP8"}, {"quant_algo": "NVFP4", "group_size": 16})
+    layers = {
+        f"model.layers.{index}.{name}": kind
+        for index in range(num_layers)
+        for names, kind in zip(linears, kinds, strict=True)
+        for name in names
+    }
+    return maker, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
 def nf4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     """bitsandbytes: blocks of 64 of the flattened weight, the first value in the high nibble."""
     table = torch.linspace(-1, 1, 16)

@@ -48,6 +48,7 @@ KINDS = {
     "fp8 blocks of compressed-tensors": ("qwen3", *sources.compressed("FP8_BLOCK")),
     "nvfp4": ("deepseek_v3", *sources.compressed("NVFP4A16")),
     "nvfp4 of modelopt": ("deepseek_v3", *sources.modelopt_nvfp4()),
+    "modelopt of two kinds": ("qwen3", *sources.modelopt_mixed()),
     "mxfp4": ("qwen3", *sources.compressed("MXFP4A16")),
     "mxfp8": ("qwen3", *sources.compressed("MXFP8A16")),
     "nf4": ("qwen3", sources.nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),

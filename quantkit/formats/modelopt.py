@@ -1,4 +1,4 @@
-"""Checkpoints of NVIDIA ModelOpt, for reading: FP8 per tensor or per channel, INT4 AWQ, NVFP4.
+"""Checkpoints of NVIDIA ModelOpt, for reading: FP8 per tensor or per channel, INT4 AWQ, NVFP4, and these mixed.
 
     FP8        weight float8_e4m3fn (N, K), weight_scale () or (N,), input_scale ()
     INT4_AWQ   weight uint8 (N / 2, K), two outputs per byte (even one in the low nibble), weight_scale (N, G)
@@ -20,7 +20,7 @@ from quantkit.formats._tensors import take, take_matrix, take_one
 from quantkit.formats._unpacked import unpack_fp4, with_scales
 from quantkit.formats.base import Format, ignored_rules, matrix_shape
 from quantkit.numerics.dtype import FP8, INT4, NVFP4
-from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _ALGORITHMS = {
@@ -28,6 +28,7 @@ _ALGORITHMS = {
     **dict.fromkeys(("INT4_AWQ", "W4A16_AWQ"), WeightScheme(dtype=INT4, group_size=128)),
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), WeightScheme(dtype=NVFP4, group_size=16)),
 }
+_MIXED = "MIXED_PRECISION"
 
 
 class ModelOpt(Format):
@@ -62,16 +63,34 @@ class ModelOpt(Format):
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         inner = section.get("quantization")
         fields = {**section, **inner} if isinstance(inner, Mapping) else section
-        name = str(fields.get("quant_algo"))
-        if name not in _ALGORITHMS:
-            raise SchemeError(f"quant_algo is {name!r}; of ModelOpt can be decoded: {', '.join(_ALGORITHMS)}")
-        weight, size = _ALGORITHMS[name], fields.get("group_size")
-        if type(size) is int and size > 0 and weight.group_size is not None:
-            weight = WeightScheme(dtype=weight.dtype, group_size=size)
-        return Scheme(default=LinearScheme(weight=weight), rules=ignored_rules(fields, "exclude_modules", "ignore"))
+        if fields.get("quant_algo") == _MIXED:
+            return Scheme(default=None, rules=_layer_rules(fields.get("quantized_layers")))
+        rules = ignored_rules(fields, "exclude_modules", "ignore")
+        return Scheme(default=_linear_scheme(fields, "quant_algo"), rules=rules)
 
 
 FORMAT = ModelOpt()
+
+
+def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
+    """Of a whole model, or of one of its linears; `where` is for the message."""
+    name = str(fields.get("quant_algo"))
+    if name not in _ALGORITHMS:
+        raise SchemeError(f"{where} is {name!r}; of ModelOpt can be decoded: {', '.join(_ALGORITHMS)}")
+    weight, size = _ALGORITHMS[name], fields.get("group_size")
+    if type(size) is int and size > 0 and weight.group_size is not None:
+        weight = WeightScheme(dtype=weight.dtype, group_size=size)
+    return LinearScheme(weight=weight)
+
+
+def _layer_rules(layers: Any) -> tuple[Rule, ...]:
+    """What is said of each linear by its name, where a model is of several kinds."""
+    if not isinstance(layers, Mapping) or not all(isinstance(fields, Mapping) for fields in layers.values()):
+        raise SchemeError(f"quantized_layers of a {_MIXED} model says of no linear what it is; copy its config again")
+    return tuple(
+        Rule(pattern=str(name), linear=_linear_scheme(fields, f"quant_algo of {name}"))
+        for name, fields in layers.items()
+    )
 
 
 def _unpack_int4(stored: Tensor) -> Tensor:

@@ -146,6 +146,19 @@ def test_modelopt_int4_packs_two_outputs():
         format_.decode({**tensors, "pre_quant_scale": torch.ones(8)}, scheme)
 
 
+def test_modelopt_of_several_kinds_says_of_each_linear_what_it_is():
+    layers = {"a.up": {"quant_algo": "NVFP4", "group_size": 16}, "a.down": {"quant_algo": "FP8"}}
+    section = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    for entries in (section, {"quantization": section}):
+        _, scheme = recognise(config(quant_method="modelopt", **entries), "config.json")
+        kinds = {name: scheme.find(name) for name in ("a.up", "a.down", "a.gate")}
+        assert {name: kind and kind.describe() for name, kind in kinds.items()} == {
+            "a.up": "nvfp4 g16",
+            "a.down": "fp8 channel",
+            "a.gate": None,
+        }
+
+
 def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
     from quantkit.checkpoints.folder import read_config_file
 
@@ -264,6 +277,9 @@ BAD = [
     torchao("Int4WeightOnlyConfig", granularity=PER_GROUP),
     torchao("Int8WeightOnlyConfig", granularity={"_type": "PerTensor"}),
     config(quant_method="modelopt", quant_algo="W4A8_AWQ"),
+    config(quant_method="modelopt", quant_algo="MIXED_PRECISION"),
+    config(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": "FP8"}),
+    config(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "MXFP8"}}),
     config(quant_method="fp8", weight_block_size=[128]),
     config(quant_method="fp8", activation_scheme="none"),
 ]

@@ -165,7 +165,7 @@ def _text(processor: Any, chat: ImageChat, template: Any) -> str:
     if template:
         with bounded():
             return str(processor.apply_chat_template(chat.messages, tokenize=False))
-    mark = getattr(processor, "boi_token", None) or getattr(processor, "image_token", "")
+    mark = str(getattr(processor, "boi_token", None) or getattr(processor, "image_token", ""))
     parts = [part for message in chat.messages for part in message["content"]]
     return "\n".join(mark if part["type"] == "image" else part["text"] for part in parts)
 
