@@ -342,6 +342,54 @@ def test_kept_linears_have_the_numbers_of_the_source(pair, tmp_path, text_file, 
         assert not torch.equal(after.tensor(f"{name}.weight"), before.tensor(f"{name}.weight")), name
 
 
+AS_NVFP4 = """
+name: mine
+weights: {{dtype: nvfp4}}
+ignore: ["*self_attn*"]
+overrides:
+  - modules: ["{pattern}"]
+    keep: source
+    weights: {{dtype: {dtype}}}
+"""
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [("mxfp4", "*mlp*"), ("mxfp4 stacks", "*experts*")])
+def test_mxfp4_is_kept_as_nvfp4_of_the_same_values(pair, tmp_path, kind, pattern):
+    """But for linears whose scales span more than an 8-bit float does, which are rounded and said to be."""
+    source = tmp_path / "source"
+    shutil.copytree(pair(kind)[0], source)
+    tensors = load_file(source / "model.safetensors")
+    wide = next(name for name in sorted(tensors) if name.endswith(("mlp.up_proj.weight_scale", "down_proj_scales")))
+    codes = tensors[wide.replace("_scales", "_blocks").replace("weight_scale", "weight_packed")]
+    first, last = (0, 0, 0), (0, 1, 0)
+    if tensors[wide].dim() == 2:
+        first, last = first[1:], last[1:]
+    codes[first], codes[last] = 0x11, 0x11  # not zero
+    tensors[wide][first], tensors[wide][last] = 100, 118
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    (tmp_path / "mine.yaml").write_text(AS_NVFP4.format(pattern=pattern, dtype="nvfp4"))
+    result = quantkit.quantize(source, tmp_path / "mine.yaml", tmp_path / "out")
+    assert any("nvfp4 g16, where its scales have that form" in warning for warning in result.warnings)
+    notes = [note for layer in result.layers for note in layer.notes]
+    assert len(notes) == 1
+    assert "span too much for nvfp4 g16; rounded" in notes[0]
+    rounded = {f"{result.layers[0].name}.{name}" for name in notes[0].partition(":")[0].split(", ")}
+    before, after = model_view(source), model_view(tmp_path / "out")
+    names = {f"{layer.name}.{one.name}" for layer in result.layers for one in layer.linears}
+    assert len(names) > len(rounded) > 0
+    same = {name: torch.equal(*(view.tensor(f"{name}.weight") for view in (after, before))) for name in names}
+    assert all(same[name] for name in names - rounded)
+    assert not all(same[name] for name in rounded)  # rounding may happen on what is exact for one of them
+    assert {after.stored_scheme(f"{name}.weight").describe() for name in names} == {"nvfp4 g16"}
+
+
+def test_no_other_codes_become_others(pair, tmp_path):
+    for kind, dtype in (("mxfp4", "int4"), ("fp8 channels", "nvfp4")):
+        (tmp_path / "mine.yaml").write_text(AS_NVFP4.format(pattern="*mlp*", dtype=dtype))
+        with pytest.raises(QuantkitError, match=r"which cannot be kept as \w+ .*only mxfp4 as nvfp4"):
+            quantkit.quantize(pair(kind)[0], tmp_path / "mine.yaml", tmp_path / "out")
+
+
 def model_view(folder):
     view = open_dense(folder)
     return ModelReader.of(view, find(view.config))

@@ -254,7 +254,7 @@ class LayerContext:
         grid = self.grid(name)
         # Fixed by the first codes: from here on the layer holds decoded values, whose largest may be another.
         if grid.tensor_largest is not None:
-            self.chosen.tensor_largest[self._sharing(name)[0]] = grid.tensor_largest
+            self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
 
         def decoded(rows: slice) -> Tensor:  # as a loader in the model's dtype computes them
             return weight.take_rows(rows).dequantize(weight.values_dtype)
@@ -316,13 +316,13 @@ class LayerContext:
         """
         if not self.schemes[name].weight.has_tensor_scale:
             return None
-        sharing = self._sharing(name)
+        sharing = self.sharing(name)
         known = self.chosen.tensor_largest.get(sharing[0])
         if known is not None:
             return known
         return torch.cat([affine.largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
-    def _sharing(self, name: str) -> list[str]:
+    def sharing(self, name: str) -> list[str]:
         """Linears that share tensor-wide scales: those of a set and module with equal numbers, which engines fuse."""
         module, scheme = name.rpartition(".")[0], self.schemes[name].weight
         inside = [other for other in self._set(name).linears if other.rpartition(".")[0] == module]

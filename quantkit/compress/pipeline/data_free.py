@@ -19,6 +19,7 @@ from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.memory import peak_bytes
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer_data import LayerChoices
 from quantkit.compress.output import Shard
 from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.kept import keep_codes
@@ -28,7 +29,7 @@ from quantkit.compress.pipeline.state import RunState
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.results import CacheRecord, LayerRecord, LinearRecord
+from quantkit.results import CacheRecord, LayerRecord
 
 # What a worker holds beside the rest, in bytes of its tensor: the tensor, then codes as made and as read back, and the
 # tensors that they are stored as.
@@ -41,7 +42,7 @@ class _Rounding(NamedTuple):
     """A layer in the making: records of its linears to come, and its file, which is written when they are there."""
 
     number: int
-    linears: list[Future[dict[str, LinearRecord]]]
+    linears: list[Future[LayerChoices]]
     file: Future[tuple[str, str, list[str]]]
 
 
@@ -108,7 +109,7 @@ def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
             yield replace(group, linears=tuple(names))
 
 
-def _round(plan: Plan, index: int, group: LinearSet, shard: Shard) -> dict[str, LinearRecord]:
+def _round(plan: Plan, index: int, group: LinearSet, shard: Shard) -> LayerChoices:
     """Put the codes of some linears of a layer into its shard; what they cost."""
     schemes = {linear: plan.layers[index][linear] for linear in group.linears}
     return round_linears(plan, plan.skeleton.layer_name(index), group, schemes, shard, keep=True)
@@ -117,7 +118,7 @@ def _round(plan: Plan, index: int, group: LinearSet, shard: Shard) -> dict[str, 
 @torch.inference_mode()
 def round_linears(
     plan: Plan, owner: str, group: LinearSet, schemes: Mapping[str, LinearScheme], shard: Shard, *, keep: bool = False
-) -> dict[str, LinearRecord]:
+) -> LayerChoices:
     """Round linears to nearest and put their codes into a shard.
 
     Args:
@@ -128,7 +129,7 @@ def round_linears(
         shard: modified.
         keep: whether rules that keep the codes of the source are followed.
     Returns:
-        what they cost, by relative name.
+        what they cost, and what a user should know of them.
     """
     read = plan.skeleton.read_finite
     weights = {name: read(f"{owner}.{name}.weight").to(plan.skeleton.device) for name in group.linears}
@@ -146,7 +147,7 @@ def round_linears(
     layer.block = nn.Module()  # the weights, which nothing needs any more
     del weights
     add_linears(plan, layer, shard)
-    return layer.chosen.records
+    return layer.chosen
 
 
 def _block(weights: Mapping[str, Tensor]) -> nn.Module:
@@ -180,7 +181,8 @@ def _finish(
     name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
     listener.layer_started(layer.number, name)
     listener.phase("round")
-    linears = {name: record for part in layer.linears for name, record in part.result().items()}
+    parts = [part.result() for part in layer.linears]
+    linears = {name: record for part in parts for name, record in part.records.items()}
     rounded = time.perf_counter()
     listener.phase("write")
     shard, digest, names = layer.file.result()
@@ -190,6 +192,7 @@ def _finish(
         name=name,
         linears=tuple(linears[linear] for linear in plan.layers[layer.number]),
         output_snr_db=None,
+        notes=tuple(note for part in parts for note in part.notes),
         seconds={"round": round(rounded - started, 3), "write": round(ended - rounded, 3)},
         peak_bytes=peak_bytes(),
         kv_cache=None if goal is None else CacheRecord(scheme=scheme_to_dict(goal.scheme)),

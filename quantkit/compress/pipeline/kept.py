@@ -8,6 +8,8 @@ from quantkit.compress.recipe import Recipe
 from quantkit.errors import RecipeError, located
 from quantkit.formats.base import Format
 from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.numerics.two_levels import with_two_levels
 
 
 def check_kept(
@@ -34,15 +36,34 @@ def check_kept(
             raise RecipeError(f"the step {step} changes all weights, so none can be kept: drop it, or keep: source")
     for scheme, names in kept.items():
         with located(f"{names[0]} cannot be kept as the source has it"):
-            format_.encode(reader.codes(f"{names[0]}.weight"), scheme)
+            codes = reader.codes(f"{names[0]}.weight")
+            for weight in [codes] if codes.scheme == scheme.weight else with_two_levels([codes]) or ():
+                format_.encode(weight, scheme)
+    changed = {scheme for scheme, names in kept.items() if reader.stored_scheme(f"{names[0]}.weight") != scheme}
     return tuple(
-        f"{len(names)} linears keep the codes of the source ({scheme.describe()})" for scheme, names in kept.items()
+        f"{len(names)} linears keep the codes of the source ({scheme.describe()}"
+        + (", where its scales have that form)" if scheme in changed else ")")
+        for scheme, names in kept.items()
     )
 
 
 def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None:
-    """Give a layer the codes of those of its linears that are kept."""
-    for name in layer.schemes:
-        full = f"{layer.name}.{name}"
-        if recipe.scheme.keeps(full):
-            layer.keep(name, reader.codes(f"{full}.weight"))
+    """Give a layer the codes of those of its linears that are kept; what has no exact form is not, with a note."""
+    names = [name for name in layer.schemes if recipe.scheme.keeps(f"{layer.name}.{name}")]
+    others: dict[str, QuantizedTensor] = {}
+    for name in names:
+        codes = reader.codes(f"{layer.name}.{name}.weight")
+        if codes.scheme == layer.schemes[name].weight:
+            layer.keep(name, codes)
+        else:
+            others[name] = codes
+    while others:
+        first = next(iter(others))
+        together = layer.sharing(first)
+        codes_of = [others.pop(name) for name in together if name in others]
+        made = with_two_levels(codes_of) if len(codes_of) == len(together) else None
+        for name, weight in zip(together, made or (), strict=made is not None):
+            layer.keep(name, weight)
+        if made is None:
+            what = layer.schemes[first].weight.describe()
+            layer.chosen.notes.append(f"{', '.join(together)}: scales of the source span too much for {what}; rounded")

@@ -38,7 +38,7 @@ def write_towers(plan: Plan, state: RunState, folder: Path) -> TowerRecord | Non
             schemes = plan.towers[owner]
             group = LinearSet(linears=tuple(schemes), source=None, parent="")
             made = round_linears(plan, owner, group, schemes, shard)
-            records += [replace(made[name], name=f"{owner}.{name}") for name in schemes]
+            records += [replace(made.records[name], name=f"{owner}.{name}") for name in schemes]
         name = f"model-towers-{number + 1:05d}-of-{len(files):05d}.safetensors"
         _, digest, names = write_shard(plan, name, shard, folder)
         state.shards[name] = digest

@@ -13,6 +13,7 @@ from quantkit.formats import writable
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.two_levels import has_two_levels
 
 Schemes = dict[str, LinearScheme | None]
 """Of the linears of a layer by relative name; None = ignored."""
@@ -71,7 +72,15 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
     scheme = stored(name)
     if scheme is None:
         raise RecipeError(f"{name} is to keep the codes of the source, which has none of it; narrow keep's patterns")
-    return scheme
+    wanted = recipe.scheme.find(name)
+    if wanted is None or wanted.weight == scheme.weight:
+        return scheme
+    if not has_two_levels(scheme.weight, wanted.weight):
+        raise RecipeError(
+            f"{name} is {scheme.describe()} in the source, which cannot be kept as {wanted.weight.describe()}: only "
+            "mxfp4 as nvfp4; leave out the weights beside keep"
+        )
+    return wanted
 
 
 def fit(

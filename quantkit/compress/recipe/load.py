@@ -218,13 +218,12 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
     modules = list(override.modules)
     if not modules:
         raise RecipeError(f"overrides[{index}].modules: the list is empty; name at least one pattern")
-    if override.keep is not None:
-        return {"modules": modules, "keep": override.keep}
+    kept = {} if override.keep is None else {"keep": override.keep}
     if override.weights is None:
-        return {"modules": modules, "skip": True}
+        return {"modules": modules, **(kept or {"skip": True})}
     if document.weights is None:
         raise RecipeError(f"overrides[{index}].weights: changes 'weights', which the recipe does not have")
-    return {"modules": modules, "weights": numbers.changed_weights(document.weights, override.weights)}
+    return {"modules": modules, "weights": numbers.changed_weights(document.weights, override.weights), **kept}
 
 
 def _scheme(source: Mapping[str, Any]) -> Scheme:

@@ -165,8 +165,9 @@ class Override(RecipeSection):
 
     @model_validator(mode="after")
     def _check_one(self) -> "Override":
-        if [self.weights, self.skip, self.keep].count(None) != 2:
-            raise ValueError("give one of 'weights', 'skip: true' and 'keep: source'")
+        # Weights beside `keep` are what the codes of the source are to be written as, exactly.
+        if [self.weights or self.keep, self.skip].count(None) != 1:
+            raise ValueError("give one of 'weights', 'skip: true' and 'keep: source', or 'keep: source' with 'weights'")
         return self
 
 
