@@ -25,7 +25,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        with _quiet_stdout():
+        with quiet_stdout():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -45,7 +45,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 @contextmanager
-def _quiet_stdout() -> Iterator[None]:
+def quiet_stdout() -> Iterator[None]:
     """Rust's `println!` about options of a file that it does not know goes to stderr: stdout is for results."""
     try:
         stdout = os.dup(1)

@@ -30,7 +30,7 @@ def with_two_levels(weights: Sequence[QuantizedTensor]) -> list[QuantizedTensor]
     Args:
         weights: that share the number, as linears that engines fuse do.
     """
-    used = [weight.codes.float().unflatten(1, (-1, 32)).ne(0).any(-1) for weight in weights]  # (N, G)
+    used = [weight.codes.float().view(*weight.scale.shape, 32).ne(0).any(-1) for weight in weights]  # (N, G)
     exponents = [torch.log2(weight.scale.double()) for weight in weights]
     counted = torch.cat([exponent[own] for exponent, own in zip(exponents, used, strict=True)])
     highest = counted.amax() if counted.numel() else torch.zeros((), dtype=torch.float64)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from quantkit.checkpoints.tokenizer import load_tokenizer, quiet_stdout
 from quantkit.compress.calibration.pictures import QUESTION, draw_pictures
 from quantkit.errors import DataError, InputError, ModelError, first_line
 from quantkit.untrusted import MAX_TEXT_BYTES, bounded, parse_object, read_text
@@ -124,7 +125,7 @@ def load_processor(folder: Path) -> Any:
 
     Raises:
         InputError: a library that it needs is not installed.
-        ModelError: there is none for images, or it cannot be loaded.
+        ModelError: there is none for images, or it or its tokenizer cannot be loaded.
     """
     from transformers import AutoProcessor
 
@@ -132,8 +133,10 @@ def load_processor(folder: Path) -> Any:
         import PIL  # noqa: F401
     except ImportError:
         raise InputError("calibration with images needs Pillow; pip install 'quantkit[images]'") from None
+    load_tokenizer(folder)  # which tries it out: the processor has the same one
     try:
-        processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with quiet_stdout():
+            processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many classes for missing and broken files
         if library := _LIBRARIES.search(str(error)):
             name = (library[1] or library[2]).lower()
