@@ -19,9 +19,9 @@ _FROM = WeightScheme(dtype=MXFP4, group_size=32)
 _TO = WeightScheme(dtype=NVFP4, group_size=16)
 
 
-def has_two_levels(scheme: WeightScheme, wanted: WeightScheme) -> bool:
+def has_two_levels(scheme: WeightScheme, asked: WeightScheme) -> bool:
     """Whether codes of one scheme can be those of another one, as far as schemes can tell."""
-    return (scheme, wanted) == (_FROM, _TO)
+    return (scheme, asked) == (_FROM, _TO)
 
 
 def with_two_levels(weights: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | None:

@@ -72,15 +72,15 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
     scheme = stored(name)
     if scheme is None:
         raise RecipeError(f"{name} is to keep the codes of the source, which has none of it; narrow keep's patterns")
-    wanted = recipe.scheme.find(name)
-    if wanted is None or wanted.weight == scheme.weight:
+    asked = recipe.scheme.find(name)
+    if asked is None or asked.weight == scheme.weight:
         return scheme
-    if not has_two_levels(scheme.weight, wanted.weight):
+    if not has_two_levels(scheme.weight, asked.weight):
         raise RecipeError(
-            f"{name} is {scheme.describe()} in the source, which cannot be kept as {wanted.weight.describe()}: only "
+            f"{name} is {scheme.describe()} in the source, which cannot be kept as {asked.weight.describe()}: only "
             "mxfp4 as nvfp4; leave out the weights beside keep"
         )
-    return wanted
+    return asked
 
 
 def fit(
