@@ -1,0 +1,188 @@
+"""The seam of all engines: what a checkpoint holds as far as they mind, and a rule of one of them as data.
+
+Rules are read from the sources of a release, each with the file and function that it is from; none was run on a GPU.
+Architecture support is another question, which nothing here answers. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from quantkit.numerics.scheme import LinearScheme
+
+CPU = 0
+"""In place of a compute capability."""
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+"""Compute capabilities of NVIDIA GPUs times ten that rules tell apart."""
+
+Groups = int | Literal["channel", "tensor", "block"]
+Cache = Literal["", "fp8", "own"]
+
+
+class Reads(StrEnum):
+    """How an engine takes a checkpoint, best first."""
+
+    FAST = "fast"
+    SLOW = "slow"
+    WRONG = "wrong"  # it loads and computes other numbers
+    NO = "no"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredLinear:
+    """One kind of quantized linear.
+
+    Args:
+        scheme: its numbers.
+        shape: (N, K) of its weight; None = not known.
+        expert: of a mixture of experts.
+    """
+
+    scheme: LinearScheme
+    shape: tuple[int, int] | None = None
+    expert: bool = False
+
+    @property
+    def groups(self) -> Groups:
+        """Inputs that share a scale, or the name of what does."""
+        weight = self.scheme.weight
+        if weight.block_rows != 1:
+            return "tensor" if weight.block_rows is None else "block"
+        return "channel" if weight.group_size is None else weight.group_size
+
+    @property
+    def inputs(self) -> str:
+        """Number type of the activations; "" = 16 bits."""
+        return "" if self.scheme.activation is None else self.scheme.activation.dtype.name
+
+    def describe(self) -> str:
+        """Short form for messages, e.g. `int4 g128 (experts)`."""
+        return self.scheme.describe() + (" (experts)" if self.expert else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredModel:
+    """What a checkpoint holds, or would.
+
+    Args:
+        format: on-disk format by its name in `quantkit.formats`.
+        linears: kinds of quantized linears that differ; empty for an ordinary model.
+        cache: "fp8": calibrated scales of an FP8 cache in the checkpoint; "own": an entry that only quantkit reads.
+        hidden_size: of the model; None = not known.
+        group_order: whether groups follow the order of activations (GPTQ's desc_act).
+        signed_scales: whether scales of symmetric integers may be negative.
+        compressed_experts: whether transformers takes compressed experts of this family.
+    """
+
+    format: str
+    linears: tuple[StoredLinear, ...] = ()
+    cache: Cache = ""
+    hidden_size: int | None = None
+    group_order: bool = False
+    signed_scales: bool = True
+    compressed_experts: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """How an engine takes the linears that it is about; the first rule of an engine that applies decides.
+
+    Args:
+        reads, reason: the answer.
+        source: file and function of the release that says so.
+        format, weights, inputs, groups: names, number types and group sizes that it is about; () = any. An input of 16
+            bits is "".
+        zero_points, experts, static, group_order, signed_scales, compressed_experts: True or False = only of models
+            with or without; None = of both. `static`: inputs with calibrated scales.
+        capability: lowest and highest, both included.
+        multiples: of N and K, where it is about linears of such sizes only.
+        hidden: what the model's width is a multiple of.
+    """
+
+    reads: Reads
+    reason: str
+    source: str
+    format: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    groups: tuple[Groups, ...] = ()
+    zero_points: bool | None = None
+    experts: bool | None = None
+    static: bool | None = None
+    group_order: bool | None = None
+    signed_scales: bool | None = None
+    compressed_experts: bool | None = None
+    capability: tuple[int, int] = (1, 999)
+    multiples: tuple[int, int] = (1, 1)
+    hidden: int = 1
+
+    def applies(self, linear: StoredLinear, model: StoredModel, capability: int) -> bool:
+        """Whether it is about this linear of a model on a device; sizes that are not known fit."""
+        weight, activation = linear.scheme.weight, linear.scheme.activation
+        rows, columns = linear.shape or (0, 0)
+        named = ((self.format, model.format), (self.weights, weight.dtype.name), (self.inputs, linear.inputs))
+        asked = (
+            (self.zero_points, not weight.symmetric),
+            (self.experts, linear.expert),
+            (self.static, activation is not None and not activation.dynamic),
+            (self.group_order, model.group_order and weight.group_size is not None),
+            (self.signed_scales, model.signed_scales and weight.symmetric and weight.dtype.kind == "int"),
+            (self.compressed_experts, model.compressed_experts),
+        )
+        return (
+            self.capability[0] <= capability <= self.capability[1]
+            and all(not names or name in names for names, name in named)
+            and (not self.groups or linear.groups in self.groups)
+            and all(wanted is None or wanted is given for wanted, given in asked)
+            and not (rows % self.multiples[0] or columns % self.multiples[1] or (model.hidden_size or 0) % self.hidden)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """One engine at one release.
+
+    Args:
+        title: its name.
+        release: whose sources the rules are from.
+        rules: in order.
+        ordinary: what is said of a model without codes.
+        caches: what becomes of the KV cache that a checkpoint asks for, where it is not what was asked.
+        devices: whether answers depend on the device.
+    """
+
+    title: str
+    release: str
+    rules: tuple[Rule, ...]
+    ordinary: Rule
+    caches: Mapping[Cache, str] = field(default_factory=dict)
+    devices: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """How one engine takes a checkpoint.
+
+    Args:
+        engine, release: of which it is said.
+        reads: of the linear that it takes worst.
+        reason: why, or by which kernel.
+        source: file and function of the release.
+        cache: what becomes of the KV cache, where it is not what the checkpoint asks for.
+    """
+
+    engine: str
+    release: str
+    reads: Reads
+    reason: str
+    source: str
+    cache: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether it computes with the numbers that are stored."""
+        return self.reads in (Reads.FAST, Reads.SLOW)
