@@ -30,6 +30,7 @@ def quantize(
     activations: Literal["ram", "disk"] = "ram",
     resume: bool = True,
     overwrite: bool = False,
+    engine: str | None = None,
     listener: Listener = SILENT,
 ) -> CompressionResult:
     """Compress a model to a new checkpoint.
@@ -43,6 +44,7 @@ def quantize(
         activations: where hidden states are kept between layers; "disk" when they do not fit in memory.
         resume: go on where an interrupted run with the same inputs stopped.
         overwrite: replace an existing output directory.
+        engine: that is to read the result, "vllm" or another of `quantkit.engines`; what it cannot read is refused.
         listener: told about progress.
     Returns:
         what was done: sizes, errors per linear, times.
@@ -57,6 +59,7 @@ def quantize(
         activations=activations,
         resume=resume,
         overwrite=overwrite,
+        engine=engine,
         listener=listener,
     )
 

@@ -15,6 +15,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
+from quantkit.report.engine_table import engine_table
 from quantkit.report.markdown import markdown_table, plain
 from quantkit.report.table import Column, Table
 from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
@@ -85,12 +86,15 @@ def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
         columns=(Column("module"), Column("stored as"), Column("count", str), Column("size", byte_size)),
         rows=tuple((row.kind, row.stored_as, row.count, row.num_bytes) for row in summary.modules),
     )
+    readers = engine_table("engine", summary.engines)
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {repo.partition('/')[2]}",
         f"{made}{recipe}. Format: {summary.format}; {bits}{byte_size(summary.num_bytes)} in all.",
         markdown_table(modules),
-        f"```sh\n{serve.format(repo=repo, file=checkpoint.name)}\n```\n",
+        f"```sh\n{serve.format(repo=repo, file=checkpoint.name)}\n```",
+        "## Who reads it",
+        f"{markdown_table(readers)}\n" if readers else "",
     ]
     return "\n\n".join(parts)
 

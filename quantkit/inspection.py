@@ -16,12 +16,15 @@ from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
-from quantkit.errors import CheckpointError, ReportError
+from quantkit.engines import StoredLinear, StoredModel, judge_all
+from quantkit.errors import CheckpointError, ModelError, ReportError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import GGUFTensor, is_gguf, read_gguf
+from quantkit.formats._kv_cache import CONFIG_KEY as CACHE_KEY
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
+from quantkit.models.families import find as find_family
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
 from quantkit.untrusted import read_object
@@ -30,6 +33,7 @@ __all__ = ["compare", "inspect", "read_manifest", "section"]
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
 _SHAPE = "weight_shape"
+_EXPERT = re.compile(r"\bexperts\b")
 
 # Order of the rows; the linears of a layer are 1.
 _RANKS = {"embedding": 0, "norms": 2, "head": 3}
@@ -45,6 +49,7 @@ class _Module:
     num_bytes: int
     num_quantized: int = 0  # weights that are codes
     quantized_bytes: int = 0  # of codes, scales and zero points
+    linear: StoredLinear | None = None  # as engines see it
 
 
 def inspect(path: str | Path) -> CheckpointSummary:
@@ -60,6 +65,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = ()
     tower: TowerRecord | None = None
+    held = StoredModel(format=GGUF.name)
     if is_gguf(Path(path)):
         file = read_gguf(Path(path))
         architecture = str(file.metadata.get("general.architecture", "unknown"))
@@ -72,6 +78,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
         modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
         recipe, layers, tower = _noted(read_manifest(reader.path))
+        held = _stored_model(reader.config, format_, modules)
     weights, stored = sum(m.num_quantized for m in modules), sum(m.quantized_bytes for m in modules)
     return CheckpointSummary(
         path=str(path),
@@ -84,7 +91,29 @@ def inspect(path: str | Path) -> CheckpointSummary:
         recipe=recipe,
         layers=layers,
         tower=tower,
+        engines=tuple(judge_all(held)),
     )
+
+
+def _stored_model(config: Mapping[str, Any], format_: Format, modules: Iterable[_Module]) -> StoredModel:
+    """What engines mind of a checkpoint."""
+    said = section(config, "quantization_config")
+    calibrated, own = said.get("kv_cache_scheme"), config.get(CACHE_KEY)
+    hidden = config.get("hidden_size")
+    return StoredModel(
+        format=format_.name,
+        linears=tuple(dict.fromkeys(module.linear for module in modules if module.linear is not None)),
+        cache="own" if own else "fp8" if calibrated else "",
+        hidden_size=hidden if isinstance(hidden, int) else None,
+        group_order=said.get("desc_act") is True,
+        compressed_experts=_compressed_experts(config),
+    )
+
+
+def _compressed_experts(config: Mapping[str, Any]) -> bool:
+    with contextlib.suppress(ModelError):
+        return find_family(config).compressed_experts
+    return True
 
 
 def _module(
@@ -98,7 +127,8 @@ def _module(
         count = sum(math.prod(info.shape) for info in infos.values())
         return _Module(kind=_kind(name), stored_as=", ".join(dtypes), num_parameters=count, num_bytes=num_bytes)
     format_ = recognised[0]
-    codes = _num_codes(reader, name, infos, linear, format_)
+    shape = _shape(reader, name, infos, linear, format_)
+    codes = math.prod(shape) if shape else _num_codes(reader, name, infos, linear)
     # A weight's shape and the order of its groups describe it and are not counted as its bits.
     uncounted = sum(infos[local].num_bytes for local in {"bias", _SHAPE, format_.order_name} & infos.keys())
     return _Module(
@@ -108,17 +138,21 @@ def _module(
         num_bytes=num_bytes,
         num_quantized=codes,
         quantized_bytes=num_bytes - uncounted,
+        linear=StoredLinear(scheme=linear, shape=shape, expert=_EXPERT.search(name) is not None),
     )
 
 
-def _num_codes(
+def _shape(
     reader: CheckpointReader, name: str, infos: Mapping[str, TensorInfo], linear: LinearScheme, format_: Format
-) -> int:
+) -> tuple[int, int] | None:
+    """(N, K) of a linear; None where its tensors do not tell."""
     if _SHAPE in infos:
-        return int(reader.tensor(f"{name}.{_SHAPE}").prod())
-    shape = format_.shape({local: info.shape for local, info in infos.items()}, linear)
-    if shape is not None:
-        return shape[0] * shape[1]
+        rows, columns = reader.tensor(f"{name}.{_SHAPE}").tolist()
+        return rows, columns
+    return format_.shape({local: info.shape for local, info in infos.items()}, linear)
+
+
+def _num_codes(reader: CheckpointReader, name: str, infos: Mapping[str, TensorInfo], linear: LinearScheme) -> int:
     packed = next((info for local, info in infos.items() if local.endswith(("packed", "weight"))), None)
     if packed is None:
         raise CheckpointError(f"{reader.path}: {name} has scales but no codes; its tensors: {', '.join(infos)}")

@@ -60,6 +60,7 @@ LAYERS = {
     "results.gates": 3,
     "results.statistics": 2,
     "models.families": 2,
+    "engines": 2,  # what they read, as data
     "numerics": 1,
     "models": 1,
     "results": 1,
@@ -72,7 +73,10 @@ LAYERS = {
     "quantities": 0,
     "demo": 0,  # data
 }
-TORCH_FREE = ("models", "results", "report", "errors", "registry", "quantities", "settings", "cli", "planning", "demo")
+TORCH_FREE = (
+    *("models", "engines", "results", "report", "errors", "registry", "quantities", "settings", "cli", "planning"),
+    "demo",
+)
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

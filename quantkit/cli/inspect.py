@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("other", required=False)
 @click.option("--device", is_flag=False, flag_value="auto", metavar="[cuda:i]", help="Show how a GPU's kernels did.")
 def command(output_to: Output, *, checkpoint: str | None, other: str | None, device: str | None) -> None:
-    """Show what CHECKPOINT stores: number types, bits per weight, sizes, and per-layer errors.
+    """Show what CHECKPOINT stores: number types, bits per weight, sizes, per-layer errors, and who reads it.
 
     Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
     quantkit wrote. With a second one, show what differs between the two. With --device, show in place of a checkpoint
@@ -45,7 +46,8 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
         output_to.result(difference.to_dict, lambda: _difference(difference))
         return
     summary = inspect(checkpoint)
-    output_to.result(summary.to_dict, lambda: _overview(summary), lambda: _modules(summary), lambda: _layers(summary))
+    tables = (_overview, _modules, _layers, _engines)
+    output_to.result(summary.to_dict, *(partial(table, summary) for table in tables))
 
 
 def _show_kernels(output_to: Output, device: str) -> None:
@@ -86,6 +88,12 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("experts", describe_experts(summary.layers)),
         ]
     )
+
+
+def _engines(summary: CheckpointSummary) -> Table | None:
+    from quantkit.report.engine_table import engine_table
+
+    return engine_table("who reads it", summary.engines)
 
 
 def _modules(summary: CheckpointSummary) -> Table:

@@ -78,6 +78,11 @@ _ESTIMATE: Settings = {
         flag="--kv-cache TYPE",
     ),
     "head": setting(None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head TYPE"),
+    "engine": setting(
+        None,
+        "Which engine is to read what the recipe makes: vllm, sglang, transformers, llama.cpp, ...; without it all.",
+        flag="--engine NAME",
+    ),
 }
 
 
@@ -99,6 +104,7 @@ def command(
       quantkit plan
       quantkit plan --params 7B
       quantkit plan --recipe awq-int4 --device 4090
+      quantkit plan --recipe w4a8-fp8 --engine vllm --device h100
       quantkit plan --params 70B --device h200 --json
       quantkit plan --memory 24GiB --bandwidth 900GB/s --context 512 --batch 8
     """
@@ -108,7 +114,7 @@ def command(
     if changes and "recipe" not in sizes:
         raise RecipeError("--set changes a field of a recipe; give --recipe too")
     planned = estimate(model, device=make_device(**device), overrides=changes, **sizes)
-    tables = (_overview, _weights, _caches, _device, _compression, _loaders, _footnote)
+    tables = (_overview, _weights, _caches, _device, _compression, _engines, _footnote)
     output_to.result(lambda: to_document(planned), *(partial(table, planned) for table in tables))
 
 
@@ -205,13 +211,12 @@ def _compression(plan: Estimate) -> Table | None:
     return Table(columns=columns, rows=tuple(rows))
 
 
-def _loaders(plan: Estimate) -> Table | None:
+def _engines(plan: Estimate) -> Table | None:
     if plan.recipe is None:
         return None
-    return Table(
-        columns=(Column(f"who reads {plan.recipe.format}"), Column(), Column()),
-        rows=tuple((reading.name, "yes" if reading.reads else "no", reading.reason) for reading in plan.readings),
-    )
+    from quantkit.report.engine_table import engine_table
+
+    return engine_table(f"who reads {plan.recipe.format}", plan.readings)
 
 
 def _footnote(plan: Estimate) -> str:

@@ -38,6 +38,12 @@ _FIELDS: Settings = {
 _ACTIVATIONS = setting(
     "ram", "Where hidden states are kept between layers.", flag="--activations", choices=("ram", "disk")
 )
+_ENGINE = setting(
+    None,
+    "Engine that is to read the result: vllm, sglang, transformers, llama.cpp, tensorrt-llm or tgi. What it cannot "
+    "read is refused at once.",
+    flag="--for ENGINE",
+)
 
 
 @click.command("quantize", cls=Command, short_help="Compress a model.")
@@ -46,7 +52,7 @@ _ACTIVATIONS = setting(
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
 @set_option
 @option_group("fields", _FIELDS)
-@option_group("how", {**RUN, "activations": _ACTIVATIONS})
+@option_group("how", {**RUN, "activations": _ACTIVATIONS, "engine": _ENGINE})
 @push_option
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
@@ -74,6 +80,7 @@ def command(
       quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
       quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
       quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
+      quantkit quantize --recipe rtn-int4 --for vllm -o demo-vllm
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     import quantkit.compress.pipeline as pipeline

@@ -74,7 +74,6 @@ class StoredModel:
         cache: "fp8": calibrated scales of an FP8 cache in the checkpoint; "own": an entry that only quantkit reads.
         hidden_size: of the model; None = not known.
         group_order: whether groups follow the order of activations (GPTQ's desc_act).
-        signed_scales: whether scales of symmetric integers may be negative.
         compressed_experts: whether transformers takes compressed experts of this family.
     """
 
@@ -83,7 +82,6 @@ class StoredModel:
     cache: Cache = ""
     hidden_size: int | None = None
     group_order: bool = False
-    signed_scales: bool = True
     compressed_experts: bool = True
 
 
@@ -96,7 +94,8 @@ class Rule:
         source: file and function of the release that says so.
         format, weights, inputs, groups: names, number types and group sizes that it is about; () = any. An input of 16
             bits is "".
-        zero_points, experts, static, group_order, signed_scales, compressed_experts: True or False = only of models
+        besides: group sizes that it is not about.
+        zero_points, experts, static, group_order, compressed_experts: True or False = only of models
             with or without; None = of both. `static`: inputs with calibrated scales.
         capability: lowest and highest, both included.
         multiples: of N and K, where it is about linears of such sizes only.
@@ -110,15 +109,28 @@ class Rule:
     weights: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     groups: tuple[Groups, ...] = ()
+    besides: tuple[Groups, ...] = ()
     zero_points: bool | None = None
     experts: bool | None = None
     static: bool | None = None
     group_order: bool | None = None
-    signed_scales: bool | None = None
     compressed_experts: bool | None = None
     capability: tuple[int, int] = (1, 999)
     multiples: tuple[int, int] = (1, 1)
     hidden: int = 1
+
+    def is_about_format(self, name: str) -> bool:
+        """Whether it is about all that is in this format, whatever the linears are."""
+        narrow = (
+            self.weights,
+            self.inputs,
+            self.groups,
+            self.besides,
+            self.capability[1] < 999,
+            self.multiples != (1, 1),
+        )
+        asked = (self.zero_points, self.experts, self.static, self.group_order, self.compressed_experts)
+        return name in self.format and not any(narrow) and all(wanted is None for wanted in asked)
 
     def applies(self, linear: StoredLinear, model: StoredModel, capability: int) -> bool:
         """Whether it is about this linear of a model on a device; sizes that are not known fit."""
@@ -130,13 +142,13 @@ class Rule:
             (self.experts, linear.expert),
             (self.static, activation is not None and not activation.dynamic),
             (self.group_order, model.group_order and weight.group_size is not None),
-            (self.signed_scales, model.signed_scales and weight.symmetric and weight.dtype.kind == "int"),
             (self.compressed_experts, model.compressed_experts),
         )
         return (
             self.capability[0] <= capability <= self.capability[1]
             and all(not names or name in names for names, name in named)
             and (not self.groups or linear.groups in self.groups)
+            and linear.groups not in self.besides
             and all(wanted is None or wanted is given for wanted, given in asked)
             and not (rows % self.multiples[0] or columns % self.multiples[1] or (model.hidden_size or 0) % self.hidden)
         )
@@ -161,28 +173,3 @@ class Engine:
     ordinary: Rule
     caches: Mapping[Cache, str] = field(default_factory=dict)
     devices: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """How one engine takes a checkpoint.
-
-    Args:
-        engine, release: of which it is said.
-        reads: of the linear that it takes worst.
-        reason: why, or by which kernel.
-        source: file and function of the release.
-        cache: what becomes of the KV cache, where it is not what the checkpoint asks for.
-    """
-
-    engine: str
-    release: str
-    reads: Reads
-    reason: str
-    source: str
-    cache: str = ""
-
-    @property
-    def right(self) -> bool:
-        """Whether it computes with the numbers that are stored."""
-        return self.reads in (Reads.FAST, Reads.SLOW)

@@ -2,8 +2,8 @@
 
 The rules are those of the library and of the engines that read it: what only the library could compute is refused.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
-`layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`; transformers 5.23 with
-compressed-tensors 0.20, `integrations/compressed_tensors.py` (CompressedTensorsDequantize).
+`layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`. What one engine takes of it is
+said in `quantkit.engines`.
 The library is imported where it is asked: whoever reads another format need not have it, nor wait for it.
 """
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.engines import CPU, StoredLinear, StoredModel, judge
 from quantkit.errors import SchemeError
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.dtype import FP8, INT4, INT8, MXFP4, MXFP8, NVFP4
@@ -23,6 +24,7 @@ from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightSchem
 if TYPE_CHECKING:
     from quantkit.models.family import Family
 
+NAME = "compressed-tensors"
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 MICROSCALING = {
     NVFP4.name: "nvfp4-pack-quantized",
@@ -133,7 +135,7 @@ def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearS
     experts = {scheme for layer in layers for linear, scheme in layer.items() if find_expert(linear)}
     if family.experts is not None and not any(layers):
         return ("transformers does not load experts of which only the KV cache is quantized; quantkit's own LLM does",)
-    return _check_experts(name, experts, loads=family.compressed_experts)
+    return _check_experts(experts, loads=family.compressed_experts) if experts else ()
 
 
 def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
@@ -147,29 +149,15 @@ def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
     return ()
 
 
-def _check_experts(family: str, schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...]:
-    if any(not scheme.weight.symmetric for scheme in schemes):
-        raise SchemeError(
-            "experts with zero points load neither in transformers nor in vLLM: set weights.symmetric=true, "
-            "or format=dense"
-        )
-    if schemes and not loads:
-        return (
-            f"transformers does not load compressed experts of {family}, whoever wrote them; quantkit's own LLM does; "
-            "for transformers set format=dense",
-        )
-    if any(scheme.activation is not None and scheme.weight.dtype.kind == "int" for scheme in schemes):
-        return (
-            "transformers does not load INT8 experts with INT8 activations, having no rule that joins them; quantkit's "
-            "own LLM and vLLM do; for transformers take rtn-int8 or fp8-dynamic",
-        )
-    weights = {scheme.weight for scheme in schemes}
-    if any(weight.dtype.name == NVFP4.name for weight in weights):
-        return ("transformers decodes NVFP4 experts without their global scale, to other numbers; vLLM does not",)
-    if any(weight.dtype.kind == "float" and weight.dtype.bits == 8 and weight.group_size for weight in weights):
-        return ("transformers does not decode FP8 experts with scales of blocks or groups; engines such as vLLM do",)
+def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...]:
+    """What transformers makes of experts, where it is not what it makes of other linears."""
+    kinds = [[StoredLinear(scheme=scheme, expert=expert) for scheme in schemes] for expert in (True, False)]
+    experts, others = (
+        judge("transformers", StoredModel(format=NAME, linears=tuple(linears), compressed_experts=loads), CPU)
+        for linears in kinds
+    )
+    if experts.reason != others.reason:
+        return (f"{experts.engine} {experts.release}: {experts.reason}; quantkit's own LLM reads them",)
     if len(schemes) > 1:
         return ("transformers decodes all experts by one scheme, and these have several; vLLM does not",)
-    if any(scheme.activation is not None and scheme.activation.is_calibrated for scheme in schemes):
-        return ("transformers drops the input scales of experts, whose activations it leaves as they are",)
     return ()

@@ -22,6 +22,7 @@ class Device:
         bandwidth: bytes per second.
         peaks: operations per second by number type, without sparsity; a type that is missing has no units.
         source: where the figures are from.
+        capability: compute capability of an NVIDIA GPU times ten; None = not known, or another maker's.
     """
 
     name: str
@@ -30,15 +31,36 @@ class Device:
     bandwidth: float
     peaks: dict[str, float]
     source: str
+    capability: int | None = None
 
     def peak(self, compute: str) -> float:
         """Operations per second in a number type; in 16 bits where it has no units for it."""
         return self.peaks.get(compute, self.peaks["bf16"])
 
 
+# Of NVIDIA's documentation, "CUDA GPUs".
+_CAPABILITIES = {
+    100: ("b200",),
+    120: ("5090",),
+    90: ("h200", "gh200", "h100", "h100-nvl", "h100-pcie", "h20"),
+    89: ("l40s", "l4", "4090", "4080"),
+    86: ("a10", "a6000", "3090"),
+    80: ("a100", "a100-pcie", "a100-40gb"),
+    75: ("t4",),
+    70: ("v100",),
+}
+
+
 def _device(name: str, title: str, mib: int, gb_per_s: float, source: str, **teraflops: float) -> Device:
-    peaks = {key: value * TFLOP for key, value in teraflops.items()}
-    return Device(name=name, title=title, memory_bytes=mib * MIB, bandwidth=gb_per_s * GB, peaks=peaks, source=source)
+    return Device(
+        name=name,
+        title=title,
+        memory_bytes=mib * MIB,
+        bandwidth=gb_per_s * GB,
+        peaks={key: value * TFLOP for key, value in teraflops.items()},
+        source=source,
+        capability=next((capability for capability, names in _CAPABILITIES.items() if name in names), None),
+    )
 
 
 _B200, _RTX_50 = "NVIDIA HGX B200 data sheet", "NVIDIA RTX Blackwell white paper"

@@ -99,5 +99,5 @@ def _recipe(recipe: RecipePlan, plan: Estimate) -> dict[str, Any]:
         "calibration_samples": recipe.samples,
         "calibration_tokens": recipe.num_tokens,
         "compression_bytes": plan.compression,
-        "loaders": [asdict(reading) for reading in plan.readings],
+        "engines": [reading.to_dict() for reading in plan.readings],
     }

@@ -7,15 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quantkit.engines import find_engine, judge, judge_all
 from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.planning import memory, weights
 from quantkit.planning.devices import Device
 from quantkit.planning.limits import STEP_TOKENS, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
-from quantkit.planning.loaders import LoaderAnswer, loaders
 from quantkit.planning.recipes import RecipePlan, plan_recipe
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.source import from_model, from_parameters, from_shape_file
+from quantkit.results import EngineReading
 
 DEFAULT_CONTEXT = 4096
 HEADS = {"int8": weights.INT8_WEIGHTS, "int4": weights.INT4_WEIGHTS}
@@ -60,6 +61,7 @@ class Estimate:
         schemes, forms: number types of weights and caches that are compared.
         device: None = none was named.
         recipe: None = none was named.
+        engine: which is to read the result; None = what each does.
     """
 
     shape: ModelShape
@@ -70,6 +72,7 @@ class Estimate:
     forms: tuple[KVForm, ...]
     device: Device | None
     recipe: RecipePlan | None
+    engine: str | None = None
 
     @cached_property
     def weights(self) -> tuple[WeightRow, ...]:
@@ -129,9 +132,12 @@ class Estimate:
         return None if recipe is None else memory.compression_bytes(self.shape, recipe.num_tokens, recipe.steps)
 
     @property
-    def readings(self) -> list[LoaderAnswer]:
-        """Who reads the result of the recipe."""
-        return [] if self.recipe is None else loaders(self.shape, self.recipe.forms, self.recipe.format)
+    def readings(self) -> list[EngineReading]:
+        """Who reads the result of the recipe, on the device where one is named."""
+        if self.recipe is None:
+            return []
+        stored, capability = self.recipe.stored, None if self.device is None else self.device.capability
+        return judge_all(stored, capability) if self.engine is None else [judge(self.engine, stored, capability)]
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -166,6 +172,7 @@ def estimate(
     prompt: int | None = None,
     kv_cache: str | None = None,
     head: str | None = None,
+    engine: str | None = None,
 ) -> Estimate:
     """What compressing and running a model would take, before anything is spent.
 
@@ -181,11 +188,16 @@ def estimate(
         prompt: tokens of the prompt; None = the context.
         kv_cache: form of the cache; None = compare them.
         head: "int8" or "int4" quantizes the output head when it is loaded.
+        engine: which is to read what the recipe makes; None = say of each.
     Returns:
         the plan; every figure is computed.
     Raises:
         InputError: the model, recipe or an option cannot be used.
     """
+    if engine is not None:
+        find_engine(engine)
+        if recipe is None:
+            raise RecipeError("--engine asks who reads what a recipe makes; give --recipe too")
     shape = find_shape(model, shape_file, params)
     length = context or min(DEFAULT_CONTEXT, shape.max_length or DEFAULT_CONTEXT)
     head_form = _head(head, shape)
@@ -199,6 +211,7 @@ def estimate(
         forms=tuple(_forms(shape, kv_cache, shape.cache if plan is None else plan.cache)),
         device=device,
         recipe=plan,
+        engine=engine,
     )
 
 

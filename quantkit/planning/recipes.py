@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.compress.algorithms.base import Step
+from quantkit.engines import StoredModel
 from quantkit.errors import InputError
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.families import UNKNOWN
@@ -31,6 +32,7 @@ class RecipePlan:
         steps: in running order.
         conflicts: why it cannot be done, one line each; the first is what an error says.
         cache: what it makes of the KV cache, outliers aside; None = nothing.
+        stored: what the checkpoint will hold, for engines.
     """
 
     name: str
@@ -42,6 +44,7 @@ class RecipePlan:
     steps: tuple[Step, ...]
     conflicts: tuple[str, ...]
     cache: KVForm | None = None
+    stored: StoredModel
 
 
 def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) -> RecipePlan:
@@ -52,7 +55,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """
-    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts, fit
+    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts, fit, stored_model
 
     layers, family = [], shape.family or UNKNOWN
     for index, layer in enumerate(shape.layers):
@@ -83,6 +86,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         steps=tuple(recipe.steps.values()),
         conflicts=tuple(map(str, conflicts(recipe, layers, assigned, unlisted))),
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
+        stored=stored_model(recipe, family, layers, assigned, shape.hidden_size),
     )
 
 

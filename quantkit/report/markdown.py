@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from quantkit.report import speed_tables, tables
+from quantkit.report.engine_table import engine_table
 from quantkit.report.table import Table
 from quantkit.report.words import gate_lines, headline
 from quantkit.results import Report
@@ -62,6 +63,7 @@ def render_markdown(report: Report) -> str:
         markdown_table(tables.making_table(report)),
         "## How to load it",
         *_loading(report),
+        _readers(report),
         "## License",
         f"{plain(known)}, as the original."
         if known
@@ -124,6 +126,12 @@ def _loading(report: Report) -> list[str]:
         f"{title}:\n\n```{language}\n{code}\n```" for title, language, code in (LOADERS[engine] for engine in engines)
     ]
     return [block.format(path=path, needs=needs) for block in blocks]
+
+
+def _readers(report: Report) -> str:
+    """Which engines read it, the caches that they ignore included."""
+    table = engine_table("engine", report.model.engines)
+    return f"### Who reads it\n\n{markdown_table(table)}" if table else ""
 
 
 def _format(name: str) -> Format | None:

@@ -21,6 +21,7 @@ from quantkit.results.compression import ModuleSummary as ModuleSummary
 from quantkit.results.compression import TowerRecord as TowerRecord
 from quantkit.results.compression import describe_caches as describe_caches
 from quantkit.results.compression import describe_experts as describe_experts
+from quantkit.results.engines import EngineReading as EngineReading
 from quantkit.results.evaluation import EvaluationResult as EvaluationResult
 from quantkit.results.evaluation import FidelityResult as FidelityResult
 from quantkit.results.evaluation import PerplexityResult as PerplexityResult

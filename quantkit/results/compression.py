@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.results._record import SCHEMA_VERSION, Record
+from quantkit.results.engines import EngineReading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +245,7 @@ class CheckpointSummary(Record):
         recipe: from quantkit.json, if it is there.
         layers: per-layer errors from quantkit.json, if it is there.
         tower: what became of vision and audio towers, likewise.
+        engines: who reads it.
     """
 
     path: str
@@ -256,6 +258,7 @@ class CheckpointSummary(Record):
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = field(default=())
     tower: TowerRecord | None = None
+    engines: tuple[EngineReading, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
 

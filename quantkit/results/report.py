@@ -7,6 +7,7 @@ from typing import Any, Literal
 from quantkit.results._record import SCHEMA_VERSION, Record
 from quantkit.results.benchmark import BenchmarkResult, BenchmarkRun, Diagnosis
 from quantkit.results.compression import CompressionResult
+from quantkit.results.engines import EngineReading
 from quantkit.results.evaluation import EvaluationResult, FidelityResult, SensitivityMap
 
 Verdict = Literal["better", "worse", "no difference seen", "noise"]
@@ -91,6 +92,7 @@ class ModelFacts(Record):
         scheme: short form, e.g. "int4 g128".
         hub_id: of the model on the Hugging Face hub; None for a local one.
         license: as the source's model card says; None when unknown.
+        engines: who reads it.
     """
 
     name: str
@@ -103,6 +105,7 @@ class ModelFacts(Record):
     scheme: str = ""
     hub_id: str | None = None
     license: str | None = None
+    engines: tuple[EngineReading, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

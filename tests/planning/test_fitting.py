@@ -1,4 +1,4 @@
-"""What fits, floors, devices, conflicts, loaders and units."""
+"""What fits, floors, devices, conflicts, engines and units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from quantkit.errors import InputError, ModelError, RecipeError
 from quantkit.models.cache import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
 from quantkit.planning.limits import RESERVE, decode_floor, device_fit
-from quantkit.planning.loaders import LOADERS, loaders
 from quantkit.planning.memory import (
     everywhere,
     kv_allocated_bytes,
@@ -24,7 +23,7 @@ from quantkit.planning.memory import (
 )
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import KEYS, from_parameters, from_shape_file
-from quantkit.planning.weights import BF16_WEIGHTS, INT3_WEIGHTS, INT4_WEIGHTS, WeightForm
+from quantkit.planning.weights import BF16_WEIGHTS, INT4_WEIGHTS
 from quantkit.quantities import (
     parse_bytes,
     parse_flops,
@@ -230,25 +229,29 @@ def test_formats_take_different_bytes():
     assert sizes["dense"] == planned_weight_bytes(LLAMA, STORED).disk_bytes
 
 
-def answers(forms, name="compressed-tensors", shape=LLAMA):
-    return {reading.name: reading.reads for reading in loaders(shape, forms, name)}
+def answers(tmp_path, recipe, device=None, model="llama-3.1-8b", **options):
+    """How each engine reads what a recipe makes of a model."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODELS[model]))
+    planned = estimate(shape_file=path, recipe=recipe, device=device and find_device(device), **options)
+    return {reading.engine: reading.reads for reading in planned.readings}
 
 
-def test_who_reads_what():
-    yes, no = True, False
-    assert answers([INT4_WEIGHTS]) == dict(zip(LOADERS, (yes, yes, yes, no, no), strict=True))
-    fp8 = WeightForm(name="fp8 channel, activations fp8 per token", bits=8, compute="fp8")
-    assert answers([fp8]) == dict(zip(LOADERS, (yes, yes, yes, no, yes), strict=True))
-    assert answers([INT3_WEIGHTS]) == dict(zip(LOADERS, (no, no, yes, no, no), strict=True))
-    assert answers([INT4_WEIGHTS], "gguf") == dict(zip(LOADERS, (yes, yes, yes, yes, no), strict=True))
-    assert all(answers([INT4_WEIGHTS], "dense").values())
-    asym = WeightForm(name="int4 g128 asym", bits=4, group_size=128, symmetric=False, layout="gptq-v2")
-    assert not answers([asym], "gptq-v2")["vLLM"]
-    assert answers([asym], "awq")["vLLM"]
-    odd = WeightForm(name="int4 g96", bits=4, group_size=96)
-    reasons = {reading.name: reading.reason for reading in loaders(LLAMA, [odd], "compressed-tensors")}
-    assert reasons["vLLM"].startswith("no kernel for groups of 96")
-    assert not answers([INT4_WEIGHTS], shape=shape_of("gpt-oss-20b"))["SGLang"]
+def test_who_reads_a_recipe_on_a_device(tmp_path):
+    assert answers(tmp_path, "rtn-int4", "a100")["vLLM"] == "fast"
+    assert answers(tmp_path, "w4a8-fp8", "h100", engine="vllm") == {"vLLM": "fast"}
+    assert answers(tmp_path, "w4a8-fp8", "4090", engine="vllm") == {"vLLM": "no"}
+    assert answers(tmp_path, "mxfp4", "b200", engine="vllm") == {"vLLM": "wrong"}
+    assert answers(tmp_path, "w8a8-int8", "5090", engine="vllm") == {"vLLM": "no"}
+    asymmetric = ["weights.symmetric=false"]
+    assert answers(tmp_path, "rtn-int8", "l40s", overrides=["weights.group_size=128", *asymmetric])["SGLang"] == "no"
+    assert answers(tmp_path, "rtn-int4", "h100", overrides=["format=gguf", "weights.group_size=32"])["vLLM"] == "no"
+    # Dense layers of odd sizes are padded, so those of gpt-oss (2880) do not stand in the way.
+    assert answers(tmp_path, "rtn-int4", "h100", "gpt-oss-20b", overrides=["weights.group_size=32"])["vLLM"] == "slow"
+    with pytest.raises(InputError, match="unknown engine 'trt'"):
+        answers(tmp_path, "rtn-int4", engine="trt")
+    with pytest.raises(RecipeError, match="--engine asks who reads what a recipe makes; give --recipe too"):
+        estimate(engine="vllm")
 
 
 def test_a_shape_file_is_a_config_in_yaml(tmp_path):

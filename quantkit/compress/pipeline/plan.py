@@ -20,7 +20,7 @@ from quantkit.compress.pipeline.kept import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.loading import Unloadable
 from quantkit.compress.recipe import Recipe
-from quantkit.compress.recipe.assignment import LayerLinears, Schemes, fit
+from quantkit.compress.recipe.assignment import LayerLinears, Reader, Schemes, fit
 from quantkit.dense_source import open_dense
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError
@@ -88,7 +88,9 @@ class Plan:
         return [name for name in self.reader.names if not name.startswith(prefixes) and name not in towers]
 
 
-def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
+def build_plan(
+    model: str | None, recipe: Recipe, output: str | Path | None, device: str, engine: str | None = None
+) -> Plan:
     """Check model, recipe and format against each other.
 
     Args:
@@ -96,19 +98,15 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         recipe: what to do.
         output: directory; None = `<model>-<recipe>` in the current one.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
+        engine: that is to read the result; None = nobody in particular.
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
     """
     source = open_dense(resolve(model))
     name = "demo" if model is None else model
-    short = name if model is None or not Path(model).is_dir() else source.path.resolve().name
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
-    if discovery is not None and discovery.obstacle and recipe.calibration is not None:
-        raise ModelError(
-            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; "
-            "take a recipe without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
-        )
+    _check_calibration(source, discovery, recipe)
     reader = _open(source, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
@@ -120,7 +118,11 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         family, parts = skeleton.family, [*parts, *_tower_linears(skeleton, reader)]
     format_ = FORMATS.load(recipe.format)
     leave = None if discovery is None else _Unloadable(reader, skeleton, family, format_, parts)
-    recipe, assigned, warnings = fit(recipe, family, parts, lambda n: reader.stored_scheme(f"{n}.weight"), leave)
+    wanted, codes = (
+        Reader(engine=engine, hidden_size=skeleton.hidden_size),
+        lambda n: reader.stored_scheme(f"{n}.weight"),
+    )
+    recipe, assigned, warnings = fit(recipe, family, parts, codes, leave, reader=wanted)
     if leave is not None:
         family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
     layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
@@ -129,9 +131,6 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     inside = [f"{part.name}." for part in parts if not part.beside]
     kept = check_kept(recipe, reader, format_, {n: s for n, s in linears.items() if n.startswith(tuple(inside))})
     warnings = (*warnings, *reader.notes, *kept)
-    target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
-    check_apart(target, reader.path)
-    metadata_files(reader.path)  # what cannot be carried is said before hours of work
     return Plan(
         model=name,
         reader=reader,
@@ -145,7 +144,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
         ignored=_all_ignored(skeleton, parts, assigned),
         source_dtype=dtype,
-        output=target,
+        output=_target(name, source, recipe, output),
         discovery=discovery,
     )
 
@@ -199,6 +198,23 @@ class _Unloadable:
             for part, schemes in layers
         ]
         return kept, tuple(notes)
+
+
+def _check_calibration(source: CheckpointReader, discovery: Discovery | None, recipe: Recipe) -> None:
+    if discovery is not None and discovery.obstacle and recipe.calibration is not None:
+        raise ModelError(
+            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; "
+            "take a recipe without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
+        )
+
+
+def _target(name: str, source: CheckpointReader, recipe: Recipe, output: str | Path | None) -> Path:
+    """Where the checkpoint goes; it and what must be carried there are checked before hours of work."""
+    short = source.path.resolve().name if Path(name).is_dir() else Path(name).name
+    target = Path(output) if output else Path(f"{short}-{recipe.name}")
+    check_apart(target, source.path)
+    metadata_files(source.path)
+    return target
 
 
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:

@@ -53,6 +53,7 @@ def quantize(
     activations: Mode = "ram",
     resume: bool = True,
     overwrite: bool = False,
+    engine: str | None = None,
     listener: Listener = SILENT,
 ) -> CompressionResult:
     """Compress a model layer by layer and write a checkpoint.
@@ -66,6 +67,7 @@ def quantize(
         activations: keep hidden states in memory or on disk.
         resume: go on where an interrupted run stopped; False starts over.
         overwrite: replace an existing output.
+        engine: that is to read the result, by its name in `quantkit.engines`: what it cannot read is refused first.
         listener: told what happens.
     Raises:
         InputError: model, recipe, data or output cannot be used.
@@ -76,7 +78,7 @@ def quantize(
         _compress, activations=activations, resume=resume, listener=listener, started=time.perf_counter()
     )
     if not FORMATS.load(recipe.format).suffix:
-        return compress(build_plan(model, recipe, output, device), overwrite=overwrite)
+        return compress(build_plan(model, recipe, output, device, engine), overwrite=overwrite)
     # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
     check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
     folder = resolve(model)
@@ -88,7 +90,7 @@ def quantize(
         # What a file cannot hold is refused before hours of work.
         check_model(open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
-        result = compress(build_plan(model, recipe, codes, device), overwrite=True)
+        result = compress(build_plan(model, recipe, codes, device, engine), overwrite=True)
         written = convert(codes, recipe.format, whole, overwrite=True)
         stage.promote(whole)
     return replace(result, output=str(file), output_bytes=written.output_bytes)

@@ -3,17 +3,20 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.recipe.load import Recipe, settled
+from quantkit.engines import StoredLinear, StoredModel, judge
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.models.family import Family
-from quantkit.models.linear_sets import LinearSet, fused_conflicts
+from quantkit.models.linear_sets import LinearSet, find_expert, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.two_levels import has_two_levels
+from quantkit.results import EngineReading
 
 Schemes = dict[str, LinearScheme | None]
 """Of the linears of a layer by relative name; None = ignored."""
@@ -83,42 +86,90 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
     return asked
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reader:
+    """Who is to read the result.
+
+    Args:
+        engine: its name; None = transformers where a recipe leaves something open, and nobody in particular.
+        hidden_size: of the model, which kernels of experts mind; None = not known.
+    """
+
+    engine: str | None = None
+    hidden_size: int | None = None
+
+
 def fit(
     recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None = None,
-    *, unlisted: bool = False,
+    *, unlisted: bool = False, reader: Reader = Reader(),
 ) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:  # fmt: skip
     """A recipe on a model, checked.
 
     Args:
-        recipe: with `symmetric: auto`, weights have zero points if format and loaders take them for this model.
+        recipe: with `symmetric: auto`, weights have zero points if format and reader take them for this model.
         family: of the model.
         layers: of it.
         stored: see `assign`.
         leave: takes schemes away from linears that loaders could not read, and says so; None = there are none.
         unlisted: see `conflicts`.
+        reader: who is to read the result.
     Returns:
         the recipe with nothing left open, the schemes of each layer, and warnings, one sentence each.
     Raises:
         InputError: the first reason why it cannot be used.
     """
+    recipe, assigned, warnings = _settle(recipe, family, layers, stored, leave, unlisted, reader)
+    if reader.engine is None:
+        return recipe, assigned, warnings
+    reading = _reading(recipe, family, layers, assigned, reader)
+    text = (
+        f"{reading.engine} {reading.release}: {', '.join(filter(None, (reading.reads, reading.reason, reading.cache)))}"
+    )
+    if not reading.is_right:
+        raise SchemeError(f"recipe {recipe.name!r} makes what is not for {text}")
+    return recipe, assigned, (text, *warnings)
+
+
+def _settle(
+    recipe: Recipe,
+    family: Family,
+    layers: Sequence[LayerLinears],
+    stored: Stored,
+    leave: Leave | None,
+    unlisted: bool,
+    reader: Reader,
+) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+    """`fit`, whoever reads it: with zero points where they are left open and nothing speaks against them."""
     first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
     if first is recipe:
         return recipe, *_checked(recipe, family, layers, stored, leave, unlisted)
     try:
         assigned, warnings = _checked(first, family, layers, stored, leave, unlisted)
+        reading = _reading(first, family, layers, assigned, reader)
         reason = "fewer of them would be loaded with zero points"
     except InputError as error:
-        assigned, warnings, reason = [], (), str(error).partition(": set ")[0]
+        assigned, warnings, reason, reading = [], (), str(error).partition(": set ")[0], None
         failure = error
-    if assigned and _count(assigned) == _count(assign(first, layers, stored)):
+    if reading is not None and not reading.is_right:
+        reason = f"{reading.engine} {reading.release}: {reading.reason.partition('; ')[0]}"
+    elif assigned and _count(assigned) == _count(assign(first, layers, stored)):
         return first, assigned, warnings
     with suppress(InputError):
         again, others = _checked(other, family, layers, stored, leave, unlisted)
-        if _count(again) > _count(assigned):
+        read = reading is not None and _reading(other, family, layers, again, reader).is_right > reading.is_right
+        if _count(again) > _count(assigned) or read:
             return other, again, (f"symmetric: auto gives these weights no zero points: {reason}", *others)
     if not assigned:
         raise failure
-    return first, *_checked(first, family, layers, stored, leave, unlisted)
+    return first, *_checked(first, family, layers, stored, leave, unlisted)  # `leave` goes by what it saw last
+
+
+def _reading(
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], reader: Reader
+) -> EngineReading:
+    """What the reader makes of it, transformers where nobody is named."""
+    model = stored_model(recipe, family, layers, assigned, reader.hidden_size)
+    return judge(reader.engine or "transformers", model)
 
 
 def _count(assigned: Sequence[Schemes]) -> int:
@@ -143,6 +194,40 @@ def _checked(
     # For its refusals: schemes that fit alone may not go together.
     format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
     return assigned, (*format_.check_model(family, [of for layer, of in parts if not layer.beside]), *notes)
+
+
+def stored_model(
+    recipe: Recipe,
+    family: Family,
+    layers: Sequence[LayerLinears],
+    assigned: Sequence[Schemes],
+    hidden_size: int | None,
+) -> StoredModel:
+    """What the checkpoint will hold, for those who ask which engine reads it.
+
+    Args:
+        recipe: the recipe.
+        family: of the model.
+        layers, assigned: its linears and their schemes.
+        hidden_size: of the model.
+    """
+    format_, goal = FORMATS.load(recipe.format), recipe.kv_cache
+    kinds = dict.fromkeys(
+        StoredLinear(scheme=scheme, shape=layer.shapes[name], expert=find_expert(name) is not None)
+        for layer, schemes in zip(layers, assigned, strict=True)
+        for name, scheme in schemes.items()
+        if scheme is not None
+    )
+    quantized_cache = goal is not None and goal.scheme.is_quantized
+    fixed = goal is not None and goal.has_fixed_scales and format_.holds_cache_scales
+    return StoredModel(
+        format=recipe.format,
+        linears=tuple(kinds) if format_.keeps_codes else (),
+        cache="fp8" if fixed else "own" if quantized_cache else "",
+        hidden_size=hidden_size,
+        group_order=format_.holds_group_index and reorders_groups(recipe.steps.values()),
+        compressed_experts=family.compressed_experts,
+    )
 
 
 def conflicts(

@@ -30,7 +30,7 @@ def model_facts(path: Path, name: str) -> ModelFacts:
     # The scheme is named after the largest kind of linear; embedding and head may be stored otherwise.
     linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
     largest = max(linears, key=lambda row: row.num_parameters, default=None)
-    alike = ("format", "num_parameters", "num_bytes", "bits_per_weight", "architecture")
+    alike = ("format", "num_parameters", "num_bytes", "bits_per_weight", "architecture", "engines")
     return ModelFacts(
         name=name,
         path=str(path),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from quantkit.engines.base import CAPABILITIES, Engine, Reads, Rule, StoredLinear, StoredModel, Verdict
-from quantkit.errors import InputError
+from quantkit.engines.base import CAPABILITIES, Engine, Reads, Rule, StoredLinear, StoredModel
 from quantkit.registry import Registry
+from quantkit.results import EngineReading
 
 REGISTRY = Registry(package="quantkit.engines", attribute="ENGINE", noun="engine")
-_ORDER = list(Reads)
+_ORDER = [str(reads) for reads in Reads]
 _UNKNOWN = Rule(reads=Reads.NO, reason="nothing is known of {linear} in format {format} there", source="")
 
 
@@ -24,7 +24,7 @@ def find_engine(name: str) -> Engine:
     return engine
 
 
-def judge(name: str, model: StoredModel, capability: int | None = None) -> Verdict:
+def judge(name: str, model: StoredModel, capability: int | None = None) -> EngineReading:
     """How an engine takes a checkpoint.
 
     Args:
@@ -39,27 +39,30 @@ def judge(name: str, model: StoredModel, capability: int | None = None) -> Verdi
     if capability is not None:
         return _judge_on(engine, model, capability)
     by_device = [(device, _judge_on(engine, model, device)) for device in CAPABILITIES]
-    runs = [list(run) for _, run in itertools.groupby(by_device, key=lambda pair: (pair[1].reads, pair[1].reason))]
-    best = min((run[0][1] for run in runs), key=lambda verdict: _ORDER.index(verdict.reads))
-    if len(runs) == 1:
+    best = min((reading for _, reading in reversed(by_device)), key=lambda reading: _ORDER.index(reading.reads))
+    if best.reads == Reads.NO:
         return best
-    reasons = [f"{_span(run[0][0], run[-1][0])}: {run[0][1].reads}, {run[0][1].reason}" for run in runs]
-    return replace(best, reason="; ".join(reasons))
+    known = itertools.dropwhile(lambda pair: pair[1].reads == Reads.NO, by_device)  # old devices go without saying
+    runs = [list(run) for _, run in itertools.groupby(known, key=lambda pair: (pair[1].reads, pair[1].reason))]
+    if len(runs) == 1 and len(runs[0]) == len(by_device):
+        return best
+    return replace(best, reason="; ".join(_on_devices(run, best.reads) for run in runs))
 
 
-def judge_all(model: StoredModel, capability: int | None = None) -> list[Verdict]:
+def judge_all(model: StoredModel, capability: int | None = None) -> list[EngineReading]:
     """What `judge` says of every engine."""
     return [judge(name, model, capability) for name in REGISTRY.names()]
 
 
-def _judge_on(engine: Engine, model: StoredModel, capability: int) -> Verdict:
+def _judge_on(engine: Engine, model: StoredModel, capability: int) -> EngineReading:
     rules = [(linear, _rule_of(engine, linear, model, capability)) for linear in model.linears]
-    linear, rule = max(rules, key=lambda pair: _ORDER.index(pair[1].reads), default=(None, engine.ordinary))
+    whole = next((rule for rule in engine.rules if rule.is_about_format(model.format)), engine.ordinary)
+    linear, rule = max(rules, key=lambda pair: _ORDER.index(pair[1].reads), default=(None, whole))
     values = {"linear": "" if linear is None else linear.describe(), "format": model.format}
-    return Verdict(
+    return EngineReading(
         engine=engine.title,
         release=engine.release,
-        reads=rule.reads,
+        reads=str(rule.reads),
         reason=rule.reason.format(**values),
         source=rule.source,
         cache=engine.caches.get(model.cache, ""),
@@ -70,8 +73,12 @@ def _rule_of(engine: Engine, linear: StoredLinear, model: StoredModel, capabilit
     return next((rule for rule in engine.rules if rule.applies(linear, model, capability)), _UNKNOWN)
 
 
-def _span(low: int, high: int) -> str:
-    first, last = f"{low / 10:.1f}", f"{high / 10:.1f}"
-    if high == CAPABILITIES[-1]:
-        return f"from {first} on"
-    return first if low == high else f"{first} to {last}"
+def _on_devices(run: list[tuple[int, EngineReading]], usual: str) -> str:
+    """`9.0: Marlin kernels`: what is said of neighbouring compute capabilities, and how they take it if unusual."""
+    first, last = f"{run[0][0] / 10:.1f}", f"{run[-1][0] / 10:.1f}"
+    reading = run[0][1]
+    span = first if first == last else f"{first} to {last}"
+    if run[-1][0] == CAPABILITIES[-1]:
+        span = f"from {first} on"
+    how = "" if reading.reads == usual else f"{reading.reads}, "
+    return f"{span}: {how}{reading.reason}"
