@@ -184,3 +184,17 @@ def test_a_hanging_expression_of_a_config_ends_inspect(tmp_path):
     (output / "config.json").write_text(json.dumps(config))
     code, _, error = forked.Command("inspect", output).finish()
     assert (code, "takes too long to match" in " ".join(error.split())) == (4, True), error
+
+
+def test_it_says_who_reads_it_and_who_ignores_its_cache(tmp_path):
+    schemes = {
+        f"model.layers.0.{name}": LinearScheme(weight=WeightScheme(dtype=INT4, group_size=32)) for name in LINEARS
+    }
+    folder = quantized(tmp_path, schemes)
+    config = json.loads((folder / "config.json").read_text())
+    plain = {reading.engine: reading for reading in inspect(folder).engines}
+    assert (plain["vLLM"].reads, plain["llama.cpp"].reads, plain["vLLM"].cache) == ("fast", "no", "")
+    assert plain["SGLang"].reads == "no" and "64 x 128" in plain["SGLang"].reason  # a matrix of 16 x 64
+    (folder / "config.json").write_text(json.dumps({**config, "quantkit_kv_cache": {"version": 1}}))
+    own = {reading.engine: reading for reading in inspect(folder).engines}
+    assert "quantkit_kv_cache) is ignored without a word: 16-bit keys and values" in own["vLLM"].cache

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.numerics.dtype import DType
-from quantkit.numerics.scales import global_scale, round_scale, storable_scale
+from quantkit.numerics.scales import global_scale, round_scale, row_scales, storable_scale
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -160,7 +160,13 @@ def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
     if grid.tensor_largest is not None and grid.scheme.block_rows is None:
         # One scale for the tensor covers every weight that shares it, not only this one.
         low, high = -grid.tensor_largest.expand_as(low), grid.tensor_largest.expand_as(high)
-    return range_parameters(low, high, grid)
+    ranges = range_parameters(low, high, grid)
+    return ranges._replace(scale=on_rows(ranges.scale, grid))
+
+
+def on_rows(scale: Tensor, grid: WeightGrid) -> Tensor:
+    """Scales (N, G) float32 as the rows of a grid have them: themselves, unless kernels store them in fewer bits."""
+    return row_scales(scale, grid.scale_dtype) if grid.scheme.row_scales else scale
 
 
 def range_fractions(dtype: DType) -> tuple[float, ...]:
@@ -209,7 +215,7 @@ def search_parameters(
     step = max(1, _SEARCH_CHUNK // width // scheme.block_rows) * scheme.block_rows  # whole blocks share their scales
     parts = [_search_rows(weight[row : row + step].float(), grid, importance, gram) for row in range(0, num_rows, step)]
     zeros = [zero for _, zero in parts if zero is not None]
-    return Ranges(torch.cat([scale for scale, _ in parts]), torch.cat(zeros) if zeros else None)
+    return Ranges(on_rows(torch.cat([scale for scale, _ in parts]), grid), torch.cat(zeros) if zeros else None)
 
 
 def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram: Tensor | None) -> Ranges:
@@ -232,7 +238,8 @@ def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram
 
 def _signs(scheme: WeightScheme) -> tuple[float, ...]:
     """Signs of a scale worth trying; with 8 bits one code more or less on a side is not worth the time."""
-    return (1.0, -1.0) if scheme.symmetric and scheme.dtype.kind == "int" and scheme.dtype.bits < 8 else (1.0,)
+    both = scheme.symmetric and scheme.signed_scales and scheme.dtype.kind == "int" and scheme.dtype.bits < 8
+    return (1.0, -1.0) if both else (1.0,)
 
 
 def _group_errors(

@@ -15,6 +15,8 @@ from quantkit.numerics.dtype import DType
 
 _E4M3_MAXIMUM = 448.0
 _E4M3_FLOOR = 0.125  # what compressed-tensors puts in place of a scale that rounds to zero
+_E4M3_TINY = 2.0**-9
+_LEAST_ROW_SCALE = 1 / (_E4M3_MAXIMUM * 512)  # what such kernels divide rows of tiny scales by
 _EXPONENTS = (-127, 127)
 # A mantissa from 1.75 on is carried to the next power of two by adding a quarter of it.
 _CARRY, _EXPONENT_BITS = 1 << 21, 0x7F800000
@@ -79,6 +81,29 @@ def two_level_scale(scale: Tensor, outer: Tensor) -> Tensor:
     # Larger activations than calibration has seen ask for more than 448, where not every version of torch saturates.
     local = (scale * outer).clamp_max(_E4M3_MAXIMUM).to(torch.float8_e4m3fn).float()
     return torch.where(local == 0, _E4M3_FLOOR, local) / outer
+
+
+def row_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest scales that stay what they are where a kernel keeps them as e4m3 under one float32 number per row.
+
+    Such a kernel (vLLM's W4A8) divides a row by its largest magnitude over 448 and keeps an eighth of the quotients,
+    with room for codes times scales. So the largest is 448 times a number of 4 significant bits, and the others are
+    e4m3 multiples of eight times that number: products of 8 bits, which bfloat16 holds.
+
+    Args:
+        scale: (N, G) float32, of either sign, never zero.
+        dtype: in which scales are stored.
+    Returns:
+        as `scale`, values that `dtype` holds.
+    Source: vLLM 0.32 `layers/quantization/utils/quant_utils.py` (convert_bf16_scales_to_fp8), `input_quant_fp8.py`.
+    """
+    largest = scale.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(largest / _E4M3_MAXIMUM)
+    outer = torch.ldexp((mantissa * 16).round() / 16, exponent).clamp_min(_LEAST_ROW_SCALE)
+    top = _E4M3_MAXIMUM / 8
+    local = (scale.abs() / (8 * outer)).clamp_max(top).to(torch.float8_e4m3fn).float().clamp_min(_E4M3_TINY)
+    local = torch.where((scale.abs() == largest) & (outer > _LEAST_ROW_SCALE), top, local)
+    return (local * 8 * outer).copysign(scale).to(dtype).float()
 
 
 def power_of_two_scale(largest: Tensor, dtype: DType) -> Tensor:

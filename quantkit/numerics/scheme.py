@@ -18,12 +18,17 @@ class WeightScheme:
         group_size: inputs that share one scale; None = all of a row.
         symmetric: no zero point is stored; always so for float types.
         block_rows: outputs that share their scales; 1 = each has its own, None = all, one scale for the tensor.
+        signed_scales: whether scales of symmetric integers may be negative. This and the next say how numbers are
+            chosen and not how they are stored, so schemes that differ in them are equal.
+        row_scales: "e4m3": a row's scales are such that kernels which keep them as 8-bit floats lose nothing.
     """
 
     dtype: DType
     group_size: int | None = None
     symmetric: bool = True
     block_rows: int | None = 1
+    signed_scales: bool = field(default=True, compare=False)
+    row_scales: Literal["", "e4m3"] = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 1:

@@ -17,7 +17,7 @@ from quantkit.report.files import SIGNS, _alone, write_report
 from quantkit.report.json import dumps, read_report
 from quantkit.report.junit import render_junit
 from quantkit.report.markdown import render_markdown
-from quantkit.results import ModelFacts, Report
+from quantkit.results import EngineReading, ModelFacts, Report
 from tests.report.make_schema import SCHEMA, schema
 from tests.report.synthetic import make_report
 
@@ -128,6 +128,16 @@ def test_the_card_says_how_to_load_as_the_format_allows(report, name, there, abs
     text = render_markdown(dataclasses.replace(report, model=dataclasses.replace(report.model, format=name)))
     assert all(word in text for word in there)
     assert not any(word in text for word in absent)
+
+
+def test_the_card_says_who_reads_it_and_who_ignores_its_cache(report):
+    own = "the cache's own entry (quantkit_kv_cache) is ignored without a word: 16-bit keys and values"
+    vllm = EngineReading(engine="vLLM", release="0.32.0", reads="fast", reason="Marlin kernels", source="x", cache=own)
+    other = EngineReading(engine="transformers", release="5.23.0", reads="no", reason="not these experts", source="x")
+    text = render_markdown(dataclasses.replace(report, model=dataclasses.replace(report.model, engines=(vllm, other))))
+    assert f"| vLLM 0.32.0 | fast | Marlin kernels; {own} |" in text
+    assert "| transformers 5.23.0 | no | not these experts |" in text
+    assert "vllm serve" in text and "from_pretrained" not in text
 
 
 def test_the_card_of_a_failed_checkpoint_says_so_and_gives_each_remedy_once(broken_report):

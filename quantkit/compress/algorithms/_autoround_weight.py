@@ -12,7 +12,7 @@ al. 2019, Learned Step Size Quantization (gradient of the scale).
 import torch
 from torch import Tensor
 
-from quantkit.numerics.affine import Ranges, WeightGrid, assemble
+from quantkit.numerics.affine import Ranges, WeightGrid, assemble, on_rows
 from quantkit.numerics.scales import round_scale
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -92,7 +92,9 @@ class TunedWeight:
         """(R, G) scale and zero point as they are stored; a scale keeps the sign that it started with."""
         start = self._start[rows]
         # Rounded as a magnitude, since what underflows becomes a positive epsilon; the sign comes back after it.
-        scale = round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype).copysign_(start)
+        scale = on_rows(round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype), self._grid).copysign_(
+            start
+        )
         if self._start_zero is None:
             return scale, None
         return scale, (self._start_zero[rows] + self.shift[rows]).round_().clamp_(

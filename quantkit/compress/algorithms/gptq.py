@@ -168,7 +168,9 @@ class GptqStep:
         # Fits have one unknown per row and group, which scales shared by rows do not have.
         for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
             ranges = [
-                Ranges(fit_scales(weight, code, old, factor, index, grid.scale_dtype), old.zero_point)
+                Ranges(
+                    affine.on_rows(fit_scales(weight, code, old, factor, index, grid.scale_dtype), grid), old.zero_point
+                )
                 for weight, code, old, grid in zip(weights, codes, ranges, grids, strict=True)
             ]
             codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)

@@ -144,7 +144,7 @@ def build_plan(
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
         ignored=_all_ignored(skeleton, parts, assigned),
         source_dtype=dtype,
-        output=_target(name, source, recipe, output),
+        output=_target(model, source, recipe, output),
         discovery=discovery,
     )
 
@@ -208,9 +208,10 @@ def _check_calibration(source: CheckpointReader, discovery: Discovery | None, re
         )
 
 
-def _target(name: str, source: CheckpointReader, recipe: Recipe, output: str | Path | None) -> Path:
+def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output: str | Path | None) -> Path:
     """Where the checkpoint goes; it and what must be carried there are checked before hours of work."""
-    short = source.path.resolve().name if Path(name).is_dir() else Path(name).name
+    is_folder = model is not None and Path(model).is_dir()
+    short = source.path.resolve().name if is_folder else Path(model or "demo").name
     target = Path(output) if output else Path(f"{short}-{recipe.name}")
     check_apart(target, source.path)
     metadata_files(source.path)

@@ -233,7 +233,13 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
     def linear(weights: dict[str, Any] | None, path: str) -> LinearScheme | None:
         if weights is None:
             return None
-        return LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
+        scheme = LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
+        pair = scheme.weight.dtype.name, None if activation is None else activation.dtype.name
+        # Kernels of this pair keep scales of groups in 8 bits; these are chosen so that nothing of them is lost.
+        weight = (
+            replace(scheme.weight, row_scales="e4m3") if pair == _W4AFP8 and scheme.weight.group_size else scheme.weight
+        )
+        return replace(scheme, weight=weight)
 
     default = linear(source["weights"], "weights")
     rules: list[Rule] = []

@@ -62,6 +62,7 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
             # Zero points wherever there can be any; which model it is decides the rest, see `assignment.fit`.
             symmetric=(dtype.kind == "float" or rows != 1 or size == "tensor") if symmetric == "auto" else symmetric,
             block_rows=None if size == "tensor" else rows,
+            signed_scales=fields.get("signed_scales", True),
         )
 
 

@@ -113,6 +113,7 @@ class WeightsSection(RecipeSection):
     dtype: DTypeName
     group_size: GroupSize = "auto"
     symmetric: Symmetric = True
+    signed_scales: bool = True
 
 
 class WeightChanges(RecipeSection):
@@ -121,6 +122,7 @@ class WeightChanges(RecipeSection):
     dtype: DTypeName | None = None
     group_size: GroupSize | None = None
     symmetric: Symmetric | None = None
+    signed_scales: bool | None = None
 
 
 class ActivationsSection(RecipeSection):

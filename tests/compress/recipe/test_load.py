@@ -135,7 +135,7 @@ MISTAKES = {
     "weight: {dtype: int4}": "unknown key 'weight' (did you mean 'weights'?); there are: name, description, weights",
     "1: 2\nweights: {dtype: int4}": "unknown key 1; there are: name",
     "name: mine": "weights: is required but missing",
-    "weights: int4": "weights: expected a mapping with the keys dtype, group_size, symmetric, found 'int4'",
+    "weights: int4": "weights: expected a mapping with the keys dtype, group_size, symmetric, signed_scales, found 'int4'",
     "weights: {}": "weights.dtype: is required but missing",
     "weights: {dtype: int7}": "weights.dtype: unknown number type 'int7'",
     "weights: {dtype: 4}": "weights.dtype: expected text, found 4",
@@ -357,3 +357,14 @@ def test_changing_the_calibration_of_a_recipe_without_one_does_not_blame_its_fil
     assert said.startswith("recipe 'rtn-int4' looks at no data")
     assert "--samples" in said
     assert message(write(f"{INT4_G32}calibration: {{samples: 8}}\n")).startswith("mine.yaml: calibration has no effect")
+
+
+def test_scales_are_signed_unless_a_recipe_says_no_and_suit_the_kernels_of_int4_with_fp8():
+    def weight(name, *changes):
+        return load(name, changes).scheme.default.weight
+
+    assert weight("rtn-int4").signed_scales and not weight("rtn-int4", "weights.signed_scales=false").signed_scales
+    assert load("rtn-int4", ["weights.signed_scales=false"]).source["weights"]["signed_scales"] is False
+    assert weight("w4a8-fp8").row_scales == "e4m3"
+    assert not weight("w4a8-fp8", "activations.dtype=int8").row_scales
+    assert not weight("gptq-int4").row_scales
