@@ -135,7 +135,7 @@ MISTAKES = {
     "weight: {dtype: int4}": "unknown key 'weight' (did you mean 'weights'?); there are: name, description, weights",
     "1: 2\nweights: {dtype: int4}": "unknown key 1; there are: name",
     "name: mine": "weights: is required but missing",
-    "weights: int4": "weights: expected a mapping with the keys dtype, group_size, symmetric, signed_scales, found 'int4'",
+    "weights: int4": "weights: expected a mapping with the keys dtype, group_size, symmetric, signed_scales",
     "weights: {}": "weights.dtype: is required but missing",
     "weights: {dtype: int7}": "weights.dtype: unknown number type 'int7'",
     "weights: {dtype: 4}": "weights.dtype: expected text, found 4",
