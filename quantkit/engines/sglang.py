@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from quantkit.engines.base import Engine, Reads, Rule
+from quantkit.engines.base import Engine, Groups, Reads, Rule
 
 _CT = "quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
 _MOE = "quantization/compressed_tensors/compressed_tensors.py: get_moe_scheme"
@@ -12,7 +12,7 @@ _GPTQ = "quantization/gptq/gptq.py: GPTQConfig, GPTQMarlinConfig.TYPE_MAP"
 _AWQ = "quantization/awq/awq.py: AWQMarlinConfig.get_quant_method"
 _INT8 = "sgl-kernel/csrc/gemm/int8_gemm_kernel.cu: int8_scaled_mm"
 
-_MARLIN_GROUPS = ("channel", 32, 64, 128)
+_MARLIN_GROUPS: tuple[Groups, ...] = ("channel", 32, 64, 128)
 _PACKED = ("gptq", "gptq-v2", "awq")
 
 _fast, _slow, _no = (partial(Rule, reads=reads) for reads in (Reads.FAST, Reads.SLOW, Reads.NO))

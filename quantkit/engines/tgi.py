@@ -5,11 +5,11 @@
 
 from functools import partial
 
-from quantkit.engines.base import Engine, Reads, Rule
+from quantkit.engines.base import Engine, Groups, Reads, Rule
 
 _CT = "layers/compressed_tensors/loader.py: _create_loader_for_group"
 _MARLIN = "layers/marlin/gptq.py: can_use_gptq_marlin"
-_MARLIN_GROUPS = ("channel", 32, 64, 128)
+_MARLIN_GROUPS: tuple[Groups, ...] = ("channel", 32, 64, 128)
 _fast, _slow, _no = (partial(Rule, reads=reads) for reads in (Reads.FAST, Reads.SLOW, Reads.NO))
 
 _RULES = (

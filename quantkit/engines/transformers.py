@@ -12,7 +12,9 @@ _DECODED = "with compressed-tensors installed"
 _slow, _wrong, _no = (
     partial(Rule, reads=reads, capability=(CPU, 999)) for reads in (Reads.SLOW, Reads.WRONG, Reads.NO)
 )
-_experts = {"format": ("compressed-tensors",), "experts": True}
+_experts_slow, _experts_wrong, _experts_no = (
+    partial(rule, format=("compressed-tensors",), experts=True) for rule in (_slow, _wrong, _no)
+)
 
 _RULES = (
     _slow(
@@ -31,40 +33,34 @@ _RULES = (
         source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING",
     ),
     _no(format=("modelopt",), reason="it has no loader of {format}", source="quantizers/auto.py"),
-    _no(
-        **_experts,
+    _experts_no(
         zero_points=True,
         reason="its decoder is not given zero points of experts and stops; set weights.symmetric=true, or format=dense",
         source=_EXPERTS,
     ),
-    _no(
-        **_experts,
+    _experts_no(
         compressed_experts=False,
         reason="it does not load compressed experts of this family, whoever wrote them; set format=dense",
         source="conversion_mapping.py; " + _EXPERTS,
     ),
-    _no(
-        **_experts,
+    _experts_no(
         weights=("int8", "int4"),
         inputs=("int8",),
         reason="INT8 experts with INT8 activations: it has no rule that joins them; take rtn-int8 or fp8-dynamic",
         source=_EXPERTS,
     ),
-    _wrong(
-        **_experts,
+    _experts_wrong(
         weights=("nvfp4",),
         reason="it decodes NVFP4 experts without their global scale, to other numbers",
         source=_EXPERTS,
     ),
-    _no(
-        **_experts,
+    _experts_no(
         weights=("fp8", "mxfp8"),
         groups=("block", 32),
         reason="FP8 experts with scales of blocks or groups are not decoded",
         source=_EXPERTS,
     ),
-    _slow(
-        **_experts,
+    _experts_slow(
         static=True,
         reason="with compressed-tensors installed; input scales of experts are dropped, activations stay as they are",
         source=_EXPERTS,

@@ -5,7 +5,7 @@
 
 from functools import partial
 
-from quantkit.engines.base import CPU, Engine, Reads, Rule
+from quantkit.engines.base import CPU, Engine, Groups, Reads, Rule
 
 _CT = "layers/quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
 _MOE = "layers/quantization/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py: get_moe_method"
@@ -14,11 +14,13 @@ _ORACLE = "layers/fused_moe/oracle/int_wna16.py: select_wna16_moe_backend"
 _MARLIN = "layers/quantization/utils/marlin_utils.py: query_marlin_supported_quant_types, MARLIN_SUPPORTED_GROUP_SIZES"
 _HUMMING = "kernels/mixed_precision/humming.py: can_implement; requirements/cuda.txt"
 
-_MARLIN_GROUPS = ("channel", 32, 64, 128)
+_MARLIN_GROUPS: tuple[Groups, ...] = ("channel", 32, 64, 128)
 _INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int8")
 
 _fast, _slow = partial(Rule, reads=Reads.FAST), partial(Rule, reads=Reads.SLOW)
 _wrong, _no = partial(Rule, reads=Reads.WRONG), partial(Rule, reads=Reads.NO)
+
+_cpu_fast, _cpu_slow, _cpu_no = (partial(rule, capability=(CPU, CPU)) for rule in (_fast, _slow, _no))
 
 _REFUSED = (
     _no(
@@ -73,79 +75,55 @@ _REFUSED = (
     _no(capability=(1, 74), reason="kernels of {linear} are for compute capability 7.5 and later", source=_CT),
 )
 
-_ON_CPU = tuple(
-    rule(capability=(CPU, CPU), **fields)
-    for rule, fields in (
-        (
-            _no,
-            {
-                "weights": ("int4",),
-                "inputs": ("",),
-                "experts": True,
-                "zero_points": True,
-                "reason": "experts with zero points have no CPU kernel",
-                "source": "layers/fused_moe/experts/cpu_moe.py: CPUExpertsInt4",
-            },
-        ),
-        (
-            _slow,
-            {
-                "weights": ("int4",),
-                "inputs": ("",),
-                "experts": True,
-                "groups": ("channel", 64, 128, 256),
-                "reason": "experts of int4 on CPUs with AMX",
-                "source": "layers/fused_moe/experts/cpu_moe.py: CPUExpertsInt4",
-            },
-        ),
-        (
-            _fast,
-            {
-                "weights": ("int4",),
-                "inputs": ("",),
-                "experts": False,
-                "multiples": (32, 32),
-                "reason": "CPU kernels for 4-bit integers",
-                "source": "kernels/mixed_precision/cpu.py: CPUWNA16LinearKernel.can_implement",
-            },
-        ),
-        (
-            _fast,
-            {
-                "weights": ("int4",),
-                "inputs": ("int8",),
-                "reason": "4-bit products of torch, int8 activations",
-                "source": "kernels/mixed_precision/dynamic_4bit.py: can_implement",
-            },
-        ),
-        (
-            _fast,
-            {
-                "weights": ("int8",),
-                "inputs": ("int8",),
-                "reason": "int8 products",
-                "source": "kernels/scaled_mm/cpu.py: CPUInt8ScaledMMLinearKernel",
-            },
-        ),
-        (
-            _slow,
-            {
-                "weights": ("fp8",),
-                "inputs": ("fp8",),
-                "groups": ("channel",),
-                "static": False,
-                "reason": "fp8 products of torch",
-                "source": "kernels/scaled_mm/pytorch.py: ChannelWiseTorchFP8ScaledMMLinearKernel",
-            },
-        ),
-        (
-            _no,
-            {
-                "reason": "the CPU build has no kernel for {linear}",
-                "source": "kernels/__init__.py: _POSSIBLE_KERNELS, _POSSIBLE_FP8_KERNELS, _POSSIBLE_NVFP4_KERNELS",
-            },
-        ),
-    )
+_ON_CPU = (
+    _cpu_no(
+        weights=("int4",),
+        inputs=("",),
+        experts=True,
+        zero_points=True,
+        reason="experts with zero points have no CPU kernel",
+        source="layers/fused_moe/experts/cpu_moe.py: CPUExpertsInt4",
+    ),
+    _cpu_slow(
+        weights=("int4",),
+        inputs=("",),
+        experts=True,
+        groups=("channel", 64, 128, 256),
+        reason="experts of int4 on CPUs with AMX",
+        source="layers/fused_moe/experts/cpu_moe.py: CPUExpertsInt4",
+    ),
+    _cpu_fast(
+        weights=("int4",),
+        inputs=("",),
+        experts=False,
+        multiples=(32, 32),
+        reason="CPU kernels for 4-bit integers",
+        source="kernels/mixed_precision/cpu.py: CPUWNA16LinearKernel.can_implement",
+    ),
+    _cpu_fast(
+        weights=("int4",),
+        inputs=("int8",),
+        reason="4-bit products of torch, int8 activations",
+        source="kernels/mixed_precision/dynamic_4bit.py: can_implement",
+    ),
+    _cpu_fast(
+        weights=("int8",),
+        inputs=("int8",),
+        reason="int8 products",
+        source="kernels/scaled_mm/cpu.py: CPUInt8ScaledMMLinearKernel",
+    ),
+    _cpu_slow(
+        weights=("fp8",),
+        inputs=("fp8",),
+        groups=("channel",),
+        static=False,
+        reason="fp8 products of torch",
+        source="kernels/scaled_mm/pytorch.py: ChannelWiseTorchFP8ScaledMMLinearKernel",
+    ),
+    _cpu_no(
+        reason="the CPU build has no kernel for {linear}",
+        source="kernels/__init__.py: _POSSIBLE_KERNELS, _POSSIBLE_FP8_KERNELS, _POSSIBLE_NVFP4_KERNELS",
+    ),
 )
 
 _OTHER_FORMATS = (
