@@ -130,7 +130,7 @@ class Rule:
             self.multiples != (1, 1),
         )
         asked = (self.zero_points, self.experts, self.static, self.group_order, self.compressed_experts)
-        return name in self.format and not any(narrow) and all(wanted is None for wanted in asked)
+        return name in self.format and not any(narrow) and all(flag is None for flag in asked)
 
     def applies(self, linear: StoredLinear, model: StoredModel, capability: int) -> bool:
         """Whether it is about this linear of a model on a device; sizes that are not known fit."""
@@ -149,7 +149,7 @@ class Rule:
             and all(not names or name in names for names, name in named)
             and (not self.groups or linear.groups in self.groups)
             and linear.groups not in self.besides
-            and all(wanted is None or wanted is given for wanted, given in asked)
+            and all(flag is None or flag is given for flag, given in asked)
             and not (rows % self.multiples[0] or columns % self.multiples[1] or (model.hidden_size or 0) % self.hidden)
         )
 

@@ -122,7 +122,7 @@ def build_plan(
         Reader(engine=engine, hidden_size=skeleton.hidden_size),
         lambda n: reader.stored_scheme(f"{n}.weight"),
     )
-    recipe, assigned, warnings = fit(recipe, family, parts, codes, leave, reader=wanted)
+    recipe, assigned, warnings = fit(recipe, family, parts, codes, leave, reader=served_by)
     if leave is not None:
         family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
     layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]

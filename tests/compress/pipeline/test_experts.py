@@ -212,7 +212,7 @@ def test_experts_with_zero_points_are_for_engines_that_take_them(mixtral, tmp_pa
     torch.testing.assert_close(codes, values, rtol=0, atol=2e-3)
     auto = {**asymmetric, "weights.symmetric": "auto"}
     result = quantize(mixtral, "rtn-int4", tmp_path / "vllm", overrides=auto, engine="vllm")
-    assert result.warnings[0].startswith("vLLM 0.32.0: slow, experts in Triton")
+    assert result.warnings[0].startswith("vLLM 0.32.0: slow, ")
     assert any(name.endswith("zero_point") for name in load_tensors(tmp_path / "vllm"))
     with pytest.raises(SchemeError, match=r"transformers 5\.23\.0: no, .* set weights.symmetric=true"):
         quantize(mixtral, "rtn-int4", tmp_path / "no", overrides=asymmetric, engine="transformers")
