@@ -118,11 +118,8 @@ def build_plan(
         family, parts = skeleton.family, [*parts, *_tower_linears(skeleton, reader)]
     format_ = FORMATS.load(recipe.format)
     leave = None if discovery is None else _Unloadable(reader, skeleton, family, format_, parts)
-    wanted, codes = (
-        Reader(engine=engine, hidden_size=skeleton.hidden_size),
-        lambda n: reader.stored_scheme(f"{n}.weight"),
-    )
-    recipe, assigned, warnings = fit(recipe, family, parts, codes, leave, reader=served_by)
+    served_by = Reader(engine=engine, hidden_size=skeleton.hidden_size)
+    recipe, assigned, warnings = fit(recipe, family, parts, _stored_in(reader), leave, reader=served_by)
     if leave is not None:
         family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
     layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
@@ -216,6 +213,11 @@ def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output:
     check_apart(target, source.path)
     metadata_files(source.path)
     return target
+
+
+def _stored_in(reader: ModelReader) -> Callable[[str], LinearScheme | None]:
+    """The scheme of the codes that the source has of a linear, by full name."""
+    return lambda name: reader.stored_scheme(f"{name}.weight")
 
 
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
