@@ -26,6 +26,7 @@ LAYERS = {
     "evaluate": 9,
     "benchmark": 9,
     "runtime": 8,
+    "vllm_engine": 8,  # vLLM as one object
     "planning": 7,
     "compress": 7,  # nothing but its rooms
     "compress.pipeline": 7,
@@ -40,6 +41,7 @@ LAYERS = {
     "runtime.cache": 5,
     "runtime.sampling": 5,
     "runtime.sequence": 3,
+    "runtime.prompts": 4,  # a tokenizer, whoever computes
     "runtime.types": 2,
     "runtime.config": 2,
     "runtime.detokenizer": 2,

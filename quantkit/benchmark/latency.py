@@ -9,12 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from quantkit.benchmark.workload import Load
 from quantkit.errors import RequestError
 from quantkit.results import BenchmarkRun, RequestTiming
-from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.types import SamplingParams
+from quantkit.runtime.types import SamplingParams, StepOutput
+
+
+class Steps(Protocol):
+    """What is driven: our engine, or vLLM."""
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> int: ...
+    def step(self) -> list[StepOutput]: ...
 
 
 class Driver:
@@ -28,7 +35,7 @@ class Driver:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Steps,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -77,7 +84,7 @@ class Driver:
 
 
 def run_load(
-    engine: Engine,
+    engine: Steps,
     load: Load,
     *,
     static: bool = False,

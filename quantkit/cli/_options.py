@@ -147,6 +147,46 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 
 runtime_options = option_group("engine", settings_of(EngineConfig))
 """The engine's options, keywords of `LLM`."""
 
+
+def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
+    """`--engine`: the command gets `vllm`, vLLM's own settings if that is to compute, else None."""
+
+    @click.option(
+        "--engine",
+        "engine_name",
+        type=click.Choice(["quantkit", "vllm"]),
+        default="quantkit",
+        show_default=True,
+        help="What computes.",
+    )
+    @click.option(
+        "--engine-option",
+        "engine_options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A setting of vLLM, e.g. tensor_parallel_size=2; repeatable.",
+    )
+    @functools.wraps(function)
+    def command(*args: Any, engine_name: str, engine_options: tuple[str, ...], **values: Any) -> None:
+        if engine_options and engine_name == "quantkit":
+            raise click.UsageError("--engine-option is for --engine vllm")
+        vllm = None if engine_name == "quantkit" else dict(map(_engine_option, engine_options))
+        function(*args, vllm=vllm, **values)
+
+    return command
+
+
+def _engine_option(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`, the value in YAML, of which JSON is a part."""
+    from quantkit.errors import RequestError
+    from quantkit.untrusted import parse_yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise click.UsageError(f"--engine-option {text!r} has no '='; write it as tensor_parallel_size=2")
+    return name.strip().replace("-", "_"), parse_yaml(value, f"--engine-option {name}", RequestError)
+
+
 RUN: Settings = {
     "device": settings_of(EngineConfig)["device"],
     "resume": setting(

@@ -7,7 +7,7 @@ import click
 
 from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
 from quantkit.cli import _bench as show
-from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._options import engine_choice, option_group, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
@@ -26,6 +26,7 @@ NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
+@engine_choice
 def command(
     output_to: Output,
     *,
@@ -36,6 +37,7 @@ def command(
     no_cache: bool,
     batching: str | None,
     workload: dict[str, Any],
+    vllm: dict[str, Any] | None,
 ) -> None:
     """Measure CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
@@ -48,18 +50,19 @@ def command(
     \b
     Examples:
       quantkit bench
-      quantkit bench demo-awq-int4 --batch 1,8,32 --prompt-tokens 512
-      quantkit bench demo-awq-int4 --against quantkit/demo/model
+      quantkit bench demo-awq-int4 --against quantkit/demo/model --batch 1,8,32 --prompt-tokens 512
       quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
       quantkit bench --no-cache
       quantkit bench --url http://127.0.0.1:8000 --batch 1,32
     """
-    if url and (no_cache or against or batching or engine):
+    if url and (no_cache or against or batching or engine or vllm is not None):
         raise click.UsageError(
             "--url measures a server as it runs: of the other options only the workload's go with it"
         )
-    if no_cache and against:
-        raise click.UsageError("--no-cache compares a model with itself: leave --against out")
+    if no_cache and (against or vllm is not None):
+        raise click.UsageError(
+            "--no-cache compares our engine with itself: leave --engine out, and leave --against out"
+        )
     if no_cache:
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
@@ -70,14 +73,21 @@ def command(
         return
     if against:  # a ratio says nothing without the spread of its rounds
         workload.setdefault("rounds", ROUNDS_AGAINST)
-    models = [checkpoint, against] if against else [checkpoint]
-    _bench_models(output_to, engine, models, BenchmarkOptions(static=batching == "static", **workload))
+    options = BenchmarkOptions(static=batching == "static", **workload)
+    _bench_models(output_to, engine, vllm, [checkpoint, against] if against else [checkpoint], options)
 
 
 def _bench_models(
-    output_to: Output, engine: dict[str, Any], models: list[str | None], options: BenchmarkOptions
+    output_to: Output,
+    engine: dict[str, Any],
+    vllm: dict[str, Any] | None,
+    models: list[str | None],
+    options: BenchmarkOptions,
 ) -> None:
     """One model, or two in turns."""
+    if vllm is not None:
+        _bench_served(output_to, engine, vllm, models, options)
+        return
     from quantkit.benchmark import run as benchmark
     from quantkit.benchmark.compare import compare_results
     from quantkit.benchmark.diagnosis import diagnose
@@ -113,6 +123,40 @@ def _bench_models(
         lambda: memory_table(results[0]),
         lambda: roofline_table(("", record) for record in results[0].roofline),
         lambda: show.diagnosis_table(diagnoses[0]),
+    )
+
+
+def _bench_served(
+    output_to: Output,
+    engine: dict[str, Any],
+    vllm: dict[str, Any],
+    models: list[str | None],
+    options: BenchmarkOptions,
+) -> None:
+    """One model in vLLM, or two, one after the other."""
+    from quantkit.benchmark.compare import compare_results
+    from quantkit.benchmark.served import measure_served
+    from quantkit.report.speed_tables import throughput_table
+
+    results = [measure_served(model, options, vllm, engine, output_to.tell) for model in models]
+    versus = results[1] if len(results) == 2 else None
+    ratios = [] if versus is None else compare_results(results[0], versus)
+    runs = show.labelled_runs(results)
+
+    def data() -> dict[str, Any]:
+        numbers = [
+            {"benchmark": result.to_dict(), "summary": {run.workload.name: show.summary(run) for run in result.runs}}
+            for result in results
+        ]
+        rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
+        return {**numbers[0], **({"against": numbers[1], "ratios": rows} if versus is not None else {})}
+
+    output_to.result(
+        data,
+        lambda: show.settings_lines(results),
+        lambda: show.explained_latency_table(runs),
+        lambda: throughput_table(runs),
+        lambda: None if versus is None else show.ratio_table(ratios, versus.model),
     )
 
 

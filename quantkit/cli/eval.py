@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import Settings, option_group, settings_of
+from quantkit.cli._options import Settings, engine_choice, option_group, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.report.table import Column, Table
@@ -29,6 +29,7 @@ _ENGINE: Settings = {
 @click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
 @option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
+@engine_choice
 def command(
     output_to: Output,
     *,
@@ -37,6 +38,7 @@ def command(
     baseline: str | None,
     noise: bool,
     asked: dict[str, Any],
+    vllm: dict[str, Any] | None,
 ) -> None:
     """Evaluate CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
@@ -53,12 +55,14 @@ def command(
       quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
       quantkit eval --suite long-context
       quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
+      quantkit eval my-model --tasks hellaswag --engine vllm --engine-option tensor_parallel_size=2
       quantkit eval my-model --text book.txt
     """
     if noise and not baseline:
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.run import check_evaluation
     from quantkit.evaluate.same_vocabulary import check_same_language, other_arithmetic
+    from quantkit.evaluate.verify.served import of_the_original
 
     # Who names tasks or texts means those, and none besides.
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
@@ -66,16 +70,17 @@ def command(
     check_evaluation(options)
     if baseline:
         check_same_language(checkpoint, baseline)
-    result = _ask(output_to, checkpoint, engine, options)
+    result = _ask(output_to, checkpoint, engine, vllm, options)
     if not baseline:
         document = {"evaluation": result.to_dict()}
         output_to.result(lambda: document, lambda: _settings_line(result), lambda: _result_table(result))
         return
     plain = {**engine, "kv_cache": "auto", "head_dtype": None}  # the original as it is
-    original = _ask(output_to, baseline, plain, options)
+    vllm = None if vllm is None else of_the_original(vllm)
+    original = _ask(output_to, baseline, plain, vllm, options)
     again = None
     if noise:
-        again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, options)
+        again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, vllm, options)
     _compare(output_to, result, original, again)
 
 
@@ -97,15 +102,27 @@ def _compare(
 
 
 def _ask(
-    output_to: Output, model: str | None, settings: dict[str, Any], options: EvaluationOptions
+    output_to: Output,
+    model: str | None,
+    settings: dict[str, Any],
+    vllm: dict[str, Any] | None,
+    options: EvaluationOptions,
 ) -> EvaluationResult:
     """Load, ask, and let go of the model again."""
     from quantkit.evaluate.engine import load_llm
     from quantkit.evaluate.run import evaluate
+    from quantkit.vllm_engine import VllmLLM
 
     name = model or "the demo model"
     output_to.tell(f"{name}: loading")
-    return evaluate(load_llm(model, **settings), options, progress=lambda text: output_to.tell(f"{name}: {text}"))
+
+    def say(text: str) -> None:
+        output_to.tell(f"{name}: {text}")
+
+    if vllm is None:
+        return evaluate(load_llm(model, **settings), options, progress=say)
+    with VllmLLM(model, options=vllm, **settings) as served:
+        return evaluate(served, options, progress=say)
 
 
 def _settings_line(result: EvaluationResult) -> str:

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._options import engine_choice, option_group, runtime_options, settings_of
 from quantkit.cli._output import Command, Output, plain_console
 from quantkit.quantities import byte_size, duration
 from quantkit.report.table import Table, facts
 from quantkit.runtime.types import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from quantkit.runtime.llm import LLM
+    from quantkit.runtime.prompts import Prompts
     from quantkit.runtime.types import Completion
+    from quantkit.vllm_engine import VllmLLM
 
 
 @click.command("generate", cls=Command, short_help="Stream text from the bundled runtime.")
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 @option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
 @runtime_options
+@engine_choice
 def command(
     output_to: Output,
     *,
@@ -38,6 +43,7 @@ def command(
     system: str | None,
     stats: bool,
     sampling: dict[str, Any],
+    vllm: dict[str, Any] | None,
 ) -> None:
     """Continue a prompt with CHECKPOINT, a directory or a hub id; without it, with the bundled demo model.
 
@@ -57,6 +63,11 @@ def command(
     text = _text(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals that do not know every character
+    if vllm is not None:
+        _generate_served(
+            output_to, checkpoint, engine, vllm, lambda llm: _encode(llm, text, system, chat), params, stats
+        )
+        return
     from quantkit.runtime.llm import LLM
 
     llm = LLM(checkpoint, max_sequences=1, lazy=True, **engine)
@@ -71,6 +82,31 @@ def command(
         console.print(terminal_table(_table(llm, numbers), console))
 
 
+def _generate_served(
+    output_to: Output,
+    checkpoint: str | None,
+    engine: dict[str, Any],
+    vllm: dict[str, Any],
+    encode: Callable[[VllmLLM], list[int]],
+    params: SamplingParams,
+    stats: bool,
+) -> None:
+    """The same by vLLM, of whose memory and traffic nothing is told."""
+    from quantkit.vllm_engine import VllmLLM
+
+    with VllmLLM(checkpoint, options=vllm, **engine) as llm:
+        completion = _stream(llm, output_to, encode(llm), params)
+        numbers = {**_timing(completion), "engine": llm.engine_name, "kv_cache": llm.kv_type}
+    if output_to.as_json:
+        output_to.result(lambda: numbers)
+    elif stats:
+        from quantkit.report.terminal import terminal_table
+
+        console = plain_console(stderr=True)
+        shown = [*_speed(numbers).items(), ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])]
+        console.print(terminal_table(facts(shown), console))
+
+
 def _text(given: bytes) -> str:
     """A text in UTF-8, whatever the locale says."""
     from quantkit.errors import RequestError
@@ -81,14 +117,14 @@ def _text(given: bytes) -> str:
         raise RequestError(f"the prompt is not UTF-8 ({error}); convert it, for instance with iconv -t utf-8") from None
 
 
-def _encode(llm: LLM, text: str, system: str | None, chat: bool) -> list[int]:
+def _encode(llm: Prompts, text: str, system: str | None, chat: bool) -> list[int]:
     if not chat:
         return llm.encode(text)
     messages = [{"role": "system", "content": system}] if system else []
     return llm.encode_chat([*messages, {"role": "user", "content": text}])
 
 
-def _stream(llm: LLM, output_to: Output, prompt: list[int], params: SamplingParams) -> Completion:
+def _stream(llm: LLM | VllmLLM, output_to: Output, prompt: list[int], params: SamplingParams) -> Completion:
     """Write pieces as they come; the finished completion."""
     for chunk in llm.stream(prompt, params):
         if not output_to.as_json:
@@ -100,25 +136,34 @@ def _stream(llm: LLM, output_to: Output, prompt: list[int], params: SamplingPara
     raise AssertionError("a stream ends with its completion")
 
 
-def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
-    """What --stats and --json tell."""
-    from quantkit.benchmark.ceilings import memory_bandwidth
+def _timing(completion: Completion) -> dict[str, Any]:
+    """What every engine tells of a request."""
     from quantkit.results.statistics.summary import median
 
-    timing = completion.timing
-    gap = median(timing.inter_token_s)
-    # The mean context while tokens were generated, as traffic grows linearly with it.
-    context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
-    read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
-    bandwidth = memory_bandwidth(llm.device)
+    gap = median(completion.timing.inter_token_s)
     return {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "prompt_tokens": len(completion.prompt_token_ids),
         "new_tokens": len(completion.token_ids),
-        "ttft_s": timing.ttft_s,
+        "ttft_s": completion.timing.ttft_s,
         "itl_median_s": gap,
         "tokens_per_s": 1 / gap if gap else None,
+    }
+
+
+def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
+    """What --stats and --json tell."""
+    from quantkit.benchmark.ceilings import memory_bandwidth
+
+    numbers = _timing(completion)
+    gap = numbers["itl_median_s"]
+    # The mean context while tokens were generated, as traffic grows linearly with it.
+    context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
+    read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
+    bandwidth = memory_bandwidth(llm.device)
+    return {
+        **numbers,
         "bytes_per_token": read,
         "memory_bytes_per_s": bandwidth,
         "bandwidth_share": read / gap / bandwidth if gap else None,
@@ -126,19 +171,25 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
     }
 
 
+def _speed(numbers: dict[str, Any]) -> dict[str, str | None]:
+    gap = numbers["itl_median_s"]
+    return {
+        "tokens": f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new",
+        "TTFT": duration(numbers["ttft_s"]),
+        "ITL": f"{duration(gap)} (median), {numbers['tokens_per_s']:.1f} tokens/s" if gap else None,
+    }
+
+
 def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
-    speed = traffic = None
+    traffic = None
     if numbers["itl_median_s"]:
-        speed = f"{duration(numbers['itl_median_s'])} (median), {numbers['tokens_per_s']:.1f} tokens/s"
         rate = f"{numbers['memory_bytes_per_s'] / 1e9:.1f} GB/s"
         share = f"{100 * numbers['bandwidth_share']:.0f} % of the {rate} measured"
         traffic = f"{byte_size(numbers['bytes_per_token'])} per token, {share}"
     cache = f"{byte_size(numbers['kv_bytes'])}, {numbers['kv_tokens']:,} tokens, {numbers['kv_cache']}"
     return facts(
         [
-            ("tokens", f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new"),
-            ("TTFT", duration(numbers["ttft_s"])),
-            ("ITL", speed),
+            *_speed(numbers).items(),
             ("memory traffic", traffic),
             ("weights", byte_size(numbers["weight_bytes"])),
             ("KV cache", cache),

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from quantkit.cli import _verify
-from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._options import engine_choice, option_group, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 
@@ -27,6 +27,7 @@ ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
 @_verify.gate_option
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @runtime_options
+@engine_choice
 def command(
     output_to: Output,
     *,
@@ -51,6 +52,7 @@ def command(
       quantkit verify demo-awq-int4
       quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
       quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
+      quantkit verify demo-awq-int4 --engine vllm --engine-option enforce_eager=true
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
     from quantkit.evaluate.verify.files import write_files

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
-from quantkit.runtime.llm import LLM
+from quantkit.evaluate.engine import Evaluated
 from quantkit.untrusted import MAX_TEXT_BYTES, read_text
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"
 
 
-def speaks_demo(llm: LLM) -> bool:
+def speaks_demo(llm: Evaluated) -> bool:
     """Whether a model is of the demo language: the demo model, or whatever was made from it."""
     tokenizer = llm.path / "tokenizer.json"
     # Compression changes names and weights, but not the tokenizer: its bytes identify the language.

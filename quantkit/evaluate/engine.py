@@ -1,13 +1,43 @@
-"""An engine set up for evaluation: nobody waits for single answers, and short pages share more of a context."""
+"""What is evaluated: our engine, set up so that nobody waits for single answers and short pages share more; or vLLM."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from quantkit.checkpoints.source import resolve
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.cache_schemes import follows_checkpoint
+from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText
 
 MAX_SEQUENCES, TOKEN_BUDGET, PAGE_SIZE = 64, 1024, 16
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")
+
+
+class Evaluated(Protocol):
+    """A model that can be asked: `LLM` and `VllmLLM`, where each of these is described."""
+
+    path: Path
+    tokenizer: Any
+    scores_decode: bool
+
+    @property
+    def engine_name(self) -> str: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def arithmetic(self) -> str: ...
+    @property
+    def kv_type(self) -> str: ...
+    def generate(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]: ...
+    def score_tokens(
+        self,
+        texts: Sequence[ScoredText],
+        *,
+        chunk_size: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[PromptScores]: ...
 
 
 def load_llm(path: str | None = None, **settings: Any) -> LLM:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import DataError, ModelError
-from quantkit.evaluate.engine import UNQUANTIZED
+from quantkit.evaluate.engine import UNQUANTIZED, Evaluated
 from quantkit.evaluate.perplexity import leading_bos, token_ids
 from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
@@ -56,7 +56,7 @@ class Distances:
 
 
 def fixed_windows(
-    llm: LLM, text: str | Sequence[int], *, window: int = WINDOW, max_tokens: int = MAX_TOKENS
+    llm: Evaluated, text: str | Sequence[int], *, window: int = WINDOW, max_tokens: int = MAX_TOKENS
 ) -> Windows:
     """Cut a text into windows that do not overlap, each with BOS in front where the tokenizer puts it.
 
@@ -68,7 +68,7 @@ def fixed_windows(
     Raises:
         DataError: there is no tokenizer, or the text is too short for one window of two tokens.
     """
-    window = min(window, llm.engine.capacity)
+    window = min(window, llm.capacity)
     bos = leading_bos(llm) if isinstance(text, str) else ()
     ids, num_text = token_ids(llm, text), window - len(bos)
     starts = range(0, min(len(ids), max_tokens), max(1, num_text))
@@ -111,6 +111,7 @@ def fidelity(
         top1_agreement=every.top1,
         window_kl=tuple(part.mean for part in parts),
         first_divergence=_divergences(llm, original, windows, greedy_tokens),
+        engine=llm.engine_name,
         greedy_tokens=greedy_tokens,
     )
 
@@ -167,12 +168,31 @@ def join_distances(parts: Sequence[Distances]) -> Distances:
 
 def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple[int | None, ...]:
     """For each beginning, how many greedy tokens agree before the first that differs."""
-    longest = min(llm.engine.capacity, original.engine.capacity) - count
+    longest = min(llm.capacity, original.capacity) - count
     if count < 1 or longest < 1:
         return ()
+    return divergences(*(greedy_texts(side, windows, count, longest) for side in (llm, original)))
+
+
+Texts = list[tuple[int, ...]]
+
+
+def greedy_texts(llm: Evaluated, windows: Windows, count: int, longest: int) -> Texts:
+    """What a model writes after the beginnings of the first windows.
+
+    Args:
+        llm: the model.
+        windows: of token ids.
+        count: tokens to write.
+        longest: tokens of a beginning at most.
+    """
     prompts = [list(ids[: min(GREEDY_CONTEXT, longest)]) for ids in windows[:GREEDY_PROMPTS]]
     # Past EOS too, so that both texts have the same length and can be compared by position.
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    texts = [[done.token_ids for done in side.generate(prompts, params)] for side in (llm, original)]
-    pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(*texts, strict=True))
+    return [done.token_ids for done in llm.generate(prompts, params)]
+
+
+def divergences(texts: Texts, others: Texts) -> tuple[int | None, ...]:
+    """Of each pair of texts, where the first token differs; None where none does."""
+    pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(texts, others, strict=True))
     return tuple(next((at for at, (a, b) in enumerate(pair) if a != b), None) for pair in pairs)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import DataError
+from quantkit.evaluate.engine import Evaluated
 from quantkit.results import SampleRecord, TaskResult
-from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 
 ANSWER_TOKENS = 12
@@ -45,7 +45,7 @@ Writer = Callable[[random.Random, float, Callable[[str], bool]], Needle]
 
 
 def long_context(
-    llm: LLM,
+    llm: Evaluated,
     *,
     lengths: Sequence[int],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -70,7 +70,7 @@ def long_context(
         raise DataError(f"depth {wrong[0] if wrong else None!r} of a long-context test must be 0 to 1")
     if llm.tokenizer is None:
         raise DataError(f"{llm.path} has no usable tokenizer; a long-context test is text, so it needs one")
-    longest = llm.engine.capacity - ANSWER_TOKENS
+    longest = llm.capacity - ANSWER_TOKENS
     fitting = sorted({length for length in lengths if length <= longest})
     if not fitting:
         raise DataError(
@@ -83,7 +83,7 @@ def long_context(
 
 
 def _needles(
-    llm: LLM, write: Writer, length: int, depths: Sequence[float], samples: int, seed: int
+    llm: Evaluated, write: Writer, length: int, depths: Sequence[float], samples: int, seed: int
 ) -> Iterator[Needle]:
     tokenizer = llm.tokenizer
     for depth in depths:
@@ -94,7 +94,7 @@ def _needles(
             yield write(rng, depth, lambda text: len(tokenizer(text, verbose=False)["input_ids"]) <= length)
 
 
-def _ask(llm: LLM, task: str, needles: Sequence[Needle]) -> TaskResult:
+def _ask(llm: Evaluated, task: str, needles: Sequence[Needle]) -> TaskResult:
     """Generate all answers and compare."""
     # A fact ends at the first punctuation, so generating further only takes time.
     params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))

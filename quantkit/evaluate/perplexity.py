@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantkit.errors import DataError
+from quantkit.evaluate.engine import Evaluated
 from quantkit.results import PerplexityResult, Through
-from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import ScoredText
 
 DEFAULT_WINDOW = 2048
@@ -28,7 +28,7 @@ _CHUNKS: dict[str, int | None] = {"prefill": None, "decode": 1}
 
 
 def perplexity(
-    llm: LLM,
+    llm: Evaluated,
     text: str | Sequence[int],
     *,
     data: str = "text",
@@ -55,7 +55,7 @@ def perplexity(
     """
     if through not in _CHUNKS:
         raise DataError(f"through is {through!r}; it can be 'prefill' or 'decode'")
-    capacity = llm.engine.capacity
+    capacity = llm.capacity
     window = min(DEFAULT_WINDOW, capacity) if window is None else window
     if not 2 <= window <= capacity:
         raise DataError(f"window is {window} tokens; it must be 2 to {capacity}, the context of {llm.path}")
@@ -111,7 +111,7 @@ def adds_bos(tokenizer: Any) -> bool:
     return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 
-def leading_bos(llm: LLM, add_bos: bool | None = None) -> tuple[int, ...]:
+def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
     """What windows of a text begin with: BOS or nothing; `add_bos` as for `perplexity`."""
     if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
@@ -120,7 +120,7 @@ def leading_bos(llm: LLM, add_bos: bool | None = None) -> tuple[int, ...]:
     return (llm.tokenizer.bos_token_id,)
 
 
-def token_ids(llm: LLM, text: str | Sequence[int]) -> list[int]:
+def token_ids(llm: Evaluated, text: str | Sequence[int]) -> list[int]:
     """A text as tokens, without a BOS of its own."""
     if not isinstance(text, str):
         return list(text)

@@ -6,20 +6,21 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.data import LEDGERS, read_named_text, speaks_demo
+from quantkit.evaluate.engine import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import adds_bos, perplexity
 from quantkit.evaluate.suites import Asked, LongContext, Text, load_suite
 from quantkit.evaluate.tasks import check_tasks, load_tasks
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
-from quantkit.runtime.llm import LLM
+from quantkit.vllm_engine import VllmLLM
 
 if TYPE_CHECKING:
     from quantkit.evaluate.language_model import QuantkitLM
@@ -28,7 +29,7 @@ Progress = Callable[[str], None]
 
 
 def evaluate(
-    llm: LLM, options: EvaluationOptions | None = None, *, progress: Progress | None = None, **asked_for: Any
+    llm: Evaluated, options: EvaluationOptions | None = None, *, progress: Progress | None = None, **asked_for: Any
 ) -> EvaluationResult:
     """Ask one model.
 
@@ -57,7 +58,7 @@ def evaluate(
         tasks += _long_context(llm, asked.long_context, seed, say)
     return EvaluationResult(
         model=str(llm.path),
-        arithmetic=str(llm.model.dtype).removeprefix("torch."),
+        arithmetic=llm.arithmetic,
         tasks=tasks,
         perplexity=tuple(measured),
         settings=_settings(llm, asked, options, seed),
@@ -78,7 +79,7 @@ def check_evaluation(options: EvaluationOptions) -> None:
     check_tasks(options.tasks, options)
 
 
-def _asked(llm: LLM, options: EvaluationOptions) -> tuple[Asked, int]:
+def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int]:
     """The suite's part for this model with what the options add and replace; and the seed."""
     suite = None if options.suite is None else load_suite(options.suite)
     part = Asked() if suite is None else suite.part(speaks_demo(llm))
@@ -87,16 +88,25 @@ def _asked(llm: LLM, options: EvaluationOptions) -> tuple[Asked, int]:
     asked = Asked(
         tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
         limit=options.limit if options.limit is not None else part.limit,
-        perplexity=(*part.perplexity, *texts),
+        perplexity=(*(part.perplexity if llm.scores_decode else _through_prefill(part.perplexity)), *texts),
         long_context=part.long_context,
     )
     return asked, options.seed if options.seed is not None else (0 if suite is None else suite.seed)
 
 
-def _settings(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:
+def _through_prefill(parts: Iterable[Text]) -> Iterator[Text]:
+    """A suite's texts for an engine that scores prompts in prefills only."""
+    for part in parts:
+        through = tuple(way for way in part.through if way == "prefill")
+        if through:
+            yield part.model_copy(update={"through": through})
+
+
+def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:
     """What decides the numbers, for both sides of a comparison to be compared."""
     bos = options.add_bos if options.add_bos is not None else llm.tokenizer is not None and adds_bos(llm.tokenizer)
     return {
+        "engine": llm.engine_name,
         "suite": options.suite or "",
         "limit": "all" if asked.limit is None else str(asked.limit),
         "few-shot examples": "as each task says" if options.num_fewshot is None else str(options.num_fewshot),
@@ -104,11 +114,12 @@ def _settings(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int) -> 
         "BOS": "added" if bos else "not added",
         "KV cache": llm.kv_type,
         "seed": str(seed),
+        **({} if llm.scores_decode else {"left out": "perplexity through decode, which vLLM does not compute"}),
     }
 
 
 def _perplexities(
-    llm: LLM, part: Text, text: str, options: EvaluationOptions, say: Progress
+    llm: Evaluated, part: Text, text: str, options: EvaluationOptions, say: Progress
 ) -> Iterator[PerplexityResult]:
     for through in part.through:
         say(f"perplexity of {part.text}, {through}")
@@ -117,7 +128,7 @@ def _perplexities(
             text,
             data=part.text,
             # One suite serves models of different contexts: a window is shortened to the context, not refused.
-            window=None if part.window is None else min(part.window, llm.engine.capacity),
+            window=None if part.window is None else min(part.window, llm.capacity),
             stride=part.stride,
             through=through,
             max_windows=part.max_windows,
@@ -125,7 +136,7 @@ def _perplexities(
         )
 
 
-def _long_context(llm: LLM, part: LongContext, seed: int, say: Progress) -> tuple[TaskResult, ...]:
+def _long_context(llm: Evaluated, part: LongContext, seed: int, say: Progress) -> tuple[TaskResult, ...]:
     say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
     ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
     return long_context(llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed)
@@ -145,18 +156,31 @@ def import_language_model() -> type[QuantkitLM]:
     return QuantkitLM
 
 
-def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, say: Progress) -> tuple[TaskResult, ...]:
+def _run_tasks(
+    llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int, say: Progress
+) -> tuple[TaskResult, ...]:
     from quantkit.evaluate.samples import task_results
 
-    language_model = import_language_model()
+    import_language_model()
     say(f"reading the items of {len(asked.tasks)} tasks")
     with _quiet():
         loaded = load_tasks(asked.tasks, options)
-        model = language_model(llm, add_bos_token=options.add_bos)
-        model.answered = _counter(say)
+        model: Any = _language_model(llm, options, say)
         results = _simple_evaluate(model, loaded, asked.limit, options, seed)
     # Lengths of answers without BOS: special tokens were not generated.
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
+
+
+def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -> Any:
+    """lm-eval's view of a model: its own of vLLM, ours of our engine."""
+    if isinstance(llm, VllmLLM):
+        from quantkit.evaluate.vllm_model import make_vllm_model
+
+        return make_vllm_model(llm, add_bos_token=options.add_bos)
+    ours: Any = import_language_model()
+    model = ours(llm, add_bos_token=options.add_bos)
+    model.answered = _counter(say)
+    return model
 
 
 def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: EvaluationOptions, seed: int) -> Any:

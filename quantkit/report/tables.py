@@ -92,7 +92,7 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
     if fidelity is None:
         return None
     kinds: tuple[tuple[str, Callable[[FidelityResult], str]], ...] = (
-        ("mean KL, nats per token", lambda f: number(f.mean_kl)),
+        ("mean KL, nats per token", _mean_kl),
         ("99th percentile of KL", lambda f: number(f.p99_kl)),
         ("largest KL", lambda f: number(f.max_kl)),
         ("same likeliest token, share", lambda f: four_digits(f.top1_agreement)),
@@ -103,6 +103,22 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
         title=f"On {fidelity.data}, {fidelity.num_tokens:,} tokens",
         columns=(Column(), Column("model", str), Column("original, other arithmetic", str)),
         rows=tuple((name, show(fidelity), None if noise is None else show(noise)) for name, show in kinds),
+        note="" if fidelity.top is None else _known_tokens(fidelity),
+    )
+
+
+def _mean_kl(fidelity: FidelityResult) -> str:
+    low = "" if fidelity.mean_kl_low is None else f"{number(fidelity.mean_kl_low)} to "
+    return low + number(fidelity.mean_kl)
+
+
+def _known_tokens(fidelity: FidelityResult) -> str:
+    """How far a KL reaches that was read from the likeliest tokens."""
+    rest = "" if fidelity.remainder is None else f", to which the original gives {percent(100 * fidelity.remainder, 2)}"
+    return (
+        f"Both computed by {fidelity.engine}, which tells the {fidelity.top} likeliest tokens of a position: the "
+        f"others{rest}, count with their sum in the lower end, and in the upper as if they had lost as much as the "
+        "token that lost most. Gates, percentile and largest KL take the upper end."
     )
 
 

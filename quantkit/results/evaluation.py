@@ -152,6 +152,11 @@ class FidelityResult(Record):
         first_divergence: for each prompt, how many greedily generated tokens agree before the first that differs; None
             where all of them agree.
         greedy_tokens: how many tokens were generated per prompt.
+        engine: that computed both.
+        mean_kl_low: where only the likeliest tokens of each position are known, the least that `mean_kl` can be, which
+            is then the upper end; None where whole distributions were compared.
+        top: how many tokens those are.
+        remainder: probability, on average, that the original leaves to the others.
     """
 
     data: str
@@ -163,6 +168,10 @@ class FidelityResult(Record):
     window_kl: tuple[float, ...] = ()
     first_divergence: tuple[int | None, ...] = ()
     greedy_tokens: int = 0
+    engine: str = ""
+    mean_kl_low: float | None = None
+    top: int | None = None
+    remainder: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

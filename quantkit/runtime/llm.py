@@ -1,6 +1,5 @@
 """`LLM`: a model directory to texts. Loads model and tokenizer, and drives the engine; see `runtime.engine`."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
-from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.devices import pick_device
-from quantkit.errors import ModelError, RequestError, first_line
+from quantkit.errors import RequestError
 from quantkit.kernels.layouts import page_bytes
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine import status
@@ -26,14 +24,13 @@ from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads, guard_forks
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.model.model import Model
+from quantkit.runtime.prompts import Messages, Prompts
 from quantkit.runtime.types import Completion, PromptScores, PromptScoring, SamplingParams, ScoredText, StepOutput
-from quantkit.untrusted import bounded
 
-Messages = Many[dict[str, Any]]
 Prompt = str | Many[int]
 
 
-class LLM:
+class LLM(Prompts):
     """A model that generates.
 
         llm = LLM("demo-awq-int4", kv_cache="int8")
@@ -51,24 +48,18 @@ class LLM:
         QuantkitError: see `quantkit.errors`; what config and headers can tell is refused before the weights are read.
     """
 
+    scores_decode = True  # prompts token by token, the others read from the cache
+
     def __init__(self, path: str | Path | None = None, *, lazy: bool = False, **settings: Any) -> None:
         self.device = pick_device(settings.get("device", "auto"))
         self.config = config = EngineConfig(**{"token_budget": TOKEN_BUDGET[self.device.type], **settings})
         self._controller = None
         if config.speculate is not None:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
-        self.path = resolve(path)
+        super().__init__(resolve(path))
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
-        self.tokenizer: Any = None
-        self._no_tokenizer = ""
-        try:
-            self.tokenizer = load_tokenizer(self.path)
-        except ModelError as error:
-            self._no_tokenizer = str(error)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many and why
-        # Reentrant, as its holders ask for `engine`, which takes it too.
-        self._lock = threading.RLock()  # of engine, tokenizer and inboxes
         self._engine = None if lazy else self._load()
         self._inboxes: dict[int, deque[StepOutput]] = {}
 
@@ -104,41 +95,6 @@ class LLM:
     def model(self) -> Model:
         """What is run."""
         return self.engine.model
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with what the tokenizer puts in front; an empty text becomes BOS.
-
-        Raises:
-            RequestError: the directory has no usable tokenizer, the text is not Unicode, or it is empty and there is
-                no BOS.
-        """
-        if ids := self._tokenized(text):
-            return ids
-        if self.tokenizer.bos_token_id is None:
-            raise RequestError("the prompt is empty and the tokenizer has no BOS token to begin with; give some text")
-        return [self.tokenizer.bos_token_id]
-
-    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the answer.
-
-        Args:
-            messages: [{"role": "user", "content": "..."}, ...].
-            variables: what else the template may use, such as `tools`.
-        Raises:
-            RequestError: there is no chat template, or it refuses the messages.
-        """
-        tokenizer = self.need_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
-        try:
-            # A template comes with the checkpoint; the sandbox it runs in bounds neither its time nor its memory.
-            with bounded():
-                options = {"add_generation_prompt": True, **variables, "tokenize": False}
-                text = tokenizer.apply_chat_template(list(messages), **options)
-        except Exception as error:  # templates are programs and fail in ways of their own
-            raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        # The template writes BOS itself; the tokenizer would add a second one.
-        return self._tokenized(text, add_special_tokens=False)
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -214,6 +170,31 @@ class LLM:
         return [scores[number] for number in range(len(texts))]
 
     @property
+    def capacity(self) -> int:
+        """Tokens of a sequence at most."""
+        return self.engine.capacity
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that are predicted."""
+        return self.model.vocab_size
+
+    @property
+    def arithmetic(self) -> str:
+        """What it computes in."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def engine_name(self) -> str:
+        """What a report calls the engine that a figure is of."""
+        return "quantkit"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report should say of how it ran."""
+        return tuple(self.model.notes)
+
+    @property
     def kv_type(self) -> str:
         """Number type of the cache: as asked for, or what the checkpoint says where that was `auto`."""
         return status.kv_type(self.engine)
@@ -286,25 +267,6 @@ class LLM:
             for number in numbers:
                 self.engine.cancel(number)
                 self._inboxes.pop(number, None)
-
-    def _tokenized(self, text: str, **options: bool) -> list[int]:
-        tokenizer = self.need_tokenizer()
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # from a terminal or a pipe may come bytes that are no text, kept as half characters
-            raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
-        with self._lock:  # not verbose: that a prompt is too long is for the engine to say
-            return list(tokenizer(text, verbose=False, **options)["input_ids"])
-
-    def need_tokenizer(self) -> Any:
-        """The tokenizer.
-
-        Raises:
-            RequestError: the directory has none that can be used.
-        """
-        if self.tokenizer is None:
-            raise RequestError(f"{self.path} has no usable tokenizer ({self._no_tokenizer}); give token ids")
-        return self.tokenizer
 
 
 def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:

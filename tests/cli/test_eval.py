@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from quantkit.cli import main
 from quantkit.demo import DEMO_MODEL
 from quantkit.results import EvaluationResult
+from tests import fake_vllm
 from tests.helpers import make_model
 
 
@@ -106,3 +107,33 @@ def test_help_names_every_option_and_ends_with_examples(run):
     for option in ("--suite", "--tasks", "--include-path", "--data", "--limit", "--baseline", "--batch", "--kv-cache"):
         assert option in answer.stdout
     assert answer.stdout.rstrip().endswith("--text book.txt")
+
+
+def test_vllm_computes_where_it_is_asked_to(run, monkeypatch, tmp_path, text_file):
+    fake_vllm.install(monkeypatch)
+    other = shutil.copytree(DEMO_MODEL, tmp_path / "copy")
+    asked = ("--text", text_file, "--window", 16, "--json", "--engine", "vllm")
+    runner = CliRunner()
+    options = ("--engine-option", "kv_cache_dtype=fp8", "--engine-option", "pipeline-parallel-size=2")
+    answer = runner.invoke(main, ["eval", str(other), "--baseline", str(DEMO_MODEL), *map(str, asked), *options])
+    assert answer.exit_code == 0, answer.stderr
+    document = json.loads(answer.stdout)
+    assert document["evaluation"]["settings"]["engine"] == document["baseline"]["settings"]["engine"] == "vLLM 0.0"
+    first, second = fake_vllm.LOADED
+    assert (first["kv_cache_dtype"], first["pipeline_parallel_size"], first["closed"]) == ("fp8", 2, True)
+    assert (second.get("kv_cache_dtype"), second["pipeline_parallel_size"]) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("--engine-option", "a=1"), 2, "--engine-option is for --engine vllm"),
+        (("--engine", "vllm", "--engine-option", "a"), 2, "--engine-option 'a' has no '='"),
+        (("--engine", "vllm", "--engine-option", "a={"), 4, "--engine-option a"),
+        (("--engine", "vllm"), 4, "threads is a setting of quantkit's engine"),
+    ],
+)
+def test_options_that_the_engine_does_not_have_are_one_line(run, monkeypatch, args, code, message):
+    fake_vllm.install(monkeypatch)
+    answer = run("--text", "demo", *args)
+    assert (answer.exit_code, message in answer.stderr) == (code, True), answer.stderr

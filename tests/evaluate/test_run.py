@@ -71,6 +71,7 @@ def test_every_item_has_a_record(result):
 
 def test_the_record_says_how_it_was_made_and_reads_itself_back(result, demo, suite):
     assert result.settings == {
+        "engine": "quantkit",
         "suite": suite,
         "limit": "12",
         "few-shot examples": "as each task says",

