@@ -94,6 +94,13 @@ def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int]:
     return asked, options.seed if options.seed is not None else (0 if suite is None else suite.seed)
 
 
+def _leaves_out(llm: Evaluated, options: EvaluationOptions) -> bool:
+    """Whether the suite asks for perplexity through decode of an engine that scores prompts in prefills only."""
+    if llm.scores_decode or options.suite is None:
+        return False
+    return any("decode" in part.through for part in load_suite(options.suite).part(speaks_demo(llm)).perplexity)
+
+
 def _through_prefill(parts: Iterable[Text]) -> Iterator[Text]:
     """A suite's texts for an engine that scores prompts in prefills only."""
     for part in parts:
@@ -114,7 +121,7 @@ def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: in
         "BOS": "added" if bos else "not added",
         "KV cache": llm.kv_type,
         "seed": str(seed),
-        **({} if llm.scores_decode else {"left out": "perplexity through decode, which vLLM does not compute"}),
+        **({"left out": "perplexity through decode, which vLLM does not compute"} if _leaves_out(llm, options) else {}),
     }
 
 

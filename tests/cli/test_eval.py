@@ -118,6 +118,7 @@ def test_vllm_computes_where_it_is_asked_to(run, monkeypatch, tmp_path, text_fil
     answer = runner.invoke(main, ["eval", str(other), "--baseline", str(DEMO_MODEL), *map(str, asked), *options])
     assert answer.exit_code == 0, answer.stderr
     document = json.loads(answer.stdout)
+    assert "left out" not in document["evaluation"]["settings"]
     assert document["evaluation"]["settings"]["engine"] == document["baseline"]["settings"]["engine"] == "vLLM 0.0"
     first, second = fake_vllm.LOADED
     assert (first["kv_cache_dtype"], first["pipeline_parallel_size"], first["closed"]) == ("fp8", 2, True)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from quantkit.report.json import read_report
+from tests import fake_vllm
 from tests.helpers import make_model
 
 pytestmark = pytest.mark.usefixtures("quick_ceilings")
@@ -47,6 +48,16 @@ def test_a_gate_that_fails_is_named_with_a_remedy(run, checkpoint, models, tmp_p
     assert "--set 'ignore=[" in last
     assert "report.json" not in {path.name for path in checkpoint.iterdir()}
     assert not read_report(tmp_path / "new").held
+
+
+def test_in_vllm_the_upper_end_of_the_distance_is_judged(run, checkpoint, models, tmp_path, monkeypatch):
+    fake_vllm.install(monkeypatch)
+    asked = ["--suite", "none", "--text", models / "text.txt", "--no-bench", "--engine", "vllm"]
+    code, out, err = run("verify", checkpoint, *asked, "--gate", "kl<=0.0005", "-o", tmp_path / "new")
+    assert code == 3, err
+    assert "Both computed by vLLM 0.0, which tells the 100 likeliest tokens" in " ".join(out.split())
+    report = read_report(tmp_path / "new")
+    assert report.gates[0].value == report.fidelity.mean_kl > report.fidelity.mean_kl_low
 
 
 def test_json_is_one_object_whatever_the_verdict(run, checkpoint, models):

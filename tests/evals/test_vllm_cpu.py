@@ -1,0 +1,73 @@
+"""What was seen in vLLM: the page says it, no row is wrong, and planted faults are the ones that are named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+CHECKS = Path(__file__).parents[2] / "evals" / "checks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(CHECKS)
+    return importlib.import_module
+
+
+def test_the_page_says_what_the_rows_say(load):
+    page = load("vllm_cpu_page")
+    text = page.PAGE.read_text()
+    assert page.put(text, page.section()) == text
+
+
+def test_no_row_is_wrong_and_every_planted_fault_was_noticed(load):
+    page = load("vllm_cpu_page")
+    rows, breaches = (
+        json.loads(max(page.RESULTS.glob(f"*-cpu-{kind}.json")).read_text()) for kind in ("rows", "breaches")
+    )
+    assert [row for row in rows["rows"] if row["verdict"] == "wrong"] == []
+    assert {row["breach"] for row in breaches["rows"]} == set(load("vllm_cpu_models").BREACHES)
+    assert {row["verdict"] for row in breaches["rows"]} == {"noticed"}
+
+
+def test_nvfp4_files_must_share_global_scales_and_have_no_negative_ones(load, tmp_path):
+    models = load("vllm_cpu_models")
+    names = [f"layer.self_attn.{part}_proj" for part in "qkv"]
+    tensors = {f"{name}.weight_global_scale": torch.tensor([4.0]) for name in names}
+    tensors |= {f"{name}.weight_scale": torch.ones(2, 2).to(torch.float8_e4m3fn) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert models.file_faults(tmp_path) == []
+    broken = models.break_copy(tmp_path, tmp_path.with_name("broken"), models.unshare_scales)
+    (fault,) = models.file_faults(broken)
+    assert "k_proj.weight_global_scale is 8, but that of q_proj" in fault
+    save_file(
+        {**tensors, f"{names[2]}.weight_scale": (-torch.ones(2, 2)).to(torch.float8_e4m3fn)},
+        tmp_path / "model.safetensors",
+    )
+    (fault,) = models.file_faults(tmp_path)
+    assert fault == "layer.self_attn.v_proj.weight_scale has negative scales"
+
+
+def test_planted_faults_change_what_they_say(load):
+    models = load("vllm_cpu_models")
+    codes = torch.tensor([[0x7FEDCBA9 - (1 << 31)]], dtype=torch.int32)  # nibbles 9 a b c d e f f
+    tensors = {"a.weight_zero_point": codes.clone()}
+    models.shift_zero_points(tensors)
+    assert [int(tensors["a.weight_zero_point"]) >> shift & 15 for shift in range(0, 32, 4)] == [
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+        15,
+        15,
+    ]
+    packed = {"down_proj.qweight": torch.tensor([[0x76543210]], dtype=torch.int32)}
+    models.swap_nibbles(packed)
+    assert int(packed["down_proj.qweight"]) == 0x67452301
