@@ -159,7 +159,7 @@ def serve(cases: list[Case], source: Path, work: Path, python: Path) -> list[dic
         if not file.exists()
     ]
     if asked:
-        listed = work / "cases.json"
+        listed = work / f"{cases[0].model}.cases.json"
         listed.write_text(json.dumps(asked))
         subprocess.run([python, SERVE, listed], check=True)
     return [json.loads(file.read_text()) for file in files]

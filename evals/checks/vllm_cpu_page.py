@@ -74,9 +74,13 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _refusals(rows: list[dict[str, Any]]) -> str:
-    """What vLLM says where it refuses, once for each case."""
-    said = {row["case"]: row["reason"] for row in rows if row["verdict"] == "refused by vLLM"}
-    return "".join(f"- `{case}`: {_shortened(reason)}\n" for case, reason in sorted(said.items()))
+    """What vLLM says where it refuses, once for each model and reason."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["verdict"] == "refused by vLLM":
+            models = said.setdefault((row["case"], _shortened(row["reason"])), [])
+            models.append(NAMES.get(row["model"], row["model"]))
+    return "".join(f"- `{case}` ({', '.join(who)}): {reason}\n" for (case, reason), who in sorted(said.items()))
 
 
 def _shortened(reason: str) -> str:

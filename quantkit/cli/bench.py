@@ -56,13 +56,9 @@ def command(
       quantkit bench --url http://127.0.0.1:8000 --batch 1,32
     """
     if url and (no_cache or against or batching or engine or vllm is not None):
-        raise click.UsageError(
-            "--url measures a server as it runs: of the other options only the workload's go with it"
-        )
+        raise click.UsageError("--url measures a server as it runs: only the workload's options go with it")
     if no_cache and (against or vllm is not None):
-        raise click.UsageError(
-            "--no-cache compares our engine with itself: leave --engine out, and leave --against out"
-        )
+        raise click.UsageError("--no-cache compares our engine with itself: leave --engine, and leave --against out")
     if no_cache:
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
