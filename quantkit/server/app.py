@@ -38,7 +38,7 @@ from quantkit.untrusted import parse_object
 
 MAX_BODY_BYTES = 1 << 24
 BODY_SECONDS = 30.0
-RETRY_SECONDS = 1
+_NOT_READY_SECONDS = 1
 # Tokenizing so many characters takes about a millisecond; more is done beside the event loop.
 _SHORT_TEXT = 4096
 _OPEN_PATHS = ("/health", "/ready")
@@ -260,9 +260,9 @@ def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, ans
     if isinstance(problem, HTTPException):
         return problem.status_code, answers.error(problem.detail), dict(problem.headers or {})
     if isinstance(problem, Busy):
-        return 429, answers.error(text, kind="rate_limit_error"), {"Retry-After": str(RETRY_SECONDS)}
+        return 429, answers.error(text, kind="rate_limit_error"), {"Retry-After": str(problem.retry_s)}
     if isinstance(problem, _NotReady):
-        return 503, answers.error(text, kind="server_error"), {"Retry-After": str(RETRY_SECONDS)}
+        return 503, answers.error(text, kind="server_error"), {"Retry-After": str(_NOT_READY_SECONDS)}
     if isinstance(problem, _TooLarge):
         return 413, answers.error(text), {"Connection": "close"}
     if isinstance(problem, _UnknownModel):

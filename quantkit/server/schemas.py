@@ -19,6 +19,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 Ids = list[int]
 Text = Annotated[str, Field(max_length=1 << 22)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MOST_STOPS)]
 
 
@@ -62,8 +63,8 @@ class Sampling(Schema):
     top_k: int = Field(-1, description="-1 or 0 = all.")
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     seed: int | None = None
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | Stop = []
     stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOPS)] = []
