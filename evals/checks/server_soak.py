@@ -1,11 +1,11 @@
 """Thousands of requests to a server, a third of which go away at some moment, with slow readers among them.
 
-    python evals/checks/server_soak.py [--requests 5000] [--model DIR] [--seed 0]
+    python evals/checks/server_soak.py [--requests 5000] [--model DIR] [--seed 0] [--out FILE]
 
 The server runs in a process of its own with a fifth of the pages that its requests would like to have, three lengths
 of prompt and prefixes that are shared. At the end: every request that stayed was answered, every page is free, nothing
 is open, and memory has not grown (resident bytes of the last quarter against the first). Integrity is checked in the
-server after every step. Prints one JSON object; exit code 1 where something does not hold.
+server after every step. Prints one JSON object and writes it to FILE; exit code 1 where something does not hold.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from collections import Counter
 from pathlib import Path
 
 import aiohttp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
+from record import about, save  # noqa: E402
 
 SERVER = """
 import sys
@@ -114,6 +117,7 @@ async def soak(url: str, pid: int, count: int, seed: int) -> dict[str, object]:
     first = statistics.median(memory[:quarter])
     return {
         "outcomes": dict(seen),
+        "pages": metrics["quantkit_kv_pages"],
         "pages_used": metrics["quantkit_kv_pages_used"],
         "running": metrics["quantkit_requests_running"],
         "waiting": metrics["quantkit_requests_waiting"],
@@ -131,7 +135,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    origin = about(requests=options.requests, seed=options.seed, model=options.model or "demo")
     model = [options.model] if options.model else []
     # 32 sequences of up to 360 tokens would like 736 pages of 16; a fifth is 147.
     pages = ["--max-running", "32", "--max-waiting", "48", "--max-length", "400", "--kv-memory", "2MiB"]
@@ -155,7 +161,10 @@ def main() -> int:
         "memory": float(str(result["resident_last_over_first"])) <= 1.02,
         "end": result["exit_code"] == 0 and "a step failed" not in said,
     }
-    print(json.dumps({**result, "held": held}, indent=1))
+    data = {"about": origin, **result, "held": held}
+    print(json.dumps(data, indent=1))
+    if options.out is not None:
+        save(options.out, data)
     return 0 if all(held.values()) else 1
 
 

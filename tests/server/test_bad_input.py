@@ -64,7 +64,7 @@ TABLE = {
     "repetition_penalty beyond float32": (*text(repetition_penalty=1e39), 400, "repetition_penalty", "from 0.001"),
     "presence_penalty above 2": (*text(presence_penalty=2.1), 400, "presence_penalty", "less than or equal to 2"),
     "frequency_penalty below -2": (*text(frequency_penalty=-1e300), 400, "frequency_penalty", "equal to -2"),
-    "frequency_penalty is not a number": (*raw('{"prompt": "a", "frequency_penalty": NaN}'), 400, "frequency_penalty", "nan"),
+    "frequency_penalty is NaN": (*raw('{"prompt": "a", "frequency_penalty": NaN}'), 400, "frequency_penalty", "nan"),
     "seed below 0": (*text(seed=-1), 400, "seed", "at least 0"),
     "seed of 65 bits": (*text(seed=2**64), 400, "seed", "below 2**63"),
     "an empty stop": (*text(stop=""), 400, "stop", "at least 1 character"),

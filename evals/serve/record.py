@@ -1,0 +1,55 @@
+"""What a result says about where it comes from, and where it is kept: evals/results/serve/NAME.json."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "evals" / "results" / "serve"
+PACKAGES = ("quantkit", "torch", "transformers", "starlette", "uvicorn", "aiohttp")
+
+
+def about(**further: Any) -> dict[str, Any]:
+    """Commit, versions and machine, and how busy it was: a load much above 0 means that figures are not claims."""
+    from quantkit.devices import processor_name
+
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "processor": processor_name() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 2),
+        **further,
+    }
+
+
+def version(package: str) -> str:
+    """Of an installed package; "absent" where it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def save(path: Path, data: dict[str, Any]) -> None:
+    """Write a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    """Of the sources; `+` at its end says that something was changed since."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
