@@ -26,7 +26,7 @@ from pathlib import Path
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
-from record import about, save  # noqa: E402
+from record import about, save
 
 SERVER = """
 import sys

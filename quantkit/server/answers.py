@@ -55,12 +55,13 @@ def usage(completions: Iterable[Completion], new_tokens: int | None = None) -> J
     prompt = sum(len(each.prompt_token_ids) for each in several)
     new = sum(len(each.token_ids) for each in several) if new_tokens is None else new_tokens
     cached = sum(each.timing.cached_tokens for each in several)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {**counts(prompt, new), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def counts(prompt_tokens: int, new_tokens: int) -> Json:
+    """Tokens of a request so far."""
+    total = prompt_tokens + new_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
 
 def error(text: str, *, kind: str = "invalid_request_error", field: str | None = None, code: str | None = None) -> Json:

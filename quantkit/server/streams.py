@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from quantkit.runtime.types import Completion
-from quantkit.server.answers import error, event, framed, usage
+from quantkit.server.answers import counts, error, event, framed, usage
 from quantkit.server.bridge import Bridge, ClientGone, Mailbox
+from quantkit.server.schemas import StreamOptions
 from quantkit.server.shapes import Shape
 
 SEND_SECONDS = 60.0
@@ -74,17 +75,28 @@ class EventStream(Response):
         bridge, mailbox: where it is computed.
         shape: of the answer.
         on_end: told of each prompt.
-        with_usage: a last part counts tokens.
+        options: whether a last part, or every part, counts tokens.
+        num_prompt: tokens of all prompts.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, bridge: Bridge, mailbox: Mailbox, shape: Shape, on_end: OnEnd, *, with_usage: bool) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        mailbox: Mailbox,
+        shape: Shape,
+        on_end: OnEnd,
+        options: StreamOptions,
+        num_prompt: int,
+    ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._bridge, self._mailbox, self._shape = bridge, mailbox, shape
-        self._on_end, self._with_usage = on_end, with_usage
+        self._on_end, self._num_prompt = on_end, num_prompt
+        self._with_usage = options.include_usage
+        self._counts_parts = options.include_usage and options.continuous_usage_stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -100,7 +112,7 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         shape, done = self._shape, list[Completion]()
-        frame = shape.head.frame(**({"usage": None} if self._with_usage else {}))
+        num_new, frame = 0, self._frame(0)
         if first := shape.first():
             yield b"".join(framed(frame, choice) for choice in first)
         while self._mailbox.num_open:
@@ -112,12 +124,21 @@ class EventStream(Response):
                     if output.completion.finish_reason == "error":
                         body += event(FAILED)
                         continue
+                num_new += len(output.token_ids)
+                if self._counts_parts:
+                    frame = self._frame(num_new)
                 if (choice := shape.part(index, output)) is not None:
                     body += framed(frame, choice)
             if body:
                 yield body
         if self._with_usage:
             yield event(shape.head.around([], usage=usage(done)))
+
+    def _frame(self, num_new: int) -> tuple[bytes, bytes]:
+        """Around a choice, when so many tokens have come."""
+        if not self._with_usage:
+            return self._shape.head.frame()
+        return self._shape.head.frame(usage=counts(self._num_prompt, num_new) if self._counts_parts else None)
 
 
 class _Patience:
