@@ -30,23 +30,16 @@ class Server:
     def __init__(self, url: str, process: subprocess.Popen[str]) -> None:
         self.url, self.process = url, process
 
-    def cpu_seconds(self) -> float:
-        """Of the process so far, its threads included."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
 
 @contextlib.contextmanager
-def quantkit(model: str | None, arguments: Sequence[str] = (), cores: str | None = None) -> Iterator[Server]:
+def quantkit(model: str | None, arguments: Sequence[str] = ()) -> Iterator[Server]:
     """Our server.
 
     Args:
         model: checkpoint; None = the demo model.
         arguments: further ones of `quantkit serve`.
-        cores: it may use, as taskset wants them; None = all.
     """
-    pinned = [] if cores is None else ["taskset", "-c", cores]
-    command = [*pinned, sys.executable, "-m", "quantkit", "serve", *([model] if model else []), "--port", "0"]
+    command = [sys.executable, "-m", "quantkit", "serve", *([model] if model else []), "--port", "0"]
     process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
     with _ended(process):
         assert process.stderr is not None
@@ -69,7 +62,7 @@ def llama_server(binary: str, model: Path, *, streams: int, threads: int, contex
 
 @contextlib.contextmanager
 def vllm(python: str, model: Path, *, streams: int, threads: int, context: int) -> Iterator[Server]:
-    """vLLM's on a CPU, without its prefix cache, as ours is measured."""
+    """vLLM's on a CPU."""
     port = _free_port()
     shape = ["--max-num-seqs", str(streams), "--max-model-len", str(context), "--dtype", "bfloat16"]
     plain = ["--enforce-eager", "--no-enable-prefix-caching", "--port", str(port), "--host", "127.0.0.1"]

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ PACKAGES = ("quantkit", "torch", "transformers", "starlette", "uvicorn", "aiohtt
 
 
 def about(**further: Any) -> dict[str, Any]:
-    """Commit, versions and machine, and how busy it was: a load much above 0 means that figures are not claims."""
+    """Commit, versions and machine, and how busy others keep it: figures of a busy machine are no claims."""
     from quantkit.devices import processor_name
 
     return {
@@ -26,7 +27,7 @@ def about(**further: Any) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "processor": processor_name() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(os.getloadavg()[0], 2),
+        "busy_before": round(_busy_share(), 2),
         **further,
     }
 
@@ -43,6 +44,19 @@ def save(path: Path, data: dict[str, Any]) -> None:
     """Write a result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _busy_share(seconds: float = 1.0) -> float:
+    """Of the processors' time, while this process sleeps."""
+
+    def read() -> tuple[int, int]:
+        times = [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return times[3] + times[4], sum(times)  # idle and waiting for disks; all
+
+    idle, total = read()
+    time.sleep(seconds)
+    idle_after, total_after = read()
+    return 1 - (idle_after - idle) / max(1, total_after - total)
 
 
 def _commit() -> str:

@@ -59,7 +59,7 @@ class Sampling(Schema):
 
     model: str | None = Field(None, description="The served name; None = the one there is.")
     max_tokens: int | None = None
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(le=100)] = 1.0
     top_p: float = 1.0
     top_k: int = Field(-1, description="-1 or 0 = all.")
     min_p: float = 0.0

@@ -55,6 +55,7 @@ TABLE = {
     "temperature below 0": (*text(temperature=-1), 400, "temperature", "at least 0"),
     "temperature is text": (*text(temperature="warm"), 400, "temperature", "number"),
     "temperature is not a number": (*raw('{"prompt": "a", "temperature": NaN}'), 400, "temperature", "nan"),
+    "temperature beyond float32": (*text(temperature=1e300), 400, "temperature", "less than or equal to 100"),
     "temperature without end": (*raw('{"prompt": "a", "temperature": 1e999}'), 400, "temperature", "inf"),
     "top_p is 0": (*text(top_p=0), 400, "top_p", "above 0"),
     "top_p above 1": (*text(top_p=1.1), 400, "top_p", "at most 1"),
