@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-READY_SECONDS = 300.0
+READY_SECONDS = 900.0
 
 
 class Server:
