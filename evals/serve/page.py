@@ -1,14 +1,11 @@
 # ruff: noqa: RUF001 - the sign of times is meant
-"""The measured part of docs/serve.md, made of evals/results/serve/*.json; standard library only.
-
-    python evals/serve/page.py [--write docs/serve.md]
+"""The measured part of docs/serve.md, made of evals/results/serve/*.json, for evals/pages.py; standard library only.
 
 What has not been measured is said in a sentence.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,9 +13,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/serve.md"
 RESULTS = ROOT / "evals/results/serve"
-BEGIN, END = "<!-- measured: made by evals/serve/page.py -->", "<!-- measured: end -->"
 COLUMNS = {
     "requests_per_s": "requests/s",
     "tokens_per_s": "tokens/s",
@@ -51,8 +46,8 @@ COST_COLUMNS = (
 
 
 def render(results: Path = RESULTS) -> str:
-    """The part of the page, with its marks."""
-    lines = [BEGIN]
+    """The part of the page."""
+    lines = list[str]()
     for name, text in TEXTS.items():
         path = results / f"{name}.json"
         lines += ["", text, ""]
@@ -60,7 +55,7 @@ def render(results: Path = RESULTS) -> str:
             lines += PARTS[name](json.loads(path.read_text(encoding="utf-8")))
         else:
             lines.append("Not measured yet.")
-    return "\n".join([*lines, "", END])
+    return "\n".join([*lines[1:], ""])
 
 
 def _cost(data: dict[str, Any]) -> Iterator[str]:
@@ -130,19 +125,3 @@ def _origin(data: dict[str, Any]) -> str:
     busy = f"; others kept {about['busy_before']:.0%} of it busy" if about["busy_before"] > 0.1 else ""
     tokens = f"prompts of {about['prompt_tokens']} tokens, {about['new_tokens']} new ones"
     return f"Commit {about['commit']}, {about['date']}, {machine}{busy}; {tokens}."
-
-
-def main() -> None:
-    """Print the part, or write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path)
-    options = parser.parse_args()
-    if options.write is None:
-        print(render())
-        return
-    before, rest = options.write.read_text(encoding="utf-8").split(BEGIN)
-    options.write.write_text(before + render() + rest.split(END)[1], encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
-import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from provenance import commit, version
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "evals" / "results" / "serve"
@@ -23,21 +25,13 @@ def about(**further: Any) -> dict[str, Any]:
 
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "processor": processor_name() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "busy_before": round(_busy_share(), 2),
         **further,
     }
-
-
-def version(package: str) -> str:
-    """Of an installed package; "absent" where it is not."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
@@ -57,13 +51,3 @@ def _busy_share(seconds: float = 1.0) -> float:
     time.sleep(seconds)
     idle_after, total_after = read()
     return 1 - (idle_after - idle) / max(1, total_after - total)
-
-
-def _commit() -> str:
-    """Of the sources; `+` at its end says that something was changed since."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"

@@ -15,4 +15,4 @@ if [ -n "${VLLM:-}" ] && [ -n "${GUIDELLM:-}" ]; then
     "$python" evals/serve/clients.py --vllm "$VLLM" --guidellm "$GUIDELLM" --out $out/clients.json
 fi
 "$python" evals/serve/peers.py ${VLLM:+--vllm "$VLLM"} ${LLAMA_SERVER:+--llama-server "$LLAMA_SERVER"} --out $out/peers.json
-"$python" evals/serve/page.py --write docs/serve.md
+"$python" evals/pages.py --write

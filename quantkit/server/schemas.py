@@ -51,7 +51,7 @@ class StreamOptions(Schema):
     """Of a streamed answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(default=False, description="With include_usage: each part counts tokens so far.")
+    continuous_usage_stats: bool = Field(default=False, description="With include_usage: parts count tokens so far.")
 
 
 class Sampling(Schema):
