@@ -40,8 +40,8 @@ def checked(self):
 Engine.step = checked
 main(sys.argv[1:])
 """
-LENGTHS = (8, 100, 300)
-STREAMS = 64
+LENGTHS, MOST_NEW = (8, 100, 300), 60
+STREAMS, RUNNING = 64, 32
 
 
 async def ask(session: aiohttp.ClientSession, url: str, number: int, chance: random.Random, seen: Counter[str]) -> None:
@@ -49,7 +49,7 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int, chance: ran
     length = chance.choice(LENGTHS)
     shared = [3 + index % 50 for index in range(length // 2)]
     prompt = shared + [3 + chance.randrange(200) for _ in range(length - len(shared))]
-    body = {"prompt": prompt, "max_tokens": chance.randrange(1, 60), "temperature": chance.choice([0, 1])}
+    body = {"prompt": prompt, "max_tokens": chance.randrange(1, MOST_NEW), "temperature": chance.choice([0, 1])}
     body |= {"stream": chance.random() < 0.6, "ignore_eos": True}
     leaves_after = chance.expovariate(8) if chance.random() < 1 / 3 else None
     while True:
@@ -82,6 +82,13 @@ async def read_slowly(url: str, until: asyncio.Event) -> None:
                 break
             await asyncio.sleep(0.01)
         writer.close()
+
+
+def pages_wanted() -> int:
+    """Of requests that are computed together, all of them the longest."""
+    from quantkit.runtime.config import DEFAULT_PAGE_SIZE
+
+    return -(-(max(LENGTHS) + MOST_NEW) // DEFAULT_PAGE_SIZE) * RUNNING
 
 
 def resident(pid: int) -> int:
@@ -139,8 +146,8 @@ def main() -> int:
     options = parser.parse_args()
     origin = about(requests=options.requests, seed=options.seed, model=options.model or "demo")
     model = [options.model] if options.model else []
-    # 32 sequences of up to 360 tokens would like 736 pages of 16; a fifth is 147.
-    pages = ["--max-running", "32", "--max-waiting", "48", "--max-length", "400", "--kv-memory", "2MiB"]
+    # A fifth of what so many of the longest would like, in the demo model's cache; `held` says whether it was that.
+    pages = ["--max-running", str(RUNNING), "--max-waiting", "48", "--max-length", "400", "--kv-memory", "10MiB"]
     command = [sys.executable, "-c", SERVER, "serve", *model, "--port", "0", "--threads", "1", *pages]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -159,6 +166,7 @@ def main() -> int:
         "answered": outcomes.get("answered", 0) + outcomes.get("left", 0) == options.requests,
         "pages": result["pages_used"] == result["running"] == result["waiting"] == 0,
         "memory": float(str(result["resident_last_over_first"])) <= 1.02,
+        "pool": 0.15 <= float(str(result["pages"])) / pages_wanted() <= 0.25,
         "end": result["exit_code"] == 0 and "a step failed" not in said,
     }
     data = {"about": origin, **result, "held": held}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure of docs/serve.md's last part, in one go, on a machine that does nothing else: about 20 minutes on two cores.
+# Every figure of docs/serve.md's last part, in one go, on a machine that does nothing else: about 25 minutes on two cores.
 #
 #   VLLM=ENV/bin/python GUIDELLM=ENV/bin/guidellm LLAMA_SERVER=.../llama-server PYTHON=ENV/bin/python evals/serve/run.sh
 #
@@ -15,4 +15,5 @@ if [ -n "${VLLM:-}" ] && [ -n "${GUIDELLM:-}" ]; then
     "$python" evals/serve/clients.py --vllm "$VLLM" --guidellm "$GUIDELLM" --out $out/clients.json
 fi
 "$python" evals/serve/peers.py ${VLLM:+--vllm "$VLLM"} ${LLAMA_SERVER:+--llama-server "$LLAMA_SERVER"} --out $out/peers.json
+"$python" evals/checks/server_soak.py --out $out/soak.json
 "$python" evals/pages.py --write
