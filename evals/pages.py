@@ -72,6 +72,11 @@ def models(page: str) -> str:
     return str(checks.render(checks.newest()))
 
 
+def serve(page: str) -> str:
+    """docs/serve.md."""
+    return section(page, "measured", generator("serve/page.py").render())
+
+
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
     checks = generator("checks/models_page.py")
@@ -86,6 +91,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/performance.md": performance,
     "docs/promises.md": promises,
     "docs/models.md": models,
+    "docs/serve.md": serve,
 }
 
 

@@ -63,7 +63,7 @@ def make(out: Path, name: str) -> None:
     """Write the model of that name from SHAPES to a folder."""
     out.mkdir(parents=True, exist_ok=True)
     write_config(out, SHAPES[name])
-    write_tokenizer(out)
+    write_tokenizer(out, VOCABULARY)
     write_weights(out, SHAPES[name])
 
 
@@ -87,12 +87,13 @@ def write_config(out: Path, shape: dict[str, int]) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def write_tokenizer(out: Path) -> None:
-    """A tokenizer of single bytes; its ids are a small part of the vocabulary."""
+def write_tokenizer(out: Path, size: int = 0) -> None:
+    """A tokenizer of single bytes, and of words up to so many tokens: what is drawn then has a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces += [f"\u0120word{number}" for number in range(len(pieces), size)]  # behind a space, as GPT-2 writes it
     tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

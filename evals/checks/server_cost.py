@@ -1,11 +1,12 @@
 """What the HTTP door costs: the same requests to the engine in process and through `quantkit serve`, in one run.
 
-    python evals/checks/server_cost.py [MODEL] [--streams 1,8,32] [--rounds 3] [--url NAME=URL ...]
+    python evals/checks/server_cost.py [MODEL ...] [--streams 1,8,32] [--rounds 3] [--out FILE]
 
-In turns for each number of streams: the engine in process, our server, and any further servers that are running
-already (`--url vllm=http://...`). All get the same random prompts of 64 tokens and make 64. Prints one JSON object:
-requests and tokens per second, TTFT and ITL medians, ratios, and the CPU time that the door takes per token (CPU
-seconds of the server's process less those of this process while it drove the engine itself).
+Without MODEL: the demo model, where the engine is fastest and the door weighs most, and random weights of 8 layers of
+TinyLlama-1.1B's shape. In turns for each number of streams, the same random prompts of 64 tokens, 64 new ones each. The
+engine computes with one thread on one core of its own, in process as in the server; the server's event loop and the
+client have the other cores, so that nobody takes time from the engine but through the door. Prints one JSON object and
+writes it to FILE: rates, medians, CPU per token of the whole server and of its event loop.
 """
 
 from __future__ import annotations
@@ -13,42 +14,62 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-SIZES = {"prompt_tokens": 64, "new_tokens": 64}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
+import launch
+from make_random_llama import make
+from record import about, save
+
+TOKENS = 64  # of a prompt and of an answer
+Figures = dict[str, float]
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process so far, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+class Cores:
+    """Which cores the engine has, and which the rest: one and the others; the same where there is only one."""
+
+    def __init__(self) -> None:
+        first, *others = sorted(os.sched_getaffinity(0))
+        self.engine, self.door = {first}, set(others) or {first}
+
+    def divide(self, process: int) -> None:
+        """Give a server's event loop, its main thread, the door's cores, and its other threads the engine's."""
+        for task in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(task.name), self.door if int(task.name) == process else self.engine)
+
+
+def cpu_seconds(process: int, thread: int | None = None) -> float:
+    """Of a process so far, its threads included, or of one of them."""
+    folder = f"/proc/{process}" if thread is None else f"/proc/{process}/task/{thread}"
+    fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def summarize(run) -> dict[str, float]:  # noqa: ANN001 - a BenchmarkRun, imported late
-    """Rates and medians of a run."""
+def summarize(run: Any, spent: float, loop: float = 0.0) -> Figures:
+    """Rates and medians of a BenchmarkRun, and CPU per token.
+
+    Args:
+        run: what was measured.
+        spent, loop: seconds of CPU: all, and of the event loop.
+    """
+    count = sum(timing.num_new_tokens for timing in run.requests)
     return {
         "requests_per_s": run.requests_per_s,
         "tokens_per_s": run.output_tokens_per_s,
-        "ttft_s": statistics.median(run.ttft_s),
-        "itl_s": statistics.median(run.inter_token_s),
+        "ttft_ms": 1e3 * median(run.ttft_s),
+        "itl_ms": 1e3 * median(run.inter_token_s),
+        "cpu_us_per_token": 1e6 * spent / count,
+        "loop_us_per_token": 1e6 * loop / count,
     }
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--streams", default="1,8,32")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--url", action="append", default=[], metavar="NAME=URL")
-    options = parser.parse_args()
-
+def measure_model(model: str | None, shown: str, streams: list[int], rounds: int) -> list[dict[str, Any]]:
+    """A row for each number of streams."""
     from quantkit.benchmark.http import measure_server
     from quantkit.benchmark.latency import run_load
     from quantkit.benchmark.options import BenchmarkOptions
@@ -56,50 +77,61 @@ def main() -> None:
     from quantkit.remote import Remote
     from quantkit.runtime.llm import LLM
 
-    streams = [int(part) for part in options.streams.split(",")]
-    llm = LLM(options.model, max_sequences=max(32, *streams), prefix_cache=False, threads=options.threads)
-    vocabulary = {"vocab_size": llm.model.vocab_size, "avoid": tuple(llm.model.eos_ids)}
-    command = [sys.executable, "-m", "quantkit", "serve", *([options.model] if options.model else []), "--port", "0"]
-    limits = ["--max-running", str(max(32, *streams)), "--threads", str(options.threads)]
-    with subprocess.Popen([*command, *limits], stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        found = re.search(r"http://\S+:\d+", server.stderr.readline())
-        assert found is not None
-        doors = {"ours": found.group(), **dict(pair.split("=", 1) for pair in options.url)}
-        rows: dict[str, dict[str, list[dict[str, float]]]] = {}
+    cores, sizes = Cores(), {"prompt_tokens": TOKENS, "new_tokens": TOKENS}
+    os.sched_setaffinity(0, cores.engine)
+    llm = LLM(model, max_sequences=max(streams), prefix_cache=False, threads=1)
+    vocabulary: dict[str, Any] = {"vocab_size": llm.model.vocab_size, "avoid": tuple(llm.model.eos_ids)}
+
+    def inside(number: int, count: int, turn: int) -> Figures:
+        os.sched_setaffinity(0, cores.engine)
+        load = make_load(closed_loop(number, num_requests=count, seed=turn, **sizes), **vocabulary)
+        began = time.process_time()
+        run = run_load(llm.engine, load)
+        return summarize(run, time.process_time() - began)
+
+    def through(server: launch.Server, number: int, count: int, turn: int) -> Figures:
+        os.sched_setaffinity(0, cores.door)
+        process = server.process.pid
+        cores.divide(process)
+        asked = BenchmarkOptions(concurrencies=(number,), num_requests=count, seed=turn, **sizes)
+        began, loop = cpu_seconds(process), cpu_seconds(process, process)
+        run = measure_server(Remote(server.url), asked, **vocabulary)[0]
+        return summarize(run, cpu_seconds(process) - began, cpu_seconds(process, process) - loop)
+
+    rows = []
+    with launch.quantkit(model, ["--max-running", str(max(streams)), "--threads", "1"]) as server:
         for number in streams:
-            load = closed_loop(number, num_requests=max(8, 3 * number), **SIZES)
-            asked = BenchmarkOptions(concurrencies=(number,), num_requests=load.num_requests, **SIZES)
-            row = rows[str(number)] = {name: [] for name in ("in process", *doors)}
-            for turn in range(options.rounds):
-                order = ["in process", *doors]
-                for name in order if turn % 2 == 0 else reversed(order):
-                    if name == "in process":
-                        began = time.process_time()
-                        run = run_load(llm.engine, make_load(load, **vocabulary, turn=turn))
-                        spent = time.process_time() - began
-                    else:
-                        began = cpu_seconds(server.pid)
-                        run = measure_server(Remote(doors[name]), asked, **vocabulary)[0]
-                        spent = cpu_seconds(server.pid) - began
-                    count = sum(timing.num_new_tokens for timing in run.requests)
-                    row[name].append({**summarize(run), "cpu_s_per_token": spent / count if name != "vllm" else 0.0})
-        server.terminate()
-    medians = {
-        number: {
-            name: {key: statistics.median(entry[key] for entry in entries) for key in entries[0]}
-            for name, entries in row.items()
-        }
-        for number, row in rows.items()
-    }
-    for row in medians.values():
-        inside, ours = row["in process"], row["ours"]
-        row["ours / in process"] = {key: ours[key] / inside[key] for key in inside}
-        row["door"] = {
-            "cpu_s_per_token": ours["cpu_s_per_token"] - inside["cpu_s_per_token"],
-            "ttft_s": ours["ttft_s"] - inside["ttft_s"],
-        }
-    print(json.dumps({"model": options.model or "demo", "threads": options.threads, "streams": medians}, indent=1))
+            count = max(8 if model is None else 4, 2 * number)
+            kept: dict[str, list[Figures]] = {"in process": [], "server": []}
+            for turn in range(rounds):
+                ways = [("in process", inside), ("server", lambda *sizes: through(server, *sizes))]
+                for name, way in ways if turn % 2 == 0 else reversed(ways):
+                    kept[name].append(way(number, count, turn))
+            medians = {n: {key: median(e[key] for e in several) for key in several[0]} for n, several in kept.items()}
+            rows.append({"model": shown, "streams": number, **medians})
+            print(shown, number, json.dumps(medians), file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--streams", default="1,8,32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    origin = about(prompt_tokens=TOKENS, new_tokens=TOKENS, threads=1)
+    streams = [int(part) for part in options.streams.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.models:
+            make(Path(folder), "1b-8layers")
+        named = [(model, Path(model).name) for model in options.models] or [(None, "demo"), (folder, "1b-8layers")]
+        rows = [row for model, shown in named for row in measure_model(model, shown, streams, options.rounds)]
+    data = {"about": origin, "rows": rows}
+    print(json.dumps(data, indent=1))
+    if options.out is not None:
+        save(options.out, data)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Thousands of requests to a server, a third of which go away at some moment, with slow readers among them.
 
-    python evals/checks/server_soak.py [--requests 5000] [--model DIR] [--seed 0]
+    python evals/checks/server_soak.py [--requests 5000] [--model DIR] [--seed 0] [--out FILE]
 
 The server runs in a process of its own with a fifth of the pages that its requests would like to have, three lengths
 of prompt and prefixes that are shared. At the end: every request that stayed was answered, every page is free, nothing
 is open, and memory has not grown (resident bytes of the last quarter against the first). Integrity is checked in the
-server after every step. Prints one JSON object; exit code 1 where something does not hold.
+server after every step. Prints one JSON object and writes it to FILE; exit code 1 where something does not hold.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from pathlib import Path
 
 import aiohttp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
+from record import about, save
+
 SERVER = """
 import sys
 from quantkit.runtime.engine.engine import Engine
@@ -37,8 +40,8 @@ def checked(self):
 Engine.step = checked
 main(sys.argv[1:])
 """
-LENGTHS = (8, 100, 300)
-STREAMS = 64
+LENGTHS, MOST_NEW = (8, 100, 300), 60
+STREAMS, RUNNING = 64, 32
 
 
 async def ask(session: aiohttp.ClientSession, url: str, number: int, chance: random.Random, seen: Counter[str]) -> None:
@@ -46,7 +49,7 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int, chance: ran
     length = chance.choice(LENGTHS)
     shared = [3 + index % 50 for index in range(length // 2)]
     prompt = shared + [3 + chance.randrange(200) for _ in range(length - len(shared))]
-    body = {"prompt": prompt, "max_tokens": chance.randrange(1, 60), "temperature": chance.choice([0, 1])}
+    body = {"prompt": prompt, "max_tokens": chance.randrange(1, MOST_NEW), "temperature": chance.choice([0, 1])}
     body |= {"stream": chance.random() < 0.6, "ignore_eos": True}
     leaves_after = chance.expovariate(8) if chance.random() < 1 / 3 else None
     while True:
@@ -79,6 +82,13 @@ async def read_slowly(url: str, until: asyncio.Event) -> None:
                 break
             await asyncio.sleep(0.01)
         writer.close()
+
+
+def pages_wanted() -> int:
+    """Of requests that are computed together, all of them the longest."""
+    from quantkit.runtime.config import DEFAULT_PAGE_SIZE
+
+    return -(-(max(LENGTHS) + MOST_NEW) // DEFAULT_PAGE_SIZE) * RUNNING
 
 
 def resident(pid: int) -> int:
@@ -114,6 +124,7 @@ async def soak(url: str, pid: int, count: int, seed: int) -> dict[str, object]:
     first = statistics.median(memory[:quarter])
     return {
         "outcomes": dict(seen),
+        "pages": metrics["quantkit_kv_pages"],
         "pages_used": metrics["quantkit_kv_pages_used"],
         "running": metrics["quantkit_requests_running"],
         "waiting": metrics["quantkit_requests_waiting"],
@@ -131,10 +142,12 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    origin = about(requests=options.requests, seed=options.seed, model=options.model or "demo")
     model = [options.model] if options.model else []
-    # 32 sequences of up to 360 tokens would like 736 pages of 16; a fifth is 147.
-    pages = ["--max-running", "32", "--max-waiting", "48", "--max-length", "400", "--kv-memory", "2MiB"]
+    # A fifth of what so many of the longest would like, in the demo model's cache; `held` says whether it was that.
+    pages = ["--max-running", str(RUNNING), "--max-waiting", "48", "--max-length", "400", "--kv-memory", "10MiB"]
     command = [sys.executable, "-c", SERVER, "serve", *model, "--port", "0", "--threads", "1", *pages]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -153,9 +166,13 @@ def main() -> int:
         "answered": outcomes.get("answered", 0) + outcomes.get("left", 0) == options.requests,
         "pages": result["pages_used"] == result["running"] == result["waiting"] == 0,
         "memory": float(str(result["resident_last_over_first"])) <= 1.02,
+        "pool": 0.15 <= float(str(result["pages"])) / pages_wanted() <= 0.25,
         "end": result["exit_code"] == 0 and "a step failed" not in said,
     }
-    print(json.dumps({**result, "held": held}, indent=1))
+    data = {"about": origin, **result, "held": held}
+    print(json.dumps(data, indent=1))
+    if options.out is not None:
+        save(options.out, data)
     return 0 if all(held.values()) else 1
 
 

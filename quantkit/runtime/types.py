@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
+# A penalty beyond it leaves nothing to choose, and would make logits over a cold temperature infinite.
+_MOST_PENALTY = 1000.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScoring:
@@ -102,9 +105,11 @@ class SamplingParams:
         _check_number("temperature", self.temperature, "at least 0; 0 is greedy", lambda x: x >= 0)
         _check_number("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
         _check_number("min_p", self.min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
-        _check_number("repetition_penalty", self.repetition_penalty, "above 0; 1 is none", lambda x: x > 0)
-        _check_number("presence_penalty", self.presence_penalty, "a finite number", lambda x: True)
-        _check_number("frequency_penalty", self.frequency_penalty, "a finite number", lambda x: True)
+        most, least = _MOST_PENALTY, 1 / _MOST_PENALTY
+        repetition = f"from {least:g} to {most:g}; 1 is none"
+        _check_number("repetition_penalty", self.repetition_penalty, repetition, lambda x: least <= x <= most)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), f"from {-most:g} to {most:g}", lambda x: abs(x) <= most)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; give True or False")
         if self.json_schema is not None and self.ignore_eos:

@@ -12,6 +12,9 @@ from quantkit.server.vocabulary import Vocabulary
 
 Json = dict[str, Any]
 
+# Made once: `json.dumps` with options makes an encoder per call. No spaces: these bytes are written for every token.
+_written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
@@ -34,6 +37,12 @@ class Head:
         own = {"id": f"{self.prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
         return {**own, "choices": choices, **further}
 
+    def frame(self, **further: Any) -> tuple[bytes, bytes]:
+        """What stands before and behind the one choice of each event of a stream, see `framed`."""
+        # No text can hold this: inside of one the quotes are escaped.
+        before, choices, behind = event(self.around([{}], **further)).partition(b'"choices":[{}]')
+        return before + choices[:-3], choices[-1:] + behind
+
 
 def usage(completions: Iterable[Completion], new_tokens: int | None = None) -> Json:
     """Tokens of a request.
@@ -46,12 +55,13 @@ def usage(completions: Iterable[Completion], new_tokens: int | None = None) -> J
     prompt = sum(len(each.prompt_token_ids) for each in several)
     new = sum(len(each.token_ids) for each in several) if new_tokens is None else new_tokens
     cached = sum(each.timing.cached_tokens for each in several)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {**counts(prompt, new), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def counts(prompt_tokens: int, new_tokens: int) -> Json:
+    """Tokens of a request so far."""
+    total = prompt_tokens + new_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
 
 def error(text: str, *, kind: str = "invalid_request_error", field: str | None = None, code: str | None = None) -> Json:
@@ -61,8 +71,12 @@ def error(text: str, *, kind: str = "invalid_request_error", field: str | None =
 
 def event(data: Json) -> bytes:
     """A server-sent event."""
-    # Separators without spaces: these bytes are written for every token.
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _written(data).encode() + b"\n\n"
+
+
+def framed(frame: tuple[bytes, bytes], choice: Json) -> bytes:
+    """A server-sent event of one choice; the same as `event(head.around([choice]))`, cheaper."""
+    return frame[0] + _written(choice).encode() + frame[1]
 
 
 class TextLogprobs:

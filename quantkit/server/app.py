@@ -28,6 +28,7 @@ from quantkit.server.schemas import (
     Refused,
     Sampling,
     Schema,
+    StreamOptions,
     TokenizeRequest,
     explain,
 )
@@ -38,7 +39,7 @@ from quantkit.untrusted import parse_object
 
 MAX_BODY_BYTES = 1 << 24
 BODY_SECONDS = 30.0
-RETRY_SECONDS = 1
+_NOT_READY_SECONDS = 1
 # Tokenizing so many characters takes about a millisecond; more is done beside the event loop.
 _SHORT_TEXT = 4096
 _OPEN_PATHS = ("/health", "/ready")
@@ -152,7 +153,8 @@ class Server:
         shown = zip(ask.prompts, prompts, strict=True)
         texts = [(given if isinstance(given, str) else self._plain(ids), ids) for given, ids in shown]
         shape = TextShape(ask, texts, self.vocabulary, self.name)
-        return await self._answer(request, ask, mailbox, shape, hidden=ask.max_tokens == 0)
+        num_prompt = sum(len(ids) for ids in prompts)
+        return await self._answer(request, ask, mailbox, shape, num_prompt, hidden=ask.max_tokens == 0)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -162,7 +164,7 @@ class Server:
         messages = [message.plain() for message in ask.messages]
         ids = await asyncio.to_thread(self.bridge.llm.encode_chat, messages, **ask.variables)
         mailbox = self.bridge.submit([(self._bounded(ids), params)])
-        return await self._answer(request, ask, mailbox, ChatShape(ask, self.vocabulary, self.name))
+        return await self._answer(request, ask, mailbox, ChatShape(ask, self.vocabulary, self.name), len(ids))
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         """Clients may give a template its variables; the template itself and how it is called are the server's.
@@ -194,11 +196,11 @@ class Server:
         return JSONResponse({"prompt": await asyncio.to_thread(self._plain, ask.tokens)})
 
     async def _answer(
-        self, request: Request, ask: Sampling, mailbox: Mailbox, shape: Shape, *, hidden: bool = False
+        self, request: Request, ask: Sampling, mailbox: Mailbox, shape: Shape, num_prompt: int, *, hidden: bool = False
     ) -> Response:
         if ask.stream:
-            with_usage = ask.stream_options is not None and ask.stream_options.include_usage
-            return EventStream(self.bridge, mailbox, shape, self.metrics.ended, with_usage=with_usage)
+            options = ask.stream_options or StreamOptions()
+            return EventStream(self.bridge, mailbox, shape, self.metrics.ended, options, num_prompt)
         return await whole_answer(request.receive, self.bridge, mailbox, shape, self.metrics.ended, hidden=hidden)
 
     async def _read(self, request: Request, kind: type[Asked]) -> Asked:
@@ -260,9 +262,9 @@ def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, ans
     if isinstance(problem, HTTPException):
         return problem.status_code, answers.error(problem.detail), dict(problem.headers or {})
     if isinstance(problem, Busy):
-        return 429, answers.error(text, kind="rate_limit_error"), {"Retry-After": str(RETRY_SECONDS)}
+        return 429, answers.error(text, kind="rate_limit_error"), {"Retry-After": str(problem.retry_s)}
     if isinstance(problem, _NotReady):
-        return 503, answers.error(text, kind="server_error"), {"Retry-After": str(RETRY_SECONDS)}
+        return 503, answers.error(text, kind="server_error"), {"Retry-After": str(_NOT_READY_SECONDS)}
     if isinstance(problem, _TooLarge):
         return 413, answers.error(text), {"Connection": "close"}
     if isinstance(problem, _UnknownModel):

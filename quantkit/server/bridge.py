@@ -6,7 +6,10 @@ holds at most the request's own tokens: a client that reads slowly keeps nothing
 """
 
 import asyncio
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,12 +20,24 @@ from quantkit.runtime.types import SamplingParams, StepOutput
 
 # One failing step may be one bad batch; so many in a row are a device or a model that is lost.
 _LOST_AFTER = 3
+# Of what clients are told to wait: OpenAI's ignores anything longer.
+_LONGEST_WAIT_S = 60
+_REMEMBERED_ENDS = 64
 
 News = tuple[int, StepOutput]
 
 
 class Busy(QuantkitError):
-    """As many requests wait as may."""
+    """As many requests wait as may.
+
+    Args:
+        text: one line.
+        retry_s: whole seconds after which there should be room.
+    """
+
+    def __init__(self, text: str, retry_s: int) -> None:
+        super().__init__(text)
+        self.retry_s = retry_s
 
 
 class ClientGone(Exception):
@@ -87,6 +102,7 @@ class Bridge:
         self.num_open = 0
         self.num_failed_steps = 0  # in a row
         self._capacity = llm.config.max_sequences + max_waiting
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)  # when the last requests ended
         self._say = say
         self._engine: Engine | None = None
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # by number in the engine; the computing thread's
@@ -142,7 +158,9 @@ class Bridge:
         if len(prompts) > self._capacity:
             raise RequestError(f"prompt holds {len(prompts)} prompts; this server takes {self._capacity} at once")
         if self.num_open + len(prompts) > self._capacity:
-            raise Busy(f"{self.num_open} requests are computed or wait, as many as may; try again later")
+            num_waiting = max(len(prompts), self.num_open - self.llm.config.max_sequences)
+            retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
+            raise Busy(f"{self.num_open} requests are computed or wait, as many as may; try again later", retry_s)
         mailbox = Mailbox(num_open=len(prompts))
         self.num_open += len(prompts)
 
@@ -156,9 +174,9 @@ class Bridge:
 
     def cancel(self, mailbox: Mailbox) -> None:
         """End what is left of an HTTP request: its pages are free before the next step."""
-        self.num_open -= mailbox.num_open
         if not mailbox.num_open:
             return
+        self._count_ended(mailbox.num_open)
         mailbox.num_open = 0
 
         def cancel(engine: Engine) -> None:
@@ -218,5 +236,26 @@ class Bridge:
     def _deliver(self, news: list[tuple[Mailbox, int, StepOutput]]) -> None:
         for mailbox, index, output in news:
             if mailbox.num_open:  # else cancelled since
-                self.num_open -= output.completion is not None
+                if output.completion is not None:
+                    self._count_ended(1)
                 mailbox.put(index, output)
+
+    def _count_ended(self, count: int) -> None:
+        self.num_open -= count
+        self._ends.extend([time.monotonic()] * count)
+        if not self.num_open:  # how long nobody asks says nothing about how long a request takes
+            self._ends.clear()
+
+
+def seconds_to_wait(ends: Sequence[float], num_waiting: int, now: float) -> int:
+    """After how many whole seconds half of those who wait will have begun, by how fast requests ended lately.
+
+    Half: whoever comes back to an empty line has left the engine idle.
+
+    Args:
+        ends: when requests ended, ascending, on the clock of `now`.
+    """
+    if len(ends) < 2 or now <= ends[0]:
+        return 1
+    per_second = (len(ends) - 1) / (now - ends[0])
+    return min(max(1, math.ceil(num_waiting / 2 / per_second)), _LONGEST_WAIT_S)

@@ -64,6 +64,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             server_header=False,
             timeout_keep_alive=75,  # longer than load balancers keep theirs
+            http="h11",  # uvicorn's other one, taken where it is installed, has no limit of headers
             h11_max_incomplete_event_size=1 << 16,
         )
         super().__init__(config)

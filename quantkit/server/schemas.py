@@ -19,6 +19,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 Ids = list[int]
 Text = Annotated[str, Field(max_length=1 << 22)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MOST_STOPS)]
 
 
@@ -50,6 +51,7 @@ class StreamOptions(Schema):
     """Of a streamed answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(default=False, description="With include_usage: parts count tokens so far.")
 
 
 class Sampling(Schema):
@@ -57,13 +59,13 @@ class Sampling(Schema):
 
     model: str | None = Field(None, description="The served name; None = the one there is.")
     max_tokens: int | None = None
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(le=100)] = 1.0
     top_p: float = 1.0
     top_k: int = Field(-1, description="-1 or 0 = all.")
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     seed: int | None = None
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | Stop = []
     stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOPS)] = []

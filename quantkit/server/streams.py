@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
+from types import TracebackType
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from quantkit.runtime.types import Completion
-from quantkit.server.answers import error, event, usage
+from quantkit.server.answers import counts, error, event, framed, usage
 from quantkit.server.bridge import Bridge, ClientGone, Mailbox
+from quantkit.server.schemas import StreamOptions
 from quantkit.server.shapes import Shape
 
 SEND_SECONDS = 60.0
@@ -72,32 +75,46 @@ class EventStream(Response):
         bridge, mailbox: where it is computed.
         shape: of the answer.
         on_end: told of each prompt.
-        with_usage: a last part counts tokens.
+        options: whether a last part, or every part, counts tokens.
+        num_prompt: tokens of all prompts.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, bridge: Bridge, mailbox: Mailbox, shape: Shape, on_end: OnEnd, *, with_usage: bool) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        mailbox: Mailbox,
+        shape: Shape,
+        on_end: OnEnd,
+        options: StreamOptions,
+        num_prompt: int,
+    ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._bridge, self._mailbox, self._shape = bridge, mailbox, shape
-        self._on_end, self._with_usage = on_end, with_usage
+        self._on_end, self._num_prompt = on_end, num_prompt
+        self._with_usage = options.include_usage
+        self._counts_parts = options.include_usage and options.continuous_usage_stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         with contextlib.suppress(ClientGone):
             async with _watched(receive, self._bridge, self._mailbox):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for body in self._events():
-                    await _sent(send, body)
+                with _Patience() as patience:
+                    async for body in self._events():
+                        patience.since = patience.clock()
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                        patience.since = math.inf
                 await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _events(self) -> AsyncIterator[bytes]:
         shape, done = self._shape, list[Completion]()
-        extra = {"usage": None} if self._with_usage else {}
+        num_new, frame = 0, self._frame(0)
         if first := shape.first():
-            yield b"".join(event(shape.head.around([choice], **extra)) for choice in first)
+            yield b"".join(framed(frame, choice) for choice in first)
         while self._mailbox.num_open:
             body = b""
             for index, output in await self._mailbox.read():
@@ -107,20 +124,48 @@ class EventStream(Response):
                     if output.completion.finish_reason == "error":
                         body += event(FAILED)
                         continue
+                num_new += len(output.token_ids)
+                if self._counts_parts:
+                    frame = self._frame(num_new)
                 if (choice := shape.part(index, output)) is not None:
-                    body += event(shape.head.around([choice], **extra))
+                    body += framed(frame, choice)
             if body:
                 yield body
         if self._with_usage:
             yield event(shape.head.around([], usage=usage(done)))
 
+    def _frame(self, num_new: int) -> tuple[bytes, bytes]:
+        """Around a choice, when so many tokens have come."""
+        if not self._with_usage:
+            return self._shape.head.frame()
+        return self._shape.head.frame(usage=counts(self._num_prompt, num_new) if self._counts_parts else None)
 
-async def _sent(send: Send, body: bytes) -> None:
-    """Send a part; a client that does not read for long is given up."""
-    task = asyncio.current_task()
-    assert task is not None
-    timer = asyncio.get_running_loop().call_later(SEND_SECONDS, task.cancel)
-    try:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-    finally:
-        timer.cancel()
+
+class _Patience:
+    """While open, ends the task when it has been sending one part for long: its client does not read. *Mutable*.
+
+    One timer for a whole answer: one for each part would cost as much as the part.
+
+    Attributes:
+        since: when the part that is being sent was begun, by the loop's clock; infinite between parts.
+    """
+
+    def __init__(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self.since, self.clock = math.inf, loop.time
+        self._loop, self._task = loop, task
+
+    def __enter__(self) -> "_Patience":
+        self._check()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        due = min(self.since, self.clock()) + SEND_SECONDS
+        if due <= self.clock():
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_at(due, self._check)

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from quantkit.cli import main
 from quantkit.server import streams
+from quantkit.server.bridge import seconds_to_wait
 from quantkit.server.run import bind
 from tests.server.conftest import serving, wait_until
 
@@ -57,13 +58,25 @@ def test_who_waits_too_long_in_line_is_sent_away(checkpoint):
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request)
         assert caught.value.code == 429
-        assert caught.value.headers["Retry-After"] == "1"
+        assert caught.value.headers["Retry-After"] == "1"  # none has ended yet
         status, answer = server.ask("/v1/completions", {**LONG, "prompt": ["a"] * 3})
         assert (status, "takes 2 at once" in answer["error"]["message"]) == (400, True)
         for stream in streams:
             stream.close()
         wait_until(lambda: is_idle(server))
         assert server.ask("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize(("ends", "num_waiting", "seconds"), [
+    ((), 256, 1),
+    ((100.0,), 256, 1),
+    ((90.0, 95.0, 100.0), 8, 20),  # one in five seconds, and four of them come first
+    ((98.0, 99.0), 3, 3),  # one in two seconds by now
+    ((99.0, 99.1, 99.2, 100.0), 2, 1),
+    ((0.0, 100.0), 256, 60),
+])  # fmt: skip
+def test_how_long_to_stay_away(ends, num_waiting, seconds):
+    assert seconds_to_wait(ends, num_waiting, now=100.0) == seconds
 
 
 def test_longest_prompt(checkpoint):

@@ -66,6 +66,20 @@ def test_stream_adds_up_to_the_whole(client, llm):
     assert [choice.finish_reason for part in parts for choice in part.choices][-1] == "length"
 
 
+def test_each_part_counts_tokens(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    parts = list(
+        client.completions.create(
+            model="tiny", prompt=[[5] * 3, [6] * 4], max_tokens=9, temperature=0, stream=True, stream_options=options
+        )
+    )
+    counted = [(part.usage.prompt_tokens, part.usage.completion_tokens, part.usage.total_tokens) for part in parts]
+    assert counted == sorted(counted)
+    assert counted[0][1] < 18
+    assert counted[-1] == (7, 18, 25)
+    assert all(prompt == 7 and total == 7 + new for prompt, new, total in counted)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client, llm, stream):
     expected = llm.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=3))[0].logprobs
