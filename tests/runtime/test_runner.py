@@ -8,7 +8,7 @@ from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 
 
 def holder(number, row, pages):
-    return SimpleNamespace(id=number, row=row, pages=pages, num_table_entries=0)
+    return SimpleNamespace(id=number, row=row, pages=pages, num_table_entries=0, num_evicted=0)
 
 
 def builder():

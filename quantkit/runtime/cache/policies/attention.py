@@ -1,0 +1,21 @@
+"""Tokens that the newest queries attend to stay. Source: Li et al. 2024, SnapKV: LLM Knows What You Are Looking for
+Before Generation."""
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from quantkit.runtime.cache.policies.base import LayerKeys, Policy
+
+_POOL = 5  # neighbouring tokens share their attention, so that a fact is kept with what is around it
+
+
+def _scores(layer: LayerKeys) -> Tensor:
+    assert layer.queries is not None, "nothing was observed"
+    heads, pages, size, width = layer.keys.shape
+    queries = layer.queries.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(heads, -1, width)
+    weights = (queries @ layer.keys.view(heads, -1, width).transpose(1, 2) * layer.scale).softmax(-1)
+    seen = avg_pool1d(weights.mean(1, keepdim=True), _POOL, stride=1, padding=_POOL // 2)
+    return seen.view(heads, pages, size)
+
+
+POLICY = Policy(scores=_scores, observed=32)

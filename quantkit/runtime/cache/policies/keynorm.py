@@ -1,0 +1,13 @@
+"""Keys with a small norm stay: queries meet them more often. Source: Devoto et al. 2024, A Simple and Effective L2
+Norm-Based Strategy for KV Cache Compression."""
+
+from torch import Tensor
+
+from quantkit.runtime.cache.policies.base import LayerKeys, Policy
+
+
+def _scores(layer: LayerKeys) -> Tensor:
+    return -layer.keys.norm(dim=-1)
+
+
+POLICY = Policy(scores=_scores)
