@@ -14,14 +14,31 @@ from dataclasses import dataclass
 from itertools import count
 
 from quantkit.errors import RequestError
+from quantkit.models.cache import MAX_ROLLBACK
 
 DEFAULT_POLICY = "window"
+
+OBSERVED_TOKENS = {"attention": 32}
+"""Newest queries of each head that a policy asks for, by its name."""
 
 SINK_TOKENS = 4
 """At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
 
 RECENT_TOKENS = 32
 """At the end, that no policy judges: at most, and a quarter of the budget where that is less."""
+
+
+def kept_tokens(budget: int | float | None, length: int) -> int:
+    """Tokens of a sequence of this length that a budget keeps: tokens, or a share of the length; None = all."""
+    if budget is None:
+        return length
+    return min(length, budget if isinstance(budget, int) else round(budget * length))
+
+
+def query_slots(policy: str | None) -> int:
+    """Newest queries of each head that are kept beside the cache for a policy, those of drafts included."""
+    observed = OBSERVED_TOKENS.get(policy or DEFAULT_POLICY, 0)
+    return observed + MAX_ROLLBACK if observed else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

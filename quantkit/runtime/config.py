@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.models.kv_budget import DEFAULT_POLICY
+from quantkit.models.kv_budget import DEFAULT_POLICY, kept_tokens
 from quantkit.quantities import parse_budget, parse_bytes
 from quantkit.settings import setting
 
@@ -133,10 +133,9 @@ class EngineConfig:
         Args:
             length: tokens of a sequence at most.
         """
-        if self.kv_budget is None:
-            return None
-        budget = self.kv_budget if isinstance(self.kv_budget, int) else round(float(self.kv_budget) * length)
-        return budget if budget < length else None
+        budget = None if self.kv_budget is None else parse_budget(self.kv_budget)
+        kept = kept_tokens(budget, length)
+        return kept if kept < length else None
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of a sequence."""

@@ -10,9 +10,8 @@ import torch
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import KVLayout, Layout, kv_scheme
-from quantkit.models.cache import MAX_ROLLBACK
 from quantkit.models.config import NotNative
-from quantkit.models.kv_budget import DEFAULT_POLICY
+from quantkit.models.kv_budget import DEFAULT_POLICY, query_slots
 from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.policies.base import Policy
@@ -163,10 +162,9 @@ def _check_eviction(config: EngineConfig, layouts: Sequence[Layout], device: tor
 
 def _observed(layouts: Sequence[Layout], model: ModelConfig, config: EngineConfig) -> list[Layout]:
     """Layouts with room for the queries that the policy asks for."""
-    policy = _policy(config)
-    if policy is None or not policy.observed:
+    kept = 0 if config.kv_budget is None else query_slots(config.kv_policy)
+    if not kept:
         return list(layouts)
-    kept = policy.observed + MAX_ROLLBACK
     return [
         replace(layout, observed_heads=model.attention(index).num_heads, observed_tokens=kept)
         if isinstance(layout, KVLayout) and not layout.is_windowed

@@ -4,6 +4,7 @@ Before Generation."""
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from quantkit.models.kv_budget import OBSERVED_TOKENS
 from quantkit.runtime.cache.policies.base import LayerKeys, Policy
 
 _POOL = 5  # neighbouring tokens share their attention, so that a fact is kept with what is around it
@@ -18,4 +19,4 @@ def _scores(layer: LayerKeys) -> Tensor:
     return seen.view(heads, pages, size)
 
 
-POLICY = Policy(scores=_scores, observed=32)
+POLICY = Policy(scores=_scores, observed=OBSERVED_TOKENS["attention"])
