@@ -67,10 +67,10 @@ class Eviction:
         allocated = memory.kv_allocated_bytes(shape, self.kept(context), form)
         return allocated + (0 if self.budget is None else memory.query_bytes(shape, self.policy))
 
-    def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
+    def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
         """What one sequence takes besides, while a chunk of its prompt is computed: pages go after its attention."""
         kept = self.kept(context)
-        most = min(context, kept - 1 + STEP_TOKENS) if kept < context else kept
+        most = min(context, kept - 1 + chunk) if kept < context else kept
         return memory.kv_allocated_bytes(shape, most, form) - memory.kv_allocated_bytes(shape, kept, form)
 
 

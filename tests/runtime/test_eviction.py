@@ -5,9 +5,18 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
+from quantkit.errors import InputError, RequestError
+from quantkit.models.kv_budget import OBSERVED_TOKENS
+from quantkit.planning import estimate
+from quantkit.planning.memory import query_bytes
+from quantkit.runtime.cache import policies
+from quantkit.runtime.cache.policies.base import LayerKeys
 from quantkit.runtime.config import KV_POLICIES, EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
+from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import PromptScoring, SamplingParams
 from tests.kernels.paged import KV_TYPES
@@ -105,3 +114,119 @@ def test_what_is_kept_does_not_depend_on_who_else_runs_nor_on_preemptions(model,
         assert kept[:4] == [0, 1, 2, 3]
         assert kept[-8:] == list(range(kept[-1] - 7, kept[-1] + 1))
         assert len(kept) <= 32
+
+
+def test_pages_in_use_are_what_the_plan_says_to_the_byte(tmp_path):
+    folder = make_loud_model(tmp_path, "llama")
+    other = load_model(folder, dtype="float32")
+    engine = engine_of(other, kv_budget=256, page_size=64, token_budget=64, max_sequences=1, num_pages=8)
+    plan = estimate(folder, context=400, kv_cache="fp32", kv_budget=256)
+    engine.add(prompts(400)[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        for sequence in engine.scheduler.running:
+            if sequence.num_computed >= sequence.num_prompt:
+                most = max(most, len(sequence.pages))
+    bytes_of = engine.runner.cache.num_bytes // engine.pool.num_pages
+    (form,) = plan.forms
+    assert most * bytes_of == plan.eviction.sequence_bytes(plan.shape, 400, form) == plan.caches[0].per_sequence
+    full = estimate(folder, context=400, kv_cache="fp32")
+    freed = full.eviction.sequence_bytes(plan.shape, 400, form) - plan.eviction.sequence_bytes(plan.shape, 400, form)
+    assert freed == 3 * bytes_of  # of 7 pages
+
+
+def test_queries_that_are_kept_are_counted_by_pool_and_plan(tmp_path):
+    folder = make_loud_model(tmp_path, "llama")
+    engine = engine_of(load_model(folder, dtype="float32"), kv_budget=64, kv_policy="attention", num_pages=30)
+    plan = estimate(folder, context=400, kv_cache="fp32", kv_budget=256, kv_policy="attention")
+    assert engine.runner.cache.residual_bytes == 3 * query_bytes(plan.shape, "attention") > 0
+
+
+def test_more_requests_are_admitted(model):
+    most = {}
+    for budget in (None, 40):
+        engine = engine_of(model, kv_budget=budget, num_pages=60, max_sequences=12, token_budget=16)
+        for prompt in prompts(*[120] * 12):
+            engine.add(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
+        counts = []
+        while engine.has_work:
+            engine.step()
+            counts.append(len(engine.scheduler.running))
+        most[budget] = max(counts)
+    assert most == {None: 1, 40: 5}  # pages for 144 tokens, or for 40 and once for a chunk
+
+
+@pytest.mark.parametrize("settings", [{"overlap": True}, {"speculate": "ngram"}], ids=str)
+def test_steps_that_are_launched_early_or_guessed_write_the_same_text(model, settings):
+    asked, common = prompts(50, 31, 7), {"kv_budget": 32, "kv_policy": "keydiff", "token_budget": 16}
+    asked[1] = asked[1][:10] * 5
+    plain = generate(engine_of(model, **common), asked, max_tokens=60)
+    controller = SpeculationController(4, force=True) if "speculate" in settings else None
+    config = EngineConfig(**{**SMALL, **common, **settings})
+    engine = build_engine(model, config, controller=controller)
+    assert [done.token_ids for done in generate(engine, asked, max_tokens=60)] == [done.token_ids for done in plain]
+    assert engine.eviction.num_evicted_pages > 20
+    if controller is not None:
+        assert controller.num_accepted > 0
+    else:
+        assert engine._overlap.num_followed > 20
+
+
+REFUSED = {
+    "need 15 in pages of 4: give 15 or more": {"kv_budget": 14},
+    "KV pool holds 80; a prompt is computed beside it: give a budget of 76 or less": {"kv_budget": 78, "num_pages": 20},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_kept_is_one_line(model, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        engine_of(model, **REFUSED[message])
+    assert "\n" not in str(caught.value)
+
+
+def test_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(RequestError, match="add kv_budget"):
+        EngineConfig(kv_policy="keydiff")
+    with pytest.raises(InputError, match="neither tokens nor a share"):
+        EngineConfig(kv_budget="120%")
+    windowed = make_loud_model(tmp_path / "windowed", "gemma3_text")
+    with pytest.raises(RequestError, match=r"need 44 in pages of 4 beside the sliding window of 32 tokens"):
+        LLM(windowed, page_size=4, kv_budget=40, lazy=True)
+    plain = make_loud_model(tmp_path / "plain", "llama")
+    with pytest.raises(RequestError, match="a draft model keeps all keys and values"):
+        LLM(plain, kv_budget=256, speculate=plain, lazy=True)
+    with pytest.raises(RequestError, match="keeps its keys and values itself"):
+        LLM(plain, kv_budget=256, backend="transformers")
+
+
+def test_shares_are_of_the_context():
+    assert EngineConfig(kv_budget="25%").budget_tokens(4096) == 1024
+    assert EngineConfig(kv_budget=0.5).budget_tokens(300) == 150
+    assert EngineConfig(kv_budget="2k").budget_tokens(4096) == 2048
+    assert EngineConfig(kv_budget=4096).budget_tokens(4096) is None
+
+
+def test_every_policy_has_its_file_and_says_what_it_observes():
+    assert sorted(KV_POLICIES) == policies.REGISTRY.names()
+    observed = {name: policy.observed for name, policy in policies.REGISTRY.all().items() if policy.observed}
+    assert observed == OBSERVED_TOKENS
+
+
+def layer_with(*, odd=None, small=None, asked=None):
+    """Six pages of four keys alike; one that points elsewhere, one that is short, one that is asked for."""
+    keys = torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(2, 6, 4, 1)
+    keys += 0.01 * torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
+    for page, value in ((odd, [1.0, -1.0, 0, 0]), (small, [0.1, 0.1, 0, 0]), (asked, [1.0, 1.0, 1.0, 0])):
+        if page is not None:
+            keys[:, page, 2] = torch.tensor(value)
+    queries = torch.tensor([0, 0, 9.0, 0]).repeat(32, 4, 1)
+    return LayerKeys(keys=keys, queries=queries, scale=1.0)
+
+
+@pytest.mark.parametrize(("policy", "what"), [("keydiff", "odd"), ("keynorm", "small"), ("attention", "asked")])
+def test_a_page_with_one_token_that_matters_stays_longest(policy, what):
+    scores = policies.REGISTRY.load(policy).page_scores([layer_with(**{what: 3})] * 2)
+    assert scores.shape == (6,)
+    assert int(scores.argmax()) == 3

@@ -1,5 +1,5 @@
-"""Tokens that the newest queries attend to stay. Source: Li et al. 2024, SnapKV: LLM Knows What You Are Looking for
-Before Generation."""
+"""Tokens that any of the newest queries attends to stay. Source: Li et al. 2024, SnapKV: LLM Knows What You Are Looking
+for Before Generation, which takes the mean of the queries; a page's one fact may be asked for by one of them."""
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
@@ -15,7 +15,7 @@ def _scores(layer: LayerKeys) -> Tensor:
     heads, pages, size, width = layer.keys.shape
     queries = layer.queries.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(heads, -1, width)
     weights = (queries @ layer.keys.view(heads, -1, width).transpose(1, 2) * layer.scale).softmax(-1)
-    seen = avg_pool1d(weights.mean(1, keepdim=True), _POOL, stride=1, padding=_POOL // 2)
+    seen = avg_pool1d(weights.amax(1, keepdim=True), _POOL, stride=1, padding=_POOL // 2)
     return seen.view(heads, pages, size)
 
 
