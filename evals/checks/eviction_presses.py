@@ -9,6 +9,7 @@ budget; what follows is added to it. Attention is transformers' own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -19,7 +20,7 @@ import kvpress
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-RESULTS = Path(__file__).parents[1] / "results/eviction/presses.json"
+RESULT = Path(__file__).parents[1] / "results/eviction/presses.json"
 PRESSES = {
     "StreamingLLM": lambda ratio: kvpress.StreamingLLMPress(compression_ratio=ratio),
     "KeyDiff": lambda ratio: kvpress.KeyDiffPress(compression_ratio=ratio),
@@ -38,22 +39,24 @@ def main() -> None:
     parser.add_argument("--shares", default="0.5,0.25,0.125")
     parser.add_argument("--presses", default=",".join(PRESSES))
     options = parser.parse_args()
-    rows = []
+    rows = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    done = {(row["model"], row["task"], row["press"], row["share"]) for row in rows}
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
     for task in json.loads((options.work / "cases.json").read_text()):
-        model = AutoModelForCausalLM.from_pretrained(
-            task["path"], dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        rows.append(run(model, task, "full", 1.0))
-        for name in options.presses.split(","):
-            for share in map(float, options.shares.split(",")):
-                try:
-                    rows.append(run(model, task, name, share))
-                except Exception as error:
-                    # A press that does not do these sizes, or this version of transformers.
-                    print(name, share, type(error).__name__, str(error)[:100], flush=True)
+        settings = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = AutoModelForCausalLM.from_pretrained(task["path"], **settings).eval()
+        wanted = itertools.product(options.presses.split(","), map(float, options.shares.split(",")))
+        for name, share in [("full", 1.0), *wanted]:
+            if (task["model"], task["task"], name, share) in done:
+                continue
+            try:
+                rows.append(run(model, task, name, share))
+            except (KeyError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+                # A press that does not do these sizes, or this version of transformers.
+                print(name, share, type(error).__name__, str(error)[:100], flush=True)
+                continue
+            RESULT.write_text(json.dumps(rows, indent=1) + "\n")
             print(json.dumps(rows[-1]), flush=True)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 @torch.inference_mode()

@@ -18,6 +18,7 @@ import json
 import math
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import PromptScoring, SamplingParams
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results/eviction"
+RESULT = ROOT / "results/eviction/ours.json"
+NAMES = ("model", "task", "kv_cache", "policy", "page_size", "share")
 RECALL, TEXT = ROOT / "tasks/demo/demo_recall.jsonl", ROOT / "tasks/demo/demo_text.txt"
 SCORED = 32
 LEAST_PAGES = 4  # of a budget
@@ -54,9 +56,7 @@ def main() -> None:
     if options.what == "cases":
         path.write_text(json.dumps(cases(options)))
         return
-    rows = measure(json.loads(path.read_text()), options)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "ours.json").write_text(json.dumps(rows, indent=1) + "\n")
+    measure(json.loads(path.read_text()), options)
 
 
 def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -95,20 +95,28 @@ def windows(name: str, path: Path, text: Path, length: int, count: int) -> dict[
     return {"model": name, "path": str(path.resolve()), "task": "perplexity", "cases": cases}
 
 
-def measure(tasks: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each model, task, KV type, policy, page size and share."""
-    rows = []
-    shares = [float(share) for share in options.shares.split(",")]
+def measure(tasks: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """A row for each model, task, KV type, policy, page size and share; those that are there already are kept."""
+    rows = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    done = {tuple(row[name] for name in NAMES) for row in rows}
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
     for task in tasks:
         model = load_model(Path(task["path"]), dtype="float32")
-        for kind in options.types.split(","):
-            rows.append(run(model, task, kind, None, 16, 1.0))
-            choices = itertools.product(options.policies.split(","), PAGES[kind], shares)
-            for policy, page_size, share in choices:
+        for kind, policy, page_size, share in choices(task, options):
+            if (task["model"], task["task"], kind, policy or "full", page_size, share) not in done:
+                rows.append(run(model, task, kind, policy, page_size, share))
+                RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+                print(json.dumps(rows[-1]), flush=True)
+
+
+def choices(task: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[str, str | None, int, float]]:
+    """KV type, policy, page size and share, as far as the budget holds what is never evicted."""
+    for kind in options.types.split(","):
+        yield kind, None, 16, 1.0
+        for policy, page_size in itertools.product(options.policies.split(","), PAGES[kind]):
+            for share in map(float, options.shares.split(",")):
                 if all(share * case["chunk"] >= LEAST_PAGES * page_size for case in task["cases"]):
-                    rows.append(run(model, task, kind, policy, page_size, share))
-            print(json.dumps([row for row in rows[-13:] if row["task"] == task["task"]][-1]), flush=True)
-    return rows
+                    yield kind, policy, page_size, share
 
 
 def run(

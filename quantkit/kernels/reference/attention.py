@@ -110,7 +110,8 @@ def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
 
 def page_keys(views: KVViews, pages: Tensor) -> Tensor:
     """Keys of complete pages (P,) of a layer as attention reads them: (Hkv, P, S, D) float32."""
-    return _read(views.key, pages, torch.float32).unflatten(1, (len(pages), -1))
+    keys = _read(views.key, pages, torch.float32)  # (Hkv, P * S, D)
+    return keys.view(len(keys), len(pages), -1, keys.shape[2])
 
 
 def _read_residual(residual: Tensor, row: Tensor, start: int, stop: int) -> Tensor:

@@ -103,7 +103,8 @@ class KVCache:
     def residual_bytes(self) -> int:
         """Bytes of what each sequence has beside its pages: its newest keys unquantized, newest queries, states."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
-        return windows + sum(rows.num_bytes for rows in (*self.states.values(), *self._newest.values()))
+        queries = sum(rows.num_bytes for rows in self._newest.values())
+        return windows + queries + sum(pool.num_bytes for pool in self.states.values())
 
     def keys_of(self, pages: Sequence[int], row: int, observed: range) -> Iterator[LayerKeys]:
         """What each layer that sees a whole sequence has of it, for a policy.

@@ -10,6 +10,7 @@ import torch
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import KVLayout, Layout, kv_scheme
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import NotNative
 from quantkit.models.kv_budget import DEFAULT_POLICY, query_slots
 from quantkit.runtime.cache import policies
@@ -165,11 +166,12 @@ def _observed(layouts: Sequence[Layout], model: ModelConfig, config: EngineConfi
     kept = 0 if config.kv_budget is None else query_slots(config.kv_policy)
     if not kept:
         return list(layouts)
+    seen = [(layout, model.attention(index)) for index, layout in enumerate(layouts)]
     return [
-        replace(layout, observed_heads=model.attention(index).num_heads, observed_tokens=kept)
-        if isinstance(layout, KVLayout) and not layout.is_windowed
+        replace(layout, observed_heads=shape.num_heads, observed_tokens=kept)
+        if isinstance(layout, KVLayout) and isinstance(shape, AttentionShape) and not layout.is_windowed
         else layout
-        for index, layout in enumerate(layouts)
+        for layout, shape in seen
     ]
 
 

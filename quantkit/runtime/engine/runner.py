@@ -48,8 +48,9 @@ class Runner:
         length = max_length or max_pages * size
         self._no_graphs = "QUANTKIT_CUDA_GRAPHS=0" if off else why_not(model, cache, length)
         if self._no_graphs is None:
-            sizes = {"max_sequences": rows, "max_pages": max_pages, "max_length": length}
-            self._graphs = DecodeGraphs(model, cache, self._builder, **sizes)
+            self._graphs = DecodeGraphs(
+                model, cache, self._builder, max_sequences=rows, max_pages=max_pages, max_length=length
+            )
 
     @property
     def graph_status(self) -> str | None:

@@ -13,7 +13,7 @@ _POOL = 5  # neighbouring tokens share their attention, so that a fact is kept w
 def _scores(layer: LayerKeys) -> Tensor:
     assert layer.queries is not None, "nothing was observed"
     heads, pages, size, width = layer.keys.shape
-    queries = layer.queries.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(heads, -1, width)
+    queries = layer.queries.view(len(layer.queries), heads, -1, width).permute(1, 2, 0, 3).reshape(heads, -1, width)
     weights = (queries @ layer.keys.view(heads, -1, width).transpose(1, 2) * layer.scale).softmax(-1)
     seen = avg_pool1d(weights.amax(1, keepdim=True), _POOL, stride=1, padding=_POOL // 2)
     return seen.view(heads, pages, size)
