@@ -8,7 +8,8 @@ from quantkit.runtime.cache.policies.base import LayerKeys, Policy
 
 
 def _scores(layer: LayerKeys) -> Tensor:
-    return -torch.linalg.vector_norm(layer.keys, dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(layer.keys, dim=-1)
+    return -norms
 
 
 POLICY = Policy(scores=_scores)
