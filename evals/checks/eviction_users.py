@@ -1,6 +1,6 @@
 """Users per GiB: requests in flight and tokens per second in one pool of pages, with a budget and without, by the plan.
 
-    python evals/checks/eviction_users.py [MODEL] [--pool 8MiB] [--prompt 768] [--new 64] [--budget 25%] [--rounds 3]
+    python evals/checks/eviction_users.py [MODEL] [--pool 32MiB] [--prompt 960] [--new 64] [--budget 25%] [--rounds 3]
                                           # -> evals/results/eviction/users.json
 
 All requests are there from the beginning; in flight are those that have pages, averaged over the steps while others
@@ -34,8 +34,8 @@ def main() -> None:
     """Measure in turns, and write what was measured beside what was planned."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--pool", default="8MiB")
-    parser.add_argument("--prompt", type=int, default=768)
+    parser.add_argument("--pool", default="32MiB")
+    parser.add_argument("--prompt", type=int, default=960)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--budget", default="25%")
     parser.add_argument("--policy", default="window")
