@@ -3,7 +3,6 @@
     python evals/checks/eviction_quality.py cases WORK [--babyllama DIR --text FILE] [--items 120]
     python evals/checks/eviction_quality.py ours WORK [--shares 0.5,0.25,0.125]    # -> evals/results/eviction/ours.json
     python evals/checks/eviction_presses.py WORK      # kvpress, in an environment of its own -> .../presses.json
-    python evals/checks/eviction_page.py              # the table and the plot of docs/runtime.md
 
 A case is a context, which is computed in one chunk and then evicted to the budget, what follows it, and the tokens that
 are scored. Recall is of a pair of a ledger: `recall after` asks when the context has been evicted, `recall before` had
