@@ -154,6 +154,25 @@ def parse_tokens(text: str) -> int:
     return int(tokens)
 
 
+def parse_budget(value: int | float | str) -> int | float:
+    """Tokens, as a whole number, or a share of something as a number below 1: `2048`, `2k`, `25%` or `0.25`.
+
+    Raises:
+        InputError: neither.
+    """
+    text = str(value).strip()
+    share = text.removesuffix("%")
+    try:
+        amount = float(share) / (1 if share == text else 100)
+    except ValueError:
+        amount = 1.0
+    if 0 < amount < 1:
+        return amount
+    if share != text or amount < 1 or not math.isfinite(amount):
+        raise InputError(f"budget {text!r} is neither tokens nor a share below 100%; write it as 2048, 2k or 25%")
+    return parse_tokens(text)
+
+
 def parse_parameters(text: str) -> tuple[float, float]:
     """Parameters in total and per token: `7B` is (7e9, 7e9), `30B-A3B` is (30e9, 3e9).
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.kernels.layouts import KVLayout, Layout
+from quantkit.models.kv_budget import kept_tokens
 from quantkit.runtime.model.model import Model, NativeModel
 
 
@@ -46,6 +47,7 @@ class Cost:
         parameters: weights of the products that one token passes, the head not counted.
         head_parameters, head_bytes: of the head.
         layers: attention, or what takes its place.
+        kv_budget: tokens of a sequence that the cache keeps; None = all.
         product: number type that products are made in, e.g. "bfloat16" or "int8".
     """
 
@@ -56,6 +58,7 @@ class Cost:
     head_parameters: int = 0
     head_bytes: int = 0
     layers: tuple[LayerCost, ...] = ()
+    kv_budget: int | None = None
     product: str
 
     def weight_bytes(self, tokens: int) -> int:
@@ -66,7 +69,8 @@ class Cost:
 
     def kv_bytes(self, context: int) -> float:
         """Bytes of the cache that the next token of a sequence reads."""
-        return sum(layer.seen(context) * layer.token_bytes + layer.state_bytes for layer in self.layers)
+        kept = kept_tokens(self.kv_budget, context)
+        return sum(layer.seen(kept) * layer.token_bytes + layer.state_bytes for layer in self.layers)
 
     @property
     def kv_token_bytes(self) -> float:
@@ -79,7 +83,8 @@ class Cost:
 
     def decode_flops(self, batch: int, context: int) -> int:
         """Operations of the same step."""
-        attention = sum(layer.pair_flops * (layer.seen(context) + 1) for layer in self.layers)
+        kept = kept_tokens(self.kv_budget, context)
+        attention = sum(layer.pair_flops * (layer.seen(kept) + 1) for layer in self.layers)
         return batch * (2 * (self.parameters + self.head_parameters) + attention)
 
     def prefill_bytes(self, prompt: int, budget: int) -> int:

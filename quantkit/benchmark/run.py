@@ -1,7 +1,7 @@
 """One model, or two in turns: load, measure every workload, count memory, and set the steps beside the ceilings."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def load_target(
     check_capacity(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
     cost = model_cost(llm.model, () if cache is None else cache.layouts)
+    cost = replace(cost, kv_budget=llm.stats()["kv_budget"])
     return BenchmarkTarget(name=_name(model), llm=llm, prediction=prediction, cost=cost)
 
 
@@ -176,7 +177,7 @@ def _settings(target: BenchmarkTarget, ceilings: Ceilings) -> dict[str, str]:
         "linears": "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "by transformers",
         "memory ceiling": f"{ceilings.bytes_per_s / 1e9:.1f} GB/s",
         **{f"GEMM ceiling, {name}": f"{rate / 1e9:.0f} GFLOP/s" for name, rate in ceilings.flops_per_s.items()},
-        **{name: text for name, text in target.llm.describe().items() if name in ("speculation", "notes")},
+        **{name: text for name, text in target.llm.describe().items() if name in ("speculation", "KV budget", "notes")},
     }
 
 

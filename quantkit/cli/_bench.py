@@ -116,7 +116,7 @@ def short_name(model: str) -> str:
 
 def settings_lines(results: Sequence[BenchmarkResult]) -> str:
     """Where and how each model ran."""
-    names, lines = ("engine", "computed in", "threads", "linears", "speculation", "notes"), []
+    names, lines = ("engine", "computed in", "threads", "linears", "KV budget", "speculation", "notes"), []
     for result in results:
         settings = [f"{name} {result.settings[name]}" for name in names if name in result.settings]
         lines.append(f"{result.model} on {result.device}; KV cache {result.kv_cache}; {'; '.join(settings)}")

@@ -75,7 +75,8 @@ def command(
         document = {"evaluation": result.to_dict()}
         output_to.result(lambda: document, lambda: _settings_line(result), lambda: _result_table(result))
         return
-    plain = {**engine, "kv_cache": "auto", "head_dtype": None}  # the original as it is
+    # The original as it is.
+    plain = {**engine, "kv_cache": "auto", "kv_budget": None, "kv_policy": None, "head_dtype": None}
     vllm = None if vllm is None else of_the_original(vllm)
     original = _ask(output_to, baseline, plain, vllm, options)
     again = None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import Settings, option_group, set_option
+from quantkit.cli._options import Settings, option_group, set_option, settings_of
 from quantkit.cli._output import Command, Output
+from quantkit.models.kv_budget import DEFAULT_POLICY
 from quantkit.quantities import (
     byte_size,
     duration,
@@ -20,6 +21,7 @@ from quantkit.quantities import (
     short,
 )
 from quantkit.report.table import Column, Table, facts
+from quantkit.runtime.config import EngineConfig
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ _ESTIMATE: Settings = {
         "Number type of keys and values: auto, bf16, fp8, int8 or int4; without it all are compared.",
         flag="--kv-cache TYPE",
     ),
+    **settings_of(EngineConfig, "kv_budget", "kv_policy"),
     "head": setting(None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head TYPE"),
     "engine": setting(
         None,
@@ -133,6 +136,9 @@ def _overview(plan: Estimate) -> Table:
             ("longest context", f"{shape.max_length:,} tokens" if shape.max_length else "not said"),
             ("activations", f"{byte_size(plan.activations)}, an estimate for steps of {STEP_TOKENS} tokens"),
         ]
+    if plan.eviction.budget is not None:
+        policy = plan.eviction.policy or DEFAULT_POLICY
+        rows.append(("kept in the cache", f"{plan.kept:,} tokens of each sequence of {plan.context:,}, {policy}"))
     if plan.device is not None:
         rows.append(("device", f"{plan.device.title}, {byte_size(plan.device.memory_bytes)}"))
     return facts([*rows, *(("note", remark) for remark in plan.remarks)])

@@ -23,15 +23,17 @@ class ForwardBatch:
 
     Args:
         token_ids: (T,) int64.
-        positions: (T,) int64, of each new token in its sequence.
+        positions: (T,) int64, of each new token among those of its sequence that the cache keeps.
         query_starts: (B + 1,) int32, where each sequence's new tokens start.
         page_table: (B, P) int32, page numbers of each sequence in order; -1 past its end.
         slots: (T,) int64, where the keys and values of each new token are stored: page * page_size + offset.
         residual_rows: (B,) int64, the sequence's row in the buffers of residual windows.
         logit_rows: (R,) int64, the new tokens after which logits are wanted, in order.
         query_lengths: new tokens by sequence, on the host.
-        context_lengths: tokens by sequence after this step, new ones included, on the host.
+        context_lengths: tokens by sequence in the cache after this step, new ones included, on the host.
         sequence_ids: stable number of each sequence, for models that keep state of their own.
+        text_positions, text_lengths: as positions and context_lengths, with the tokens whose pages were evicted; None =
+            the same, as there are none. What is rotated by its position asks these, see `in_text`.
         is_fixed: the tensors will hold one step after another: what the host knows is true of none.
     """
 
@@ -45,4 +47,11 @@ class ForwardBatch:
     query_lengths: tuple[int, ...]
     context_lengths: tuple[int, ...]
     sequence_ids: tuple[int, ...]
+    text_positions: Tensor | None = None
+    text_lengths: tuple[int, ...] | None = None
     is_fixed: bool = False
+
+    def in_text(self) -> tuple[Tensor, tuple[int, ...]]:
+        """Positions of the new tokens in their sequences, and lengths of these, whatever the cache keeps."""
+        positions = self.positions if self.text_positions is None else self.text_positions
+        return positions, self.context_lengths if self.text_lengths is None else self.text_lengths

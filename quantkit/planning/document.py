@@ -22,6 +22,7 @@ def to_document(plan: Estimate) -> dict[str, Any]:
             "context": plan.context,
             "batch": plan.batch,
             "prompt": plan.prompt,
+            "kept_tokens": plan.kept,
             "step_tokens": STEP_TOKENS,
             "reserve_share": RESERVE,
         },

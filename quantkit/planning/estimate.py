@@ -10,13 +10,25 @@ from typing import Any
 from quantkit.engines import find_engine, judge, judge_all
 from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
+from quantkit.models.kv_budget import KVBudget
 from quantkit.planning import memory, weights
 from quantkit.planning.devices import Device
-from quantkit.planning.limits import STEP_TOKENS, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
+from quantkit.planning.limits import (
+    EVERYTHING,
+    STEP_TOKENS,
+    DeviceFit,
+    Eviction,
+    Floor,
+    decode_floor,
+    device_fit,
+    prefill_floor,
+)
 from quantkit.planning.recipes import RecipePlan, plan_recipe
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.source import from_model, from_parameters, from_shape_file
+from quantkit.quantities import parse_budget
 from quantkit.results import EngineReading
+from quantkit.runtime.config import KV_POLICIES
 
 DEFAULT_CONTEXT = 4096
 HEADS = {"int8": weights.INT8_WEIGHTS, "int4": weights.INT4_WEIGHTS}
@@ -62,6 +74,7 @@ class Estimate:
         device: None = none was named.
         recipe: None = none was named.
         engine: which is to read the result; None = what each does.
+        eviction: what the cache keeps of each sequence.
     """
 
     shape: ModelShape
@@ -73,6 +86,12 @@ class Estimate:
     device: Device | None
     recipe: RecipePlan | None
     engine: str | None = None
+    eviction: Eviction = EVERYTHING
+
+    @property
+    def kept(self) -> int:
+        """Tokens of a sequence of the context that are in its cache."""
+        return self.eviction.kept(self.context)
 
     @cached_property
     def weights(self) -> tuple[WeightRow, ...]:
@@ -90,7 +109,7 @@ class Estimate:
             CacheRow(
                 form=form,
                 per_token=memory.kv_bytes_per_token(self.shape, form),
-                per_sequence=memory.kv_bytes(self.shape, self.context, form),
+                per_sequence=memory.kv_bytes(self.shape, self.kept, form),
             )
             for form in self.forms
         )
@@ -112,11 +131,12 @@ class Estimate:
     def _device_row(self, device: Device, scheme: memory.WeightChoice, form: KVForm | None) -> DeviceRow:
         cache = form or find_kv_form("auto", self.shape.dtype)
         sizes: dict[str, Any] = {"context": self.context, "batch": self.batch}
+        read: dict[str, Any] = {"context": self.kept, "batch": self.batch}
         return DeviceRow(
             scheme=scheme,
             form=form,
-            fit=device_fit(self.shape, scheme, cache, device.memory_bytes, **sizes),
-            decode=decode_floor(self.shape, scheme, cache, device, **sizes) if device.bandwidth else None,
+            fit=device_fit(self.shape, scheme, cache, device.memory_bytes, **sizes, eviction=self.eviction),
+            decode=decode_floor(self.shape, scheme, cache, device, **read) if device.bandwidth else None,
             prefill=prefill_floor(self.shape, scheme, device, prompt=self.prompt) if device.peaks else None,
         )
 
@@ -173,6 +193,8 @@ def estimate(
     kv_cache: str | None = None,
     head: str | None = None,
     engine: str | None = None,
+    kv_budget: int | float | str | None = None,
+    kv_policy: str | None = None,
 ) -> Estimate:
     """What compressing and running a model would take, before anything is spent.
 
@@ -189,6 +211,8 @@ def estimate(
         kv_cache: form of the cache; None = compare them.
         head: "int8" or "int4" quantizes the output head when it is loaded.
         engine: which is to read what the recipe makes; None = say of each.
+        kv_budget: tokens of each sequence that the cache keeps, or a share of the context; None = all.
+        kv_policy: which ones stay.
     Returns:
         the plan; every figure is computed.
     Raises:
@@ -212,7 +236,28 @@ def estimate(
         device=device,
         recipe=plan,
         engine=engine,
+        eviction=_eviction(shape, length, kv_budget, kv_policy),
     )
+
+
+def _eviction(shape: ModelShape, context: int, budget: int | float | str | None, policy: str | None) -> Eviction:
+    """What is asked about eviction, as the runtime would take it."""
+    if budget is None:
+        if policy is not None:
+            raise InputError(f"kv_policy {policy!r} evicts beyond a budget, and none is given; add --kv-budget")
+        return EVERYTHING
+    if policy is not None and policy not in KV_POLICIES:
+        raise InputError(f"unknown kv_policy {policy!r}{suggestion(policy, KV_POLICIES)}; use {', '.join(KV_POLICIES)}")
+    refused = [layer.attention.describe() for layer in shape.layers if layer.attention.kind in ("dsa", "csa", "hca")]
+    if refused:
+        raise InputError(f"kv_budget: the bundled runtime has no pages for {refused[0]}; leave it out")
+    if shape.layers and all(layer.attention.kind == "state" for layer in shape.layers):
+        raise InputError("kv_budget: the model keeps a state of one size per sequence, of which nothing can be evicted")
+    eviction = Eviction(budget=parse_budget(budget), policy=policy)
+    if (kept := eviction.kept(context)) < context:
+        window = max((getattr(layer.attention, "window", None) or 0 for layer in shape.layers), default=0)
+        KVBudget(tokens=kept, page_size=DEFAULT_PAGE_SIZE, chunk=STEP_TOKENS, window=window)  # refuses too few
+    return eviction
 
 
 def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.models.cache import KVForm
+from quantkit.models.kv_budget import kept_tokens
 from quantkit.planning import memory
 from quantkit.planning.devices import Device
 from quantkit.planning.shape import ModelShape
@@ -45,8 +46,46 @@ class DeviceFit:
     limited_by_model: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eviction:
+    """What the cache keeps of each sequence.
+
+    Args:
+        budget: tokens, or a share of the context; None = all.
+        policy: which ones stay.
+    """
+
+    budget: int | float | None = None
+    policy: str | None = None
+
+    def kept(self, context: int) -> int:
+        """Tokens of a sequence of this length that are in the cache."""
+        return kept_tokens(self.budget, context)
+
+    def sequence_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
+        """What the bundled runtime allocates for one sequence."""
+        allocated = memory.kv_allocated_bytes(shape, self.kept(context), form)
+        return allocated + (0 if self.budget is None else memory.query_bytes(shape, self.policy))
+
+    def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
+        """What one sequence takes besides, while a chunk of its prompt is computed: pages go after its attention."""
+        kept = self.kept(context)
+        most = min(context, kept - 1 + chunk) if kept < context else kept
+        return memory.kv_allocated_bytes(shape, most, form) - memory.kv_allocated_bytes(shape, kept, form)
+
+
+EVERYTHING = Eviction()
+
+
 def device_fit(
-    shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, memory_bytes: int, *, context: int, batch: int
+    shape: ModelShape,
+    scheme: memory.WeightChoice,
+    form: KVForm,
+    memory_bytes: int,
+    *,
+    context: int,
+    batch: int,
+    eviction: Eviction = EVERYTHING,
 ) -> DeviceFit:
     """The largest batch of a context and the largest context of a batch.
 
@@ -57,6 +96,7 @@ def device_fit(
         memory_bytes: of the device.
         context: tokens per sequence for `batch`.
         batch: sequences for `context`.
+        eviction: what the cache keeps of them; the chunk of one prompt at a time is counted beside it.
     """
     weights = memory.planned_weight_bytes(shape, scheme).memory_bytes
     activations = memory.planned_activation_bytes(shape, STEP_TOKENS, batch)
@@ -65,10 +105,11 @@ def device_fit(
     sequences = longest = None
     limit = shape.max_length or _MAX_TOKENS
     if shape.layers:
-        one = memory.kv_allocated_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
+        one = eviction.sequence_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
+        beside = eviction.chunk_bytes(shape, context, form)
         # The logits of `batch` sequences are already taken off `left`, and here each sequence pays for its own.
-        sequences = max(0, int((left + 4 * shape.vocab_size * batch) // one))
-        longest = _longest(shape, form, left / batch, limit)
+        sequences = max(0, int((left - beside + 4 * shape.vocab_size * batch) // one))
+        longest = _longest(shape, form, left, batch, limit, eviction)
     return DeviceFit(
         weight_bytes=weights,
         activation_bytes=activations,
@@ -81,9 +122,14 @@ def device_fit(
     )
 
 
-def _longest(shape: ModelShape, form: KVForm, budget: float, limit: int) -> int:
-    """The longest context whose cache is within the budget; the cache never shrinks with length."""
-    return bisect_right(range(1, limit + 1), budget, key=lambda tokens: memory.kv_allocated_bytes(shape, tokens, form))
+def _longest(shape: ModelShape, form: KVForm, budget: float, batch: int, limit: int, eviction: Eviction) -> int:
+    """The longest context of so many sequences whose cache is within the budget; it never shrinks with length."""
+
+    def size(tokens: int) -> float:
+        beside = eviction.chunk_bytes(shape, tokens, form)
+        return batch * eviction.sequence_bytes(shape, tokens, form) + beside
+
+    return bisect_right(range(1, limit + 1), budget, key=size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

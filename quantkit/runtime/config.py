@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.quantities import parse_bytes
+from quantkit.models.kv_budget import DEFAULT_POLICY, kept_tokens
+from quantkit.quantities import parse_budget, parse_bytes
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
     import torch
 
 KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
+KV_POLICIES = ("window", "keydiff", "keynorm", "attention")
 HEAD_TYPES = ("int8", "int4")
 
 TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
@@ -42,6 +44,19 @@ class EngineConfig:
     kv_cache: str = setting("auto", "Number type of keys and values in the cache.", flag="--kv-cache", choices=KV_TYPES)
     memory: int | str | None = setting(
         None, "Memory for the KV cache, e.g. 4GiB.", flag="--kv-memory SIZE", shown="what the model can use"
+    )
+    kv_budget: int | float | str | None = setting(
+        None,
+        "Tokens of each sequence that the KV cache keeps, such as 2k, or a share of the context, such as 25%.",
+        flag="--kv-budget TOKENS|SHARE",
+        shown="all",
+    )
+    kv_policy: str | None = setting(
+        None,
+        "How the tokens that stay are chosen.",
+        flag="--kv-policy",
+        choices=KV_POLICIES,
+        shown=DEFAULT_POLICY,
     )
     max_length: int | None = setting(
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
@@ -82,7 +97,11 @@ class EngineConfig:
                 f"token_budget is {self.token_budget} for {self.max_sequences} sequences; each needs one token per "
                 "step: give a larger budget or a smaller max_sequences"
             )
-        if self.max_length is not None and self.num_pages is not None:
+        if self.kv_budget is not None:
+            object.__setattr__(self, "kv_budget", parse_budget(self.kv_budget))
+        elif self.kv_policy is not None:
+            raise RequestError(f"kv_policy {self.kv_policy!r} evicts beyond a budget, and none is given; add kv_budget")
+        if self.max_length is not None and self.num_pages is not None and self.kv_budget is None:
             held, pages = self.num_pages * self.page_size, self.pages_for(self.max_length)
             if pages > self.num_pages:
                 raise RequestError(
@@ -107,6 +126,16 @@ class EngineConfig:
         if self.max_length is not None and self.max_length > model_length:
             raise RequestError(f"max_length is {self.max_length}, but the model's context is {model_length} tokens")
         return self.max_length or model_length
+
+    def budget_tokens(self, length: int) -> int | None:
+        """Tokens of a sequence that the cache keeps; None = all of as many as this.
+
+        Args:
+            length: tokens of a sequence at most.
+        """
+        budget = None if self.kv_budget is None else parse_budget(self.kv_budget)
+        kept = kept_tokens(budget, length)
+        return kept if kept < length else None
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of a sequence."""

@@ -79,6 +79,7 @@ def test_json_is_one_object_with_the_same_numbers(run, config):
         "batch": 1,
         "prompt": 4096,
         "step_tokens": 2048,
+        "kept_tokens": 4096,
         "reserve_share": 0.05,
     }
     assert data["kv_cache"] == [{"type": "bf16", "bytes_per_token": 131072, "bytes_per_sequence": 131072 * 4096}]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
+import torch
+
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
+from quantkit.runtime.engine.decode_graphs import _Inputs
 
 
 def holder(number, row, pages):
-    return SimpleNamespace(id=number, row=row, pages=pages, num_table_entries=0)
+    return SimpleNamespace(id=number, row=row, pages=pages, num_table_entries=0, num_evicted=0)
 
 
 def builder():
@@ -46,3 +50,28 @@ def test_long_chunks_grow_the_buffers():
     made = builder()
     batch = made.build([ScheduledChunk(holder(0, 0, [0, 1, 2, 3]), list(range(16)), 0, 1)])
     assert batch.token_ids.tolist() == list(range(16)) == batch.slots.tolist()
+
+
+def test_tokens_behind_evicted_ones_are_stored_where_those_were_and_rotated_where_they_are():
+    kept, whole = holder(1, 0, [5, 2]), holder(2, 1, [3])
+    kept.num_evicted = 8
+    batch = builder().build([ScheduledChunk(kept, [7, 8], 13, 1), ScheduledChunk(whole, [9], 2, 1)])
+    assert batch.positions.tolist() == [5, 6, 2]
+    assert batch.slots.tolist() == [9, 10, 14]
+    assert batch.context_lengths == (7, 3)
+    assert batch.page_table.tolist() == [[5, 2], [3, -1]]
+    positions, lengths = batch.in_text()
+    assert positions.tolist() == [13, 14, 2]
+    assert lengths == (15, 3)
+
+
+def test_inputs_of_graphs_have_both_positions():
+    inputs = _Inputs(2, 4, 4, 100, torch.device("cpu"))
+    kept = holder(1, 0, [5, 2])
+    kept.num_evicted = 8
+    inputs.write([ScheduledChunk(kept, [7], 13, 1)], np.array([[5, 2]], dtype=np.int32), 4)
+    inputs.send()
+    assert inputs.batch.positions.tolist() == [5, 0]
+    assert inputs.batch.slots.tolist() == [9, -1]
+    assert inputs.batch.in_text()[0].tolist() == [13, 0]
+    assert inputs.batch.in_text()[1] == (100, 100)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quantkit.runtime.types import SamplingParams
-from tests.runtime.toy import VOCAB, ToyModel, build_engine, greedy, run
+from tests.runtime.toy import VOCAB, ToyModel, build_engine, evicting, greedy, run
 
 
 @pytest.mark.parametrize("speculate", [None, "ngram", "draft"])
@@ -66,3 +66,42 @@ def test_static_batches_take_more_than_twice_the_steps():
             run(engine)
         steps[together] = model.num_forwards
     assert steps[32] < 0.6 * steps[8], steps
+
+
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_pages_come_back_from_sequences_that_gave_some_up(speculate):
+    """Prompts and texts longer than the budget, beginnings in common, cancellations, preemptions: what each request
+    sees is its sinks and its newest pages, alone or not."""
+    chance, model, budget, chunk = random.Random(2), ToyModel(), 16, 12
+    settings = {
+        "model": model, "page_size": 2, "max_sequences": 8, "token_budget": chunk, "kv_budget": budget,
+        "speculate": speculate, "max_drafts": 2,
+    }  # fmt: skip
+    engine = build_engine(num_pages=40, **settings)
+    common = [chance.randrange(VOCAB) for _ in range(30)]
+    alive, asked, done, cancelled = [], {}, {}, 0
+    while len(asked) < 300 or engine.has_work:
+        if len(asked) < 300 and len(alive) < 20:
+            head = common[: chance.choice([0, 6, 12, 25])]
+            prompt = head + [chance.randrange(VOCAB) for _ in range(chance.randint(1, 20))]
+            number = engine.add(prompt, SamplingParams(max_tokens=chance.randint(1, 25)))
+            alive.append(number)
+            asked[number] = prompt
+        if alive and chance.random() < 0.1:
+            engine.cancel(alive.pop(chance.randrange(len(alive))))
+            cancelled += 1
+        for output in engine.step():
+            if output.completion:
+                done[output.request_id] = output.completion
+                alive.remove(output.request_id)
+        engine.check_integrity()
+        for sequence in engine.scheduler.running:
+            assert sequence.num_kept <= engine.eviction.budget.peak
+            assert sequence.num_kept < budget or sequence.num_computed < sequence.num_prompt
+    assert engine.pool.num_free == engine.pool.num_pages
+    assert len(done) + cancelled == len(asked)
+    assert engine.eviction.num_evicted_pages > 300
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.prefix.num_hit_tokens > 300
+    for number, completion in list(done.items())[::5]:
+        assert completion.token_ids == evicting(model, asked[number], len(completion.token_ids), budget, chunk)

@@ -10,6 +10,7 @@ import torch
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.types import Logits
+from quantkit.runtime.cache.sizing import kv_budget
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
@@ -28,6 +29,9 @@ class ToyCache:
         self.layouts = ()
         self.tokens = np.random.default_rng(0).integers(0, VOCAB, num_pages * page_size)
         self.owners: dict[int, int] = {}
+
+    def move_up(self, row: int, count: int) -> None:
+        """Nothing here depends on a place."""
 
 
 class ToyModel:
@@ -124,6 +128,7 @@ def build_engine(
         draft = model if speculate == "self" else ToyModel(seed=1)
         cache = ToyCache(num_pages, config.page_size)
         proposer = DraftModelProposer(draft, cache, config, num_pages=num_pages, vocab_size=VOCAB)
+    length = config.context_length(model.max_length)
     return Engine(
         model,
         ToyCache(num_pages, config.page_size),
@@ -132,6 +137,7 @@ def build_engine(
         tokenizer=tokenizer,
         proposer=proposer,
         controller=None if proposer is None else SpeculationController(config.max_drafts, force=force),
+        budget=kv_budget(config, length, num_pages, 0),
     )
 
 
@@ -163,6 +169,21 @@ def greedy(model: ToyModel, prompt: list[int], count: int) -> tuple[int, ...]:
     return tuple(ids[len(prompt) :])
 
 
+def evicting(model: ToyModel, prompt: list[int], count: int, budget: int, chunk: int, size: int = 2) -> tuple[int, ...]:
+    """The same with a budget: of pages of `size` tokens the first 4 tokens and the newest pages stay."""
+    ids, kept, at = list(prompt), [], 0
+    while len(ids) < len(prompt) + count:
+        stop = min(len(prompt), (at // chunk + 1) * chunk) if at < len(prompt) else at + 1
+        kept, at = kept + ids[at:stop], stop
+        if at == len(ids):
+            ids.append(int(model.logits_of(kept)[-1].argmax()))
+        # Looked at where a chunk or the prompt ends, and after each token that follows it.
+        if len(kept) >= budget:
+            gone = -(-(len(kept) + 1 - budget) // size) * size
+            kept = kept[:4] + kept[4 + gone :]
+    return tuple(ids[len(prompt) :])
+
+
 def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
     """Random prompts of mixed lengths; every third begins like the first."""
     generator = np.random.default_rng(seed)
@@ -172,4 +193,4 @@ def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
     return drawn
 
 
-__all__ = ["VOCAB", "ToyCache", "ToyModel", "build_engine", "check", "generate", "greedy", "prompts", "run"]
+__all__ = ["VOCAB", "ToyCache", "ToyModel", "build_engine", "check", "evicting", "generate", "greedy", "prompts", "run"]

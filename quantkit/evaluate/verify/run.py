@@ -40,7 +40,7 @@ from quantkit.vllm_engine import VllmLLM, import_vllm, vllm_arguments
 
 Progress = Callable[[str], None]
 
-OF_THE_COMPRESSION = ("kv_cache", "head_dtype", "speculate")
+OF_THE_COMPRESSION = ("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate")
 BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
 
 
@@ -54,7 +54,7 @@ class VerifyOptions:
         noise: whether the original is run in another arithmetic, to know what is noise.
         bench: what is timed; None = nothing.
         sensitivity: whether to map which parts are sensitive; None = when a gate about accuracy fails.
-        engine: keywords of `LLM`, for both models; KV cache, head and speculation only for the checkpoint.
+        engine: keywords of `LLM`, for both models; KV cache, its budget, head and speculation only for the checkpoint.
         vllm: vLLM's own settings, if it is to compute everything; None = our engine does.
         command: as given, for the record.
     """

@@ -108,6 +108,12 @@ def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
     return values.transpose(0, 1).flatten(1, 2)
 
 
+def page_keys(views: KVViews, pages: Tensor) -> Tensor:
+    """Keys of complete pages (P,) of a layer as attention reads them: (Hkv, P, S, D) float32."""
+    keys = _read(views.key, pages, torch.float32)  # (Hkv, P * S, D)
+    return keys.view(len(keys), len(pages), -1, keys.shape[2])
+
+
 def _read_residual(residual: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
     """(Hkv, stop - start, D) of positions start..stop from a sequence's residual window."""
     slots = torch.arange(start, stop, device=residual.device) % residual.shape[2]

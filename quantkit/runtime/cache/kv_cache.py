@@ -3,7 +3,7 @@
 Which page belongs to whom, reference counts and prefix sharing are the business of `pages` and `prefix_cache`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from quantkit.errors import ResourceError
 from quantkit.kernels.layouts import KVLayout, Layout, StateLayout, page_bytes, residual_bytes
 from quantkit.kernels.ops.attention import paged_attention
+from quantkit.kernels.reference.attention import page_keys
+from quantkit.runtime.cache.newest_queries import NewestQueries
+from quantkit.runtime.cache.policies.base import LayerKeys
 from quantkit.runtime.cache.states import StatePool
 
 
@@ -72,9 +75,12 @@ class KVCache:
                 f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, which are not free; "
                 "lower num_pages or memory, or use a smaller KV type"
             ) from error
+        self._newest = {
+            n: NewestQueries(layout, max_sequences, self.device) for n, layout in paged.items() if layout.observed_heads
+        }
         parts = zip(paged.items(), self._pools, self._residuals, strict=True)
         self._views = {n: layout.views(pool, residual) for (n, layout), pool, residual in parts}
-        self.attention = {n: paged_attention(views) for n, views in self._views.items()}
+        self.attention = {n: paged_attention(views, self._newest.get(n)) for n, views in self._views.items()}
 
     def _residual(self, layout: KVLayout) -> Tensor | None:
         if not layout.has_residual:
@@ -95,6 +101,35 @@ class KVCache:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what each sequence has beside its pages: its newest keys unquantized, its states."""
+        """Bytes of what each sequence has beside its pages: its newest keys unquantized, newest queries, states."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
-        return windows + sum(pool.num_bytes for pool in self.states.values())
+        queries = sum(rows.num_bytes for rows in self._newest.values())
+        return windows + queries + sum(pool.num_bytes for pool in self.states.values())
+
+    def keys_of(self, pages: Sequence[int], row: int, observed: range) -> Iterator[LayerKeys]:
+        """What each layer that sees a whole sequence has of it, for a policy.
+
+        Args:
+            pages: complete ones of the sequence.
+            row: its row of the residual windows.
+            observed: positions of the queries that are wanted; empty = none.
+        """
+        numbers = torch.tensor(pages, device=self.device)
+        for n, views in self._views.items():
+            if not views.layout.is_windowed:
+                keys = page_keys(views, numbers)
+                newest = self._newest[n] if observed else None
+                queries = None if newest is None else newest.read(row, observed)
+                scale = 1.0 if newest is None else newest.scale
+                yield LayerKeys(keys=keys, queries=queries, scale=scale)
+
+    def move_up(self, row: int, count: int) -> None:
+        """The newest tokens of a sequence are from now on so many places nearer to its beginning: pages were evicted.
+
+        Args:
+            row: of the residual windows.
+            count: tokens.
+        """
+        for residual in self._residuals:
+            if residual is not None:
+                residual[row] = residual[row].roll(-count, dims=1)

@@ -4,11 +4,13 @@
 
 H is BLAKE2b with 128 bits, so equal keys mean equal token histories and no tokens are compared on a hit. Three rules
 keep it exact: at least one token is left to compute (its logits are wanted), a page is published only after the step
-that filled it, and only as far as its tokens are final (unverified drafts never are).
+that filled it, and only as far as its tokens are final (unverified drafts never are). With a budget only the pages
+before any eviction are shared; see `eviction`.
 Source: the block hash of vLLM (Kwon et al. 2023, PagedAttention), with the KV format in the key.
 """
 
 import hashlib
+import sys
 from array import array
 
 from quantkit.runtime.cache.pages import PagePool
@@ -25,14 +27,18 @@ class PrefixCache:
         page_size: tokens per page.
         identity: whatever else decides a page's bytes: model, KV format.
         enabled: False finds and publishes nothing.
+        most: tokens at the beginning of a sequence that are shared; None = all.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, *, identity: str = "", enabled: bool = True) -> None:
+    def __init__(
+        self, pool: PagePool, page_size: int, *, identity: str = "", enabled: bool = True, most: int | None = None
+    ) -> None:
         self.enabled = enabled
         self.num_hit_tokens = 0
         self.num_asked_tokens = 0
         self._pool = pool
         self._page_size = page_size
+        self._most_pages = sys.maxsize if most is None else most // page_size
         self._root = _digest(b"", identity.encode())
 
     def match(self, sequence: Sequence) -> list[int]:
@@ -43,7 +49,7 @@ class PrefixCache:
         if not self.enabled:
             return []
         pages = []
-        for index in range(sequence.first_row // self._page_size):
+        for index in range(self._whole_pages(sequence.first_row)):
             page = self._pool.find(self._key(sequence, index))
             if page is None:
                 break
@@ -54,7 +60,7 @@ class PrefixCache:
         """Names of the pages that `match` could give if they were there, but for the first ones, which are."""
         if not self.enabled:
             return []
-        return [self._key(sequence, index) for index in range(num_known, sequence.first_row // self._page_size)]
+        return [self._key(sequence, index) for index in range(num_known, self._whole_pages(sequence.first_row))]
 
     def take(self, sequence: Sequence, pages: list[int]) -> None:
         """Give the matched pages to a sequence that starts (or starts again)."""
@@ -71,7 +77,7 @@ class PrefixCache:
 
     def publish(self, sequence: Sequence) -> None:
         """Make known the pages that are full of computed, final tokens."""
-        full = sequence.num_computed // self._page_size
+        full = self._whole_pages(sequence.num_computed)
         if not self.enabled or full <= sequence.num_published:
             return
         # Whole rows of logits are asked of the model as it is now: such requests give nothing to the cache either.
@@ -79,6 +85,10 @@ class PrefixCache:
             for index in range(sequence.num_published, full):
                 self._pool.publish(self._key(sequence, index), sequence.pages[index])
         sequence.num_published = full
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        """Pages full of so many tokens, as far as they may be shared."""
+        return min(num_tokens // self._page_size, self._most_pages)
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """Key of the sequence's page; its tokens are final, so keys are computed once and kept."""

@@ -7,6 +7,7 @@ import torch
 
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import Layout, page_bytes, pages_for_budget, residual_bytes
+from quantkit.models.kv_budget import KVBudget
 from quantkit.quantities import byte_size
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.devices import free_bytes
@@ -26,24 +27,58 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
     Raises:
         RequestError: no page, or not one sequence of the length asked for, fits; the message has the numbers.
     """
-    num_pages = config.max_sequences * config.pages_for(config.context_length(model_length))
+    length = config.context_length(model_length)
+    budget = config.budget_tokens(length)
+    # With a budget a sequence needs more than that only while a chunk of its prompt is computed, one after another.
+    kept, beside = (length, 0) if budget is None else (budget, config.pages_for(min(config.token_budget, length)))
+    num_pages = config.max_sequences * config.pages_for(kept) + beside
     if config.num_pages is not None or not layouts:
         return config.num_pages or min(num_pages, _STATELESS_TOKENS // config.page_size)
-    budget = config.memory_bytes
-    if budget is None:
-        budget = int(free_bytes(device) * _SHARE.get(device.type, 0.5))
-    num_pages = min(num_pages, pages_for_budget(layouts, config.max_sequences, budget))
+    memory = config.memory_bytes
+    if memory is None:
+        memory = int(free_bytes(device) * _SHARE.get(device.type, 0.5))
+    num_pages = min(num_pages, pages_for_budget(layouts, config.max_sequences, memory))
     # A length that the user names must fit; the model's own limit may be more than any memory holds.
     least = 1 if config.max_length is None else config.pages_for(config.max_length)
+    if budget is not None:
+        least = config.pages_for(budget) + 1
     if num_pages < least:
         needed = least * page_bytes(layouts) + residual_bytes(layouts, config.max_sequences)
         what = "one page" if config.max_length is None else f"one sequence of {config.max_length} tokens"
+        if budget is not None:
+            what = f"one sequence of {budget} tokens and a page of its prompt"
         raise RequestError(
-            f"a KV pool of {byte_size(budget)} is too small for {what}, which needs {byte_size(needed)} "
+            f"a KV pool of {byte_size(memory)} is too small for {what}, which needs {byte_size(needed)} "
             f"(pages of {config.page_size} tokens, {byte_size(page_bytes(layouts))} each); "
             "give more memory, a smaller max_length or max_sequences, or a smaller KV type"
         )
     return num_pages
+
+
+def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: int) -> KVBudget | None:
+    """What the cache keeps of each sequence; None where no sequence can have more.
+
+    Args:
+        config: settings.
+        model_length: tokens of one sequence, as far as the model can.
+        num_pages: of the pool.
+        window: of the widest layer with a sliding window; 0 = none has one.
+    Raises:
+        RequestError: it is too small for what is never evicted, or the pool is too small for it.
+    """
+    length = config.context_length(model_length)
+    tokens = config.budget_tokens(length)
+    if tokens is None:
+        return None
+    pooled = num_pages * config.page_size
+    if pooled - tokens < config.page_size:
+        raise RequestError(
+            f"kv_budget is {tokens} tokens and the KV pool holds {pooled}; a prompt is computed beside it: give a "
+            f"budget of {max(0, pooled - config.page_size)} or less, or a larger pool"
+        )
+    # A prompt in one chunk is beyond the budget with all that it has, and must fit into the pool.
+    chunk = min(config.token_budget if config.chunked else length, pooled - tokens)
+    return KVBudget(tokens=tokens, page_size=config.page_size, chunk=chunk, window=window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +94,11 @@ class Capacity:
     max_length: int
 
     @classmethod
-    def of(cls, config: EngineConfig, model_length: int, num_pages: int) -> "Capacity":
+    def of(cls, config: EngineConfig, model_length: int, num_pages: int, budget: KVBudget | None = None) -> "Capacity":
         """What a model of this context length and a pool of so many pages hold."""
         length = config.context_length(model_length)
-        return cls(num_tokens=min(length, num_pages * config.page_size), max_length=length)
+        pooled = length if budget is not None else num_pages * config.page_size  # what is over a budget is evicted
+        return cls(num_tokens=min(length, pooled), max_length=length)
 
     def check(self, num_prompt: int, max_tokens: int | None) -> None:
         """Refuse a request that can never fit.

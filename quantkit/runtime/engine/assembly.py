@@ -1,6 +1,7 @@
 """An engine out of a loaded model; and, before it is loaded, how many tokens will fit: layouts, pool size, caches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,14 @@ import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import Layout, kv_scheme
+from quantkit.kernels.layouts import KVLayout, Layout, kv_scheme
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import NotNative
+from quantkit.models.kv_budget import DEFAULT_POLICY, query_slots
+from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.cache.sizing import Capacity, size_pool
+from quantkit.runtime.cache.policies.base import Policy
+from quantkit.runtime.cache.sizing import Capacity, kv_budget, size_pool
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer, check_draft, check_states
@@ -19,7 +24,7 @@ from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.loader import pick_dtype, read_headers
-from quantkit.runtime.model.model import Model, config_layouts
+from quantkit.runtime.model.model import Model, NativeModel, config_layouts
 
 
 def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, device: torch.device) -> Capacity | None:
@@ -41,13 +46,17 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
     if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device)) is None:
         return None
     model, layouts = read
+    _check_eviction(config, layouts, device, has_draft=draft is not None)
+    layouts = _observed(layouts, model, config)
     drafting = None if draft is None else _read(draft, None, config, device)
     if config.speculate is not None:
         check_states(model.is_recurrent, drafting is not None and drafting[0].is_recurrent)
     if drafting is not None:
         check_draft(drafting[0].vocab_size, model.vocab_size)
         layouts += drafting[1]
-    return Capacity.of(config, model.max_length, size_pool(layouts, config, model.max_length, device))
+    num_pages = size_pool(layouts, config, model.max_length, device)
+    budget = kv_budget(config, model.max_length, num_pages, _widest_window(model))
+    return Capacity.of(config, model.max_length, num_pages, budget)
 
 
 def _read(
@@ -92,9 +101,14 @@ def build_engine(
     if controller is not None:
         check_states(model.is_recurrent, draft is not None and draft.is_recurrent)
     layouts = model.layouts(config.kv_cache, config.page_size)
+    _check_eviction(config, layouts, model.device, has_draft=draft is not None)
+    if isinstance(model, NativeModel):
+        layouts = _observed(layouts, model.config, config)
     draft_layouts = [] if draft is None else draft.layouts(None, config.page_size)
     # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
     num_pages = size_pool([*layouts, *draft_layouts], config, model.max_length, model.device)
+
+    window = _widest_window(model.config) if isinstance(model, NativeModel) else 0
 
     def cache(layouts: Sequence[Layout], device: torch.device) -> KVCache | None:
         """None for a model that keeps its own keys and values and so has no layouts."""
@@ -113,4 +127,53 @@ def build_engine(
         proposer=proposer,
         controller=controller,
         identity=f"{identity} {model.dtype} {config.kv_cache}",
+        budget=kv_budget(config, model.max_length, num_pages, window),
     )
+
+
+def _policy(config: EngineConfig) -> Policy | None:
+    """What chooses the pages that are evicted; None where nothing is."""
+    if config.kv_budget is None:
+        return None
+    policy: Policy = policies.REGISTRY.load(config.kv_policy or DEFAULT_POLICY)
+    return policy
+
+
+def _check_eviction(config: EngineConfig, layouts: Sequence[Layout], device: torch.device, *, has_draft: bool) -> None:
+    """Refuse a budget where it would free nothing or choose by what is not there.
+
+    Raises:
+        RequestError: the message says why.
+    """
+    policy = _policy(config)
+    if policy is None:
+        return
+    if not any(isinstance(layout, KVLayout) for layout in layouts):
+        kept = "a state of one size per sequence" if layouts else "its keys and values itself"
+        raise RequestError(f"kv_budget: the model keeps {kept}, of which nothing can be evicted; leave it out")
+    if has_draft:
+        raise RequestError(
+            "kv_budget: a draft model keeps all keys and values of a sequence; use speculate ngram, or leave one out"
+        )
+    if policy.observed and device.type == "cuda":
+        raise RequestError(
+            f"kv_policy {config.kv_policy} asks for queries, which the GPU's kernels do not hand out; use keydiff"
+        )
+
+
+def _observed(layouts: Sequence[Layout], model: ModelConfig, config: EngineConfig) -> list[Layout]:
+    """Layouts with room for the queries that the policy asks for."""
+    kept = 0 if config.kv_budget is None else query_slots(config.kv_policy)
+    if not kept:
+        return list(layouts)
+    seen = [(layout, model.attention(index)) for index, layout in enumerate(layouts)]
+    return [
+        replace(layout, observed_heads=shape.num_heads, observed_tokens=kept)
+        if isinstance(layout, KVLayout) and isinstance(shape, AttentionShape) and not layout.is_windowed
+        else layout
+        for layout, shape in seen
+    ]
+
+
+def _widest_window(model: ModelConfig) -> int:
+    return max((window or 0 for window in model.windows), default=0)

@@ -32,6 +32,7 @@ class PageHolder(Protocol):
     pages: list[int]
     row: int
     num_table_entries: int
+    num_evicted: int
 
 
 class ScheduledChunk(NamedTuple):
@@ -40,7 +41,7 @@ class ScheduledChunk(NamedTuple):
     Args:
         holder: whose.
         tokens: to feed, at least one.
-        start: position of the first.
+        start: position of the first in its text.
         num_logits: logits wanted after so many of the last tokens.
     """
 
@@ -88,7 +89,11 @@ class BatchBuilder:
     def build(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
         """The batch of these chunks; valid until the next call."""
         query_lengths = tuple([len(chunk.tokens) for chunk in chunks])
-        context_lengths = tuple([chunk.start + len(chunk.tokens) for chunk in chunks])
+        evicted = [chunk.holder.num_evicted for chunk in chunks]
+        text_lengths = tuple([chunk.start + len(chunk.tokens) for chunk in chunks])
+        context_lengths = text_lengths
+        if any(evicted):
+            context_lengths = tuple([length - gone for length, gone in zip(text_lengths, evicted, strict=True)])
         total, count = sum(query_lengths), len(chunks)
         if total > len(self._tokens.array):
             # More than is needed now, so that prompts of growing length do not allocate in every step.
@@ -114,6 +119,9 @@ class BatchBuilder:
             "logit_rows": (self._logits, num_logits),
             "query_starts": (self._starts, count + 1),
         }
+        if context_lengths is not text_lengths:
+            self._text.array[:total] = self._positions.array[:total] + np.repeat(evicted, query_lengths)
+            parts["text_positions"] = (self._text, total)
         num_pages = -(-max(context_lengths) // self._page_size)
         if self._device.type == "cpu":  # views, the same ones as long as the sizes are
             table = self._rows_of(chunks, num_pages)
@@ -126,12 +134,14 @@ class BatchBuilder:
             **by_name,
             query_lengths=query_lengths,
             context_lengths=context_lengths,
+            text_lengths=text_lengths,
             sequence_ids=tuple([chunk.holder.id for chunk in chunks]),
         )
 
     def _fill(self, chunk: ScheduledChunk, at: int) -> None:
         """Write tokens, positions and slots of one chunk."""
         holder, tokens, start, _ = chunk
+        start -= holder.num_evicted
         size, count = self._page_size, len(tokens)
         # As in decode steps: the calls of numpy below cost more than these three assignments.
         if count == 1:
@@ -171,4 +181,6 @@ class BatchBuilder:
 
     def _reserve(self, count: int) -> None:
         """Buffers for so many new tokens in a step."""
-        self._tokens, self._positions, self._slots, self._logits = (_Buffer(count, np.int64) for _ in range(4))
+        self._tokens, self._positions, self._text, self._slots, self._logits = (
+            _Buffer(count, np.int64) for _ in range(5)
+        )

@@ -25,6 +25,7 @@ from quantkit.runtime.model.model import NativeModel
 
 # Fewest pages that a graph reads: short sequences would only make more graphs.
 _LEAST_PAGES = 16
+_ROWS = 5  # numbers of each sequence in a step's inputs
 
 Capture = Callable[[Callable[[], Logits]], Callable[[], Logits]]
 
@@ -51,6 +52,7 @@ class DecodeGraphs:
         builder: knows the page table.
         max_sequences: in one batch.
         max_pages: of one sequence.
+        max_length: tokens of its text, of which pages may have been evicted; None = as many as its pages hold.
         capture: gives the function that repeats a step; None = as a CUDA graph.
     """
 
@@ -62,17 +64,19 @@ class DecodeGraphs:
         *,
         max_sequences: int,
         max_pages: int,
+        max_length: int | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._model, self._cache, self._builder = model, cache, builder
         self._max_sequences, self._max_pages = max_sequences, max_pages
+        self._max_length = max_length or max_pages * cache.page_size
         self._capture = capture or _CudaCapture(model.device)
         self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Logits]]] = {}  # inputs, and what replays
         # What Triton raises is no RuntimeError; either means only that decode steps go on without graphs.
         self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
         # Graphs keep the addresses of the rotary tables, which therefore must not grow once one is captured.
-        model.reserve(max_pages * cache.page_size)
+        model.reserve(self._max_length)
 
     @property
     def num_graphs(self) -> int:
@@ -92,7 +96,7 @@ class DecodeGraphs:
         if self.failure is not None or not all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks):
             return None
         count, size = len(chunks), self._cache.page_size
-        longest = max(chunk.start for chunk in chunks) // size + 1
+        longest = max(chunk.start - chunk.holder.num_evicted for chunk in chunks) // size + 1
         # Powers of two: every shape costs a capture and stays in memory, and less than half of a batch is filler.
         shape = (_bucket(count, 1, self._max_sequences), _bucket(longest, _LEAST_PAGES, self._max_pages))
         try:
@@ -108,7 +112,7 @@ class DecodeGraphs:
         return replay().first(count)
 
     def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Logits]]:
-        inputs = _Inputs(sequences, pages, self._cache.page_size, self._model.device)
+        inputs = _Inputs(sequences, pages, self._cache.page_size, self._max_length, self._model.device)
         inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
         inputs.send()
         return inputs, self._capture(lambda: self._model.forward(inputs.batch, self._cache))
@@ -123,13 +127,14 @@ class _Inputs:
         sequences: B.
         pages: P, of each.
         page_size: tokens per page.
+        max_length: tokens of a text.
         device: of the model.
     """
 
-    def __init__(self, sequences: int, pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: int, pages: int, page_size: int, max_length: int, device: torch.device) -> None:
         self._sequences, self._width = sequences, table_width(pages)
         # Arrays begin at multiples of 16 bytes, as those of eager steps do: the launches are then compiled already.
-        self._starts_at = 4 * aligned(8 * sequences)
+        self._starts_at = _ROWS * aligned(8 * sequences)
         self._table_at = self._starts_at + aligned(4 * (sequences + 1))
         num_bytes = self._table_at + 4 * sequences * self._width
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -139,7 +144,7 @@ class _Inputs:
         self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
         self._turn = 0
         numbers, query_starts, page_table = self._split(self._device)
-        token_ids, positions, slots, residual_rows = numbers
+        token_ids, positions, slots, residual_rows, text_positions = numbers
         self.batch = ForwardBatch(
             token_ids=token_ids,
             positions=positions,
@@ -152,13 +157,15 @@ class _Inputs:
             # Upper bounds: what the host sees while capturing must hold for every step that the graph repeats.
             context_lengths=(pages * page_size,) * sequences,
             sequence_ids=tuple(range(sequences)),
+            text_positions=text_positions,
+            text_lengths=(max_length,) * sequences,
             is_fixed=True,
         )
 
     def _split(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers per sequence (4, B) int64, starts (B + 1,) and page table (B, P) int32 in one stretch of memory."""
+        """Numbers per sequence (5, B) int64, starts (B + 1,) and page table (B, P) int32 in one stretch of memory."""
         count = self._sequences
-        numbers = memory[: self._starts_at].view(torch.int64).view(4, -1)[:, :count]
+        numbers = memory[: self._starts_at].view(torch.int64).view(_ROWS, -1)[:, :count]
         starts = memory[self._starts_at : self._table_at].view(torch.int32)[: count + 1]
         return numbers, starts, memory[self._table_at :].view(torch.int32).view(count, self._width)
 
@@ -177,8 +184,9 @@ class _Inputs:
         numbers, starts, pages = self._arrays[self._turn]
         count = len(chunks)
         for index, (holder, tokens, start, _) in enumerate(chunks):
-            slot = holder.pages[start // page_size] * page_size + start % page_size
-            numbers[:, index] = tokens[0], start, slot, holder.row
+            kept = start - holder.num_evicted
+            slot = holder.pages[kept // page_size] * page_size + kept % page_size
+            numbers[:, index] = tokens[0], kept, slot, holder.row, start
         numbers[:, count:] = 0
         numbers[2, count:] = -1
         # Sequences beyond the batch start where it ends, so they have no token.

@@ -5,6 +5,7 @@ has ended. It belongs to one thread; a server calls it from its own.
 """
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import accumulate
@@ -16,6 +17,9 @@ import torch
 from quantkit.devices import entered
 from quantkit.errors import RequestError
 from quantkit.kernels.types import Logits
+from quantkit.models.kv_budget import DEFAULT_POLICY, KVBudget
+from quantkit.runtime.cache import policies
+from quantkit.runtime.cache.eviction import Eviction
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
@@ -48,6 +52,7 @@ class Engine:
         proposer: guesses tokens; None = no speculation.
         controller: says how many; needed with a proposer.
         identity: of model and KV format, for the prefix cache.
+        budget: of each sequence; None = nothing is evicted.
     """
 
     def __init__(
@@ -61,16 +66,24 @@ class Engine:
         proposer: Proposer | None = None,
         controller: SpeculationController | None = None,
         identity: str = "",
+        budget: KVBudget | None = None,
     ) -> None:
         assert (proposer is None) == (controller is None), "a proposer and a controller go together"
         self.model, self.config, self.controller = model, config, controller
         self.pool = PagePool(num_pages)
         # A page holds keys and values; the state that recurrent layers had at its border is kept nowhere.
         shared = config.prefix_cache and model.paged and not model.is_recurrent
-        self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared)
+        self.eviction: Eviction | None = None
+        if budget is not None:
+            policy = policies.REGISTRY.load(config.kv_policy or DEFAULT_POLICY)
+            self.eviction = Eviction(budget, policy, self.pool, cache)
+        most = None if self.eviction is None else self.eviction.shared_tokens
+        self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
-        self.scheduler = Scheduler(self.pool, self.prefix, config, self._forget, fixed_chunks=quantized)
-        self._limits = Capacity.of(config, model.max_length, num_pages)
+        self.scheduler = Scheduler(
+            self.pool, self.prefix, config, self._forget, eviction=self.eviction, fixed_chunks=quantized
+        )
+        self._limits = Capacity.of(config, model.max_length, num_pages, budget)
         self.capacity = self._limits.num_tokens
         self._eos_ids = frozenset(model.eos_ids)
         self._proposer = proposer
@@ -79,7 +92,8 @@ class Engine:
         self._requests: dict[int, Sequence] = {}
         self._failed: list[StepOutput] = []
         self._num_added = 0
-        self.runner = Runner(model, cache, config, max_pages=config.pages_for(self.capacity))
+        held = self.capacity if budget is None else min(self.capacity, budget.peak)
+        self.runner = Runner(model, cache, config, max_pages=config.pages_for(held), max_length=self.capacity)
         overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
         # Drafts and models with caches of their own need the tokens on the host before the next step can be built.
         self._overlap = Overlap(self.runner, self.scheduler) if overlap and proposer is None and model.paged else None
@@ -250,7 +264,13 @@ class Engine:
             sequence.num_computed = len(sequence.ids) + len(chosen) - 1
             outputs.append(self._append(sequence, chosen, now, logprobs[at : at + num_drawn] if logprobs else None))
             at += num_drawn
+        self._evict(sequence for sequence, _ in work)
         return len(rows)
+
+    def _evict(self, sequences: Iterable[Sequence]) -> None:
+        """Evict pages of those that have not ended."""
+        if self.eviction is not None:
+            self.eviction.evict(sequence for sequence in sequences if sequence.id in self._requests)
 
     def _commit(self, step: InFlightStep, outputs: list[StepOutput]) -> None:
         """Give each sequence of a step that was launched before its token; those that have ended since want none."""
@@ -260,6 +280,7 @@ class Engine:
             if sequence.id in self._requests:
                 sequence.num_computed = len(sequence.ids)
                 outputs.append(self._append(sequence, [token], now))
+        self._evict(step.sequences)
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
         """The chosen tokens up to the first that a draft did not foresee: that one is right too, the rest is not."""

@@ -6,7 +6,8 @@ are stored is known without them. A sequence that turns out to have ended was co
 dropped, and its slot lies behind the sequence's end, where nobody reads.
 
 Not every step can be followed like this: not where the batch would change (somebody waits, reaches its limit, has been
-cancelled), where pages are short, or where choosing needs the tokens themselves (penalties, log-probabilities, drafts).
+cancelled), where pages are short or about to be evicted, or where choosing needs the tokens themselves (penalties,
+log-probabilities, drafts).
 Then the engine goes on as without it. The tokens are the same either way.
 """
 
@@ -96,6 +97,8 @@ class Overlap:
         for sequence in step.sequences:
             # At the limit the token that has not been read is the last one, and the batch is about to change.
             if sequence.id not in alive or len(sequence.ids) + 1 >= sequence.limit:
+                return None
+            if self._scheduler.until_due(sequence) == 1:  # pages are evicted before the next token sees them
                 return None
         if len(self._scheduler.running) != len(step.sequences) or self._scheduler.waiting:
             return None

@@ -24,9 +24,18 @@ class Runner:
         cache: its keys and values; None when the model keeps its own.
         config: settings of the engine.
         max_pages: of one sequence.
+        max_length: tokens of its text; None = as many as its pages hold.
     """
 
-    def __init__(self, model: Model, cache: KVCache | None, config: EngineConfig, *, max_pages: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache | None,
+        config: EngineConfig,
+        *,
+        max_pages: int,
+        max_length: int | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
         rows, size = config.max_sequences, config.page_size
@@ -36,9 +45,12 @@ class Runner:
         if model.device.type != "cuda" or not isinstance(model, NativeModel) or cache is None:
             return
         off = os.environ.get("QUANTKIT_CUDA_GRAPHS", "1") == "0"
-        self._no_graphs = "QUANTKIT_CUDA_GRAPHS=0" if off else why_not(model, cache, max_pages * size)
+        length = max_length or max_pages * size
+        self._no_graphs = "QUANTKIT_CUDA_GRAPHS=0" if off else why_not(model, cache, length)
         if self._no_graphs is None:
-            self._graphs = DecodeGraphs(model, cache, self._builder, max_sequences=rows, max_pages=max_pages)
+            self._graphs = DecodeGraphs(
+                model, cache, self._builder, max_sequences=rows, max_pages=max_pages, max_length=length
+            )
 
     @property
     def graph_status(self) -> str | None:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+from quantkit.runtime.cache.eviction import NEVER, Eviction
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
 from quantkit.runtime.config import EngineConfig
@@ -36,6 +37,7 @@ class Scheduler:
         prefix: to find the beginnings of prompts in.
         config: limits of a step.
         on_preempt: told about each sequence that lost its pages.
+        eviction: tells which pages sequences will give up; None = none, there is no budget.
         fixed_chunks: whether where a step ends changes what is computed, as with a quantized cache: only what a step
             brings is read unrounded. What is scored must not depend on who else is in the batch.
     """
@@ -47,6 +49,7 @@ class Scheduler:
         config: EngineConfig,
         on_preempt: Callable[[Sequence], None],
         *,
+        eviction: Eviction | None = None,
         fixed_chunks: bool = False,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -56,7 +59,7 @@ class Scheduler:
         self._prefix = prefix
         self._config, self._page_size = config, config.page_size  # read for each sequence of each step
         self._on_preempt = on_preempt
-        self._fixed_chunks = fixed_chunks
+        self._eviction, self._fixed_chunks = eviction, fixed_chunks
         self._rows = list(range(config.max_sequences - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -123,7 +126,8 @@ class Scheduler:
 
     def _cut_drafts(self, sequence: Sequence, spare: int) -> None:
         """Leave the drafts that budget and free pages allow. Nobody is preempted for drafts."""
-        del sequence.drafts[max(0, spare) :]
+        # A draft behind an eviction would see what it must not.
+        del sequence.drafts[max(0, min(spare, self.until_due(sequence) - 1)) :]
         if not self._grow(sequence, sequence.num_computed + 1 + len(sequence.drafts)):
             sequence.drafts = []
 
@@ -131,8 +135,8 @@ class Scheduler:
         """Let waiting sequences run while there are rows, pages and tokens for them; those that now do."""
         demand = sum(self._first_chunk(sequence) for sequence in prefills)
         # Pages that prompts get chunk by chunk count as taken now, or too many would be admitted and preempted later.
-        promised = sum(max(0, self._missing(sequence, sequence.num_needed)) for sequence in prefills)
-        num_growing = sum(sequence.draws for sequence in self.running)
+        promised = sum(max(0, self._promised(sequence) - len(sequence.pages)) for sequence in prefills)
+        num_growing = sum(map(self._grows, self.running))
         computing = {key for s in prefills for key in self._scored_keys(s, s.num_published)}
         admitted: list[Sequence] = []
         overtaken: list[Sequence] = []
@@ -149,7 +153,7 @@ class Scheduler:
                 continue
             if keys and self._fixed_chunks:
                 hits = []  # half a beginning read from the cache is not what computing it alone would read
-            needed = self._config.pages_for(sequence.num_needed) - len(hits)
+            needed = self._promised(sequence) - len(hits)
             # Hits that nobody references are on the free list, but using them takes them off it.
             available = self._pool.num_free - sum(map(self._pool.is_free, hits)) - promised
             # Some for the others to grow into, or the newcomer would soon be preempted again.
@@ -161,10 +165,23 @@ class Scheduler:
             computing.update(keys)
             demand += self._first_chunk(sequence)
             promised += needed
-            num_growing += sequence.draws
+            num_growing += self._grows(sequence)
         # Back in front, in order of arrival.
         self.waiting.extendleft(reversed(overtaken))
         return admitted
+
+    def _promised(self, sequence: Sequence) -> int:
+        """Pages that a sequence must hold before it can go on after what is known."""
+        needed = sequence.num_needed if self._eviction is None else self._eviction.promised(sequence)
+        return self._config.pages_for(needed)
+
+    def _grows(self, sequence: Sequence) -> bool:
+        """Whether a sequence will want more pages when its prompt is computed."""
+        return sequence.draws and (self._eviction is None or self._eviction.grows(sequence))
+
+    def until_due(self, sequence: Sequence) -> int:
+        """Tokens that a sequence may compute before some of its pages are evicted."""
+        return NEVER if self._eviction is None else self._eviction.until_due(sequence)
 
     def _start(self, sequence: Sequence, hits: list[int]) -> None:
         self._prefix.take(sequence, hits)
@@ -186,14 +203,14 @@ class Scheduler:
         With `fixed_chunks` a scored prompt is cut at the last full page before the rows that are scored, where these
         begin, and at as many tokens as a step may have, whoever else is in the batch.
         """
-        left, scoring = sequence.num_left, sequence.params.scoring
+        left, scoring = min(sequence.num_left, self.until_due(sequence)), sequence.params.scoring
         if scoring is None:
             return left, not self._config.chunked
         if not self._fixed_chunks:
             return min(left, scoring.chunk_size or left), False
         first, done = sequence.first_row, sequence.num_computed
         ends = (first - first % self._page_size, first, len(sequence.ids))
-        limit = min(scoring.chunk_size or left, self._config.token_budget)
+        limit = min(left, scoring.chunk_size or left, self._config.token_budget)
         return min(next(end for end in ends if end > done) - done, limit), True
 
     def _prefill(self, work: Work, prefills: list[Sequence], budget: int) -> None:
@@ -204,7 +221,7 @@ class Scheduler:
                 continue
             if not self._take_pages(sequence, sequence.num_computed + count):
                 # A part of a chunk is better than none: free pages are used for as many tokens as they hold.
-                fitting = (len(sequence.pages) + self._pool.num_free) * self._page_size
+                fitting = (len(sequence.pages) + self._pool.num_free) * self._page_size + sequence.num_evicted
                 count = min(count, fitting - sequence.num_computed)
                 if count <= 0 or is_whole:
                     continue
@@ -240,11 +257,11 @@ class Scheduler:
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a sequence lacks to hold so many tokens; not positive when it has enough."""
-        return self._config.pages_for(num_tokens) - len(sequence.pages)
+        return self._config.pages_for(num_tokens - sequence.num_evicted) - len(sequence.pages)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for so many tokens from what is free; whether there are enough."""
-        if num_tokens <= len(sequence.pages) * self._page_size:  # as in nearly every decode step
+        if num_tokens - sequence.num_evicted <= len(sequence.pages) * self._page_size:  # as in nearly every decode step
             return True
         missing = self._missing(sequence, num_tokens)
         if missing > self._pool.num_free:
@@ -276,7 +293,7 @@ class Scheduler:
         sequence.row = -1
         sequence.pages = []
         sequence.drafts = []
-        sequence.num_computed = sequence.num_published = 0
+        sequence.num_computed = sequence.num_published = sequence.num_evicted = 0
 
     def check_integrity(self) -> None:
         """Compare queues, rows and pages.
@@ -292,7 +309,7 @@ class Scheduler:
         assert sorted([*rows, *self._rows]) == list(range(self._config.max_sequences)), f"rows lost or doubled: {rows}"
         for sequence in self.running:
             held = len(sequence.pages) * self._page_size
-            assert sequence.num_computed <= held, f"request {sequence.id}: {sequence.num_computed} tokens in {held}"
+            assert 0 <= sequence.num_kept <= held, f"request {sequence.id}: {sequence.num_kept} tokens in {held}"
             assert sequence.num_computed < len(sequence.ids) <= sequence.limit, f"request {sequence.id}: lengths"
         for sequence in self.waiting:
             assert sequence.row < 0, f"request {sequence.id} waits and runs"

@@ -134,6 +134,7 @@ class _Shadow:
     row: int
     pages: list[int] = field(default_factory=list)
     num_table_entries: int = 0
+    num_evicted: int = 0
     num_computed: int = 0
     base: int = 0
     fed: list[int] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from quantkit.kernels import cpu, gpu
+from quantkit.models.kv_budget import DEFAULT_POLICY
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.first_run import describe_kernels
 from quantkit.runtime.model.cache_schemes import cache_type
@@ -24,6 +25,8 @@ def stats(engine: Engine) -> dict[str, Any]:
         "kv_pages": engine.pool.num_pages,
         "kv_free_pages": engine.pool.num_free,
         "kv_cache": kv_type(engine),
+        "kv_budget": None if engine.eviction is None else engine.eviction.budget.tokens,
+        "kv_evicted_pages": 0 if engine.eviction is None else engine.eviction.num_evicted_pages,
         "prefix_hit_tokens": engine.prefix.num_hit_tokens,
         "prefix_asked_tokens": engine.prefix.num_asked_tokens,
         "preemptions": engine.scheduler.num_preemptions,
@@ -50,6 +53,9 @@ def describe_engine(engine: Engine, threads: str) -> dict[str, str]:
         topics["threads"] = threads
     if (graphs := engine.runner.graph_status) is not None:
         topics["CUDA graphs"] = graphs
+    if (eviction := engine.eviction) is not None:
+        policy, evicted = engine.config.kv_policy or DEFAULT_POLICY, counts["kv_evicted_pages"]
+        topics["KV budget"] = f"{eviction.budget.tokens} tokens of a sequence, {policy}; {evicted} pages evicted"
     if counts["prefix_hit_tokens"]:
         topics["prefix cache"] = f"{counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"
     if counts["preemptions"]:

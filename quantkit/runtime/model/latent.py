@@ -63,7 +63,7 @@ class LatentAttention:
             query = self.query_up(self.query_norm(query.contiguous())[0])
         query = query.reshape(len(x), -1, sizes.head_dim)  # (T, Hq, P + R)
         if self.growth is not None:
-            query = query * self.growth(batch.positions)[:, None, None].to(query.dtype)
+            query = query * self.growth(batch.in_text()[0])[:, None, None].to(query.dtype)
         absorbed = torch.bmm(query[..., : sizes.plain_dim].transpose(0, 1), self.key_up).transpose(0, 1)  # (T, Hq, C)
         # The rotated channels first, as attention rotates the first.
         query = torch.cat([query[..., sizes.plain_dim :], absorbed], dim=-1)

@@ -155,7 +155,7 @@ class Attention:
         if self.clip is not None:
             query, key, value = (one.clamp(-self.clip, self.clip) for one in (query, key, value))
         if self.growth is not None:
-            query = query * self.growth(batch.positions)[:, None, None].to(query.dtype)
+            query = query * self.growth(batch.in_text()[0])[:, None, None].to(query.dtype)
         if self.norm_last and angles is not None:
             ops.rotary_(query, key, *angles, interleaved=self.options.interleaved)
             angles = None

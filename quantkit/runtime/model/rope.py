@@ -101,14 +101,15 @@ class RopeTable:
         Returns:
             cos, sin: (T, R/2) float32.
         """
-        longest, limit = max(batch.context_lengths), self.rope.turning_length
+        positions, lengths = batch.in_text()
+        longest, limit = max(lengths), self.rope.turning_length
         self.reserve(longest)
         if limit is None or longest <= limit:
-            return self._cos[batch.positions], self._sin[batch.positions]
-        chunks = torch.split(batch.positions, list(batch.query_lengths))  # type: ignore[no-untyped-call]
+            return self._cos[positions], self._sin[positions]
+        chunks = torch.split(positions, list(batch.query_lengths))  # type: ignore[no-untyped-call]
         pairs = [
-            (self._cos[positions], self._sin[positions]) if length <= limit else self._angles(positions, length)
-            for positions, length in zip(chunks, batch.context_lengths, strict=True)
+            (self._cos[chunk], self._sin[chunk]) if length <= limit else self._angles(chunk, length)
+            for chunk, length in zip(chunks, lengths, strict=True)
         ]
         cos, sin = zip(*pairs, strict=True)
         return torch.cat(cos), torch.cat(sin)

@@ -1,0 +1,112 @@
+"""How many tokens of a sequence the KV cache keeps, and when it lets go of the rest: numbers only. Torch-free.
+
+After n tokens have been computed and while there is one more to come, whole pages of S tokens are evicted until the
+next token fits into the budget of B:
+
+    evicted(n) = S * ceil(max(0, n + 1 - B) / S)        kept(n) = n - evicted(n) <= B - 1
+
+Pages are looked at where a chunk of the prompt ends (multiples of `chunk`, and the prompt's end), and after every token
+that is generated: points that depend on positions alone, so a sequence loses the same pages alone, in a batch, and when
+it is computed again. Between two points nothing is evicted: a chunk sees itself and all that was kept before it.
+"""
+
+from dataclasses import dataclass
+from itertools import count
+
+from quantkit.errors import RequestError
+from quantkit.models.cache import MAX_ROLLBACK
+
+DEFAULT_POLICY = "window"
+
+OBSERVED_TOKENS = {"attention": 32}
+"""Newest queries of each head that a policy asks for, by its name."""
+
+SINK_TOKENS = 4
+"""At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
+
+RECENT_TOKENS = 32
+"""At the end, that no policy judges: at most, and a quarter of the budget where that is less."""
+
+
+def kept_tokens(budget: int | float | None, length: int) -> int:
+    """Tokens of a sequence of this length that a budget keeps: tokens, or a share of the length; None = all."""
+    if budget is None:
+        return length
+    return min(length, budget if isinstance(budget, int) else round(budget * length))
+
+
+def query_slots(policy: str | None) -> int:
+    """Newest queries of each head that are kept beside the cache for a policy, those of drafts included."""
+    observed = OBSERVED_TOKENS.get(policy or DEFAULT_POLICY, 0)
+    return observed + MAX_ROLLBACK if observed else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVBudget:
+    """What the cache keeps of each sequence.
+
+    Args:
+        tokens: B.
+        page_size: S.
+        chunk: of a prompt: at its multiples pages are evicted.
+        window: of the widest layer with a sliding window, whose tokens must all stay; 0 = there is none.
+    Raises:
+        RequestError: the budget is too small for the tokens that are never evicted.
+    """
+
+    tokens: int
+    page_size: int
+    chunk: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        # Of any length: the sinks, the newest, an open page, and what rounding to pages takes.
+        beside = (self.first_candidate + 2) * self.page_size
+        if self.tokens >= self.recent + beside:
+            return
+        least = next(tokens for tokens in count(beside) if tokens >= self._recent(tokens) + beside)
+        window = f" beside the sliding window of {self.window} tokens" if self.window else ""
+        raise RequestError(
+            f"kv_budget is {self.tokens} tokens; the first and the newest tokens, which are never evicted, need "
+            f"{least} in pages of {self.page_size}{window}: give {least} or more"
+        )
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens that are never evicted; with a sliding window they have no gap."""
+        return self._recent(self.tokens)
+
+    def _recent(self, budget: int) -> int:
+        return max(self.window, min(RECENT_TOKENS, budget // 4))
+
+    @property
+    def first_candidate(self) -> int:
+        """The first page that may be evicted: those before hold the sinks."""
+        return -(-SINK_TOKENS // self.page_size)
+
+    @property
+    def peak(self) -> int:
+        """Tokens of a sequence in the cache at most: while a chunk of its prompt is computed."""
+        return self.tokens - 1 + self.chunk
+
+    def surplus(self, kept: int) -> int:
+        """Pages to evict so that one more token fits, of a sequence that keeps so many tokens."""
+        return max(0, -(-(kept + 1 - self.tokens) // self.page_size))
+
+    def until_due(self, computed: int, kept: int, prompt: int, chunk: int) -> int:
+        """Tokens to compute, at least one, after which pages are evicted next.
+
+        Args:
+            computed: tokens so far.
+            kept: those of them that are in the cache.
+            prompt: tokens of the prompt.
+            chunk: of this sequence.
+        """
+        due = computed + max(1, self.tokens - kept)
+        if due <= prompt:
+            due = min(-(-due // chunk) * chunk, prompt)
+        return due - computed
+
+    def is_due(self, computed: int, kept: int, prompt: int, chunk: int) -> bool:
+        """Whether pages are to be evicted after so many tokens; see `until_due`."""
+        return kept >= self.tokens and (computed >= prompt or computed % chunk == 0)

@@ -1,0 +1,232 @@
+"""A cache with a budget: what stays is what attention sees, everything else is gone, and nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from quantkit.errors import InputError, RequestError
+from quantkit.models.kv_budget import OBSERVED_TOKENS
+from quantkit.planning import estimate
+from quantkit.planning.memory import query_bytes
+from quantkit.runtime.cache import policies
+from quantkit.runtime.cache.policies.base import LayerKeys
+from quantkit.runtime.config import KV_POLICIES, EngineConfig
+from quantkit.runtime.engine.assembly import build_engine
+from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.loader import load_model
+from quantkit.runtime.types import PromptScoring, SamplingParams
+from tests.kernels.paged import KV_TYPES
+from tests.runtime.helpers import make_loud_model, prompts
+from tests.runtime.kept import Recorder, worst_difference
+from tests.runtime.toy import run
+
+CHUNKS = (1, 7, 64, None)
+CASES = list(itertools.product(KV_POLICIES, KV_TYPES, CHUNKS))
+QUICK = CASES[::5]
+SMALL = {"page_size": 4, "max_sequences": 3, "token_budget": 256, "prefix_cache": False, "dtype": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(make_loud_model(tmp_path_factory.mktemp("model"), "llama"), dtype="float32")
+
+
+def engine_of(model, **settings):
+    return build_engine(model, EngineConfig(**{**SMALL, **settings}))
+
+
+def generate(engine, asked, **params):
+    numbers = [
+        engine.add(prompt, SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})) for prompt in asked
+    ]
+    done = run(engine)
+    return [done[number] for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "chunk"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
+)
+def test_logits_are_those_of_dense_attention_to_what_was_kept(model, policy, kind, chunk):
+    """In batches, in chunks of every size, and with sequences that are preempted and computed again."""
+    engine = engine_of(model, kv_budget=40, kv_policy=policy, kv_cache=kind, num_pages=27)
+    recorder = Recorder(engine)
+    scoring = PromptScoring(logits=True, chunk_size=chunk)
+    generate(engine, prompts(19, 13, 61), scoring=scoring, max_tokens=45)
+    assert engine.eviction.num_evicted_pages > 20
+    assert engine.scheduler.num_preemptions > 0
+    assert worst_difference(engine, recorder) < 1e-4
+
+
+FAMILIES = {
+    "gemma3_text": "window",  # sliding windows
+    "deepseek_v3": "attention",  # latent
+    "qwen3_next": "keydiff",  # recurrent states beside pages
+    "gpt_oss": "keynorm",  # sinks and sliding windows
+}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f == "gemma3_text" else [pytest.mark.slow]) for f in FAMILIES]
+)
+def test_other_kinds_of_layers_see_what_they_should(tmp_path, family):
+    other = load_model(make_loud_model(tmp_path, family), dtype="float32")
+    engine = engine_of(other, kv_budget=60, kv_policy=FAMILIES[family], num_pages=50)
+    recorder = Recorder(engine)
+    generate(engine, prompts(90, 41, 77), scoring=PromptScoring(logits=True, chunk_size=16))
+    assert engine.eviction.num_evicted_pages > 10
+    assert worst_difference(engine, recorder) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KV_TYPES)
+def test_a_budget_that_nobody_exceeds_changes_no_token(model, kind):
+    settings = {"kv_cache": kind, "num_pages": 60, "token_budget": 32, "prefix_cache": True}
+    asked = prompts(50, 31, 7, 50)
+    plain = generate(engine_of(model, **settings), asked, logprobs=1)
+    for policy in KV_POLICIES:
+        engine = engine_of(model, kv_budget=74, kv_policy=policy, **settings)  # prompts and what they generate
+        assert engine.eviction is not None
+        assert [done.token_ids for done in generate(engine, asked, logprobs=1)] == [done.token_ids for done in plain]
+        assert engine.eviction.num_evicted_pages == 0
+
+
+def kept_by(model, asked, **settings):
+    """Positions that each sequence kept in the end, and the preemptions on the way."""
+    engine = engine_of(model, kv_budget=32, **settings)
+    recorder = Recorder(engine)
+    generate(engine, asked, max_tokens=40)
+    return recorder.kept, engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("policy", KV_POLICIES)
+def test_what_is_kept_does_not_depend_on_who_else_runs_nor_on_preemptions(model, policy):
+    asked = prompts(12, 9, 61)
+    plain, calm = kept_by(model, asked, kv_policy=policy, token_budget=16, num_pages=60)
+    tight, hurried = kept_by(model, asked, kv_policy=policy, token_budget=16, num_pages=20)
+    alone = [kept_by(model, [one], kv_policy=policy, token_budget=16)[0][0] for one in asked]
+    assert calm == 0 < hurried
+    assert [plain[number] for number in sorted(plain)] == [tight[number] for number in sorted(tight)] == alone
+    for kept in alone:
+        assert kept[:4] == [0, 1, 2, 3]
+        assert kept[-8:] == list(range(kept[-1] - 7, kept[-1] + 1))
+        assert len(kept) <= 32
+
+
+def test_pages_in_use_are_what_the_plan_says_to_the_byte(tmp_path):
+    folder = make_loud_model(tmp_path, "llama")
+    other = load_model(folder, dtype="float32")
+    engine = engine_of(other, kv_budget=256, page_size=64, token_budget=64, max_sequences=1, num_pages=8)
+    plan = estimate(folder, context=400, kv_cache="fp32", kv_budget=256)
+    engine.add(prompts(400)[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        for sequence in engine.scheduler.running:
+            if sequence.num_computed >= sequence.num_prompt:
+                most = max(most, len(sequence.pages))
+    bytes_of = engine.runner.cache.num_bytes // engine.pool.num_pages
+    (form,) = plan.forms
+    assert most * bytes_of == plan.eviction.sequence_bytes(plan.shape, 400, form) == plan.caches[0].per_sequence
+    full = estimate(folder, context=400, kv_cache="fp32")
+    freed = full.eviction.sequence_bytes(plan.shape, 400, form) - plan.eviction.sequence_bytes(plan.shape, 400, form)
+    assert freed == 3 * bytes_of  # of 7 pages
+
+
+def test_queries_that_are_kept_are_counted_by_pool_and_plan(tmp_path):
+    folder = make_loud_model(tmp_path, "llama")
+    engine = engine_of(load_model(folder, dtype="float32"), kv_budget=64, kv_policy="attention", num_pages=30)
+    plan = estimate(folder, context=400, kv_cache="fp32", kv_budget=256, kv_policy="attention")
+    assert engine.runner.cache.residual_bytes == 3 * query_bytes(plan.shape, "attention") > 0
+
+
+def test_more_requests_are_admitted(model):
+    most = {}
+    for budget in (None, 40):
+        engine = engine_of(model, kv_budget=budget, num_pages=60, max_sequences=12, token_budget=16)
+        for prompt in prompts(*[120] * 12):
+            engine.add(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
+        counts = []
+        while engine.has_work:
+            engine.step()
+            counts.append(len(engine.scheduler.running))
+        most[budget] = max(counts)
+    assert most == {None: 1, 40: 5}  # pages for 144 tokens, or for 40 and once for a chunk
+
+
+@pytest.mark.parametrize("settings", [{"overlap": True}, {"speculate": "ngram"}], ids=str)
+def test_steps_that_are_launched_early_or_guessed_write_the_same_text(model, settings):
+    asked, common = prompts(50, 31, 7), {"kv_budget": 32, "kv_policy": "keydiff", "token_budget": 16}
+    asked[1] = asked[1][:10] * 5
+    plain = generate(engine_of(model, **common), asked, max_tokens=60)
+    controller = SpeculationController(4, force=True) if "speculate" in settings else None
+    config = EngineConfig(**{**SMALL, **common, **settings})
+    engine = build_engine(model, config, controller=controller)
+    assert [done.token_ids for done in generate(engine, asked, max_tokens=60)] == [done.token_ids for done in plain]
+    assert engine.eviction.num_evicted_pages > 20
+    if controller is not None:
+        assert controller.num_accepted > 0
+    else:
+        assert engine._overlap.num_followed > 20
+
+
+REFUSED = {
+    "need 15 in pages of 4: give 15 or more": {"kv_budget": 14},
+    "KV pool holds 80; a prompt is computed beside it: give a budget of 76 or less": {"kv_budget": 78, "num_pages": 20},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_kept_is_one_line(model, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        engine_of(model, **REFUSED[message])
+    assert "\n" not in str(caught.value)
+
+
+def test_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(RequestError, match="add kv_budget"):
+        EngineConfig(kv_policy="keydiff")
+    with pytest.raises(InputError, match="neither tokens nor a share"):
+        EngineConfig(kv_budget="120%")
+    windowed = make_loud_model(tmp_path / "windowed", "gemma3_text")
+    with pytest.raises(RequestError, match=r"need 44 in pages of 4 beside the sliding window of 32 tokens"):
+        LLM(windowed, page_size=4, kv_budget=40, lazy=True)
+    plain = make_loud_model(tmp_path / "plain", "llama")
+    with pytest.raises(RequestError, match="a draft model keeps all keys and values"):
+        LLM(plain, kv_budget=256, speculate=plain, lazy=True)
+    with pytest.raises(RequestError, match="keeps its keys and values itself"):
+        LLM(plain, kv_budget=256, backend="transformers")
+
+
+def test_shares_are_of_the_context():
+    assert EngineConfig(kv_budget="25%").budget_tokens(4096) == 1024
+    assert EngineConfig(kv_budget=0.5).budget_tokens(300) == 150
+    assert EngineConfig(kv_budget="2k").budget_tokens(4096) == 2048
+    assert EngineConfig(kv_budget=4096).budget_tokens(4096) is None
+
+
+def test_every_policy_has_its_file_and_says_what_it_observes():
+    assert sorted(KV_POLICIES) == policies.REGISTRY.names()
+    observed = {name: policy.observed for name, policy in policies.REGISTRY.all().items() if policy.observed}
+    assert observed == OBSERVED_TOKENS
+
+
+def layer_with(*, odd=None, small=None, asked=None):
+    """Six pages of four keys alike; one that points elsewhere, one that is short, one that is asked for."""
+    keys = torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(2, 6, 4, 1)
+    keys += 0.01 * torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
+    for page, value in ((odd, [1.0, -1.0, 0, 0]), (small, [0.1, 0.1, 0, 0]), (asked, [1.0, 1.0, 1.0, 0])):
+        if page is not None:
+            keys[:, page, 2] = torch.tensor(value)
+    queries = torch.tensor([0, 0, 9.0, 0]).repeat(32, 4, 1)
+    return LayerKeys(keys=keys, queries=queries, scale=1.0)
+
+
+@pytest.mark.parametrize(("policy", "what"), [("keydiff", "odd"), ("keynorm", "small"), ("attention", "asked")])
+def test_a_page_with_one_token_that_matters_stays_longest(policy, what):
+    scores = policies.REGISTRY.load(policy).page_scores([layer_with(**{what: 3})] * 2)
+    assert scores.shape == (6,)
+    assert int(scores.argmax()) == 3
