@@ -31,8 +31,10 @@ ActOrder = Literal["none", "weight", "group"]
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
 _RUN = 32
-# Elements of the products of codes and factor held at once while scales are fitted; a quarter of the factor if more.
+# Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted.
 _FIT_ELEMENTS = 1 << 22
+# Rows of a Hessian copied at once into another order.
+_REORDERED = 256
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
 # Weights that go through the loop as one matrix, in float32: 1 GiB.
@@ -48,11 +50,13 @@ class Factor(NamedTuple):
         lower: (K, K) float32, lower triangular L.
         backwards: (K,) input column of each row of L.
         raised: the damping that was needed if it had to be raised, else 0.
+        hessian: (K, K) float32, H itself, in the order of the inputs.
     """
 
     lower: Tensor
     backwards: Tensor
     raised: float
+    hessian: Tensor
 
 
 Pending = tuple[LinearSet, tuple[str, ...]]
@@ -129,7 +133,6 @@ class GptqStep:
         if self.act_order == "none":
             order = torch.arange(len(order), device=order.device)
         factor = cholesky_factor(hessian, order, self.damping)
-        del hessian  # used up; for wide inputs it is the largest thing in memory
         if factor.raised:
             listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
             layer.chosen.notes.append(
@@ -147,7 +150,7 @@ class GptqStep:
             members = names[start : start + each]
             weights = [layer.weight(name) for name in members]
             if error is not None:
-                weights = [corrected(weight, error, factor, self.asymmetric_calibration) for weight in weights]
+                weights = corrected(weights, error, factor, self.asymmetric_calibration)
             grids = [layer.grid(name) for name in members]
             for name, solved in zip(members, self._solve(weights, grids, factor), strict=True):
                 layer.commit(name, solved)
@@ -220,7 +223,7 @@ def settle_columns(
     Returns:
         (N_i, K) codes in the number type's storage dtype, one per weight.
     """
-    lower, backwards, _ = factor
+    lower, backwards = factor.lower, factor.backwards
     sizes = [weight.shape[0] for weight in weights]
     rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
     for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
@@ -249,26 +252,34 @@ def settle_columns(
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
-def corrected(weight: Tensor, error: Tensor, factor: Factor, strength: float) -> Tensor:
+def corrected(weights: list[Tensor], error: Tensor, factor: Factor, strength: float) -> list[Tensor]:
     """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
 
     Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
 
     Args:
-        weight: (N, K) W; not modified.
+        weights: (N_i, K) W each; not modified.
         error: (K, K) mean of (o - x) x'.
         factor: of X X'.
         strength: share of the correction.
     Returns:
-        (N, K) float32.
+        (N_i, K) float32 each.
     Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
     loop spreads the same correction over its columns.
     """
-    # The factor is of the reordered matrix, so columns enter in its order and leave in their own.
-    product = (weight.float() @ error)[:, factor.backwards]  # (N, K)
-    moved = torch.empty_like(product)
-    moved[:, factor.backwards] = torch.cholesky_solve(product.T, factor.lower).T
-    return moved.mul_(strength).add_(weight)
+    if sum(map(len, weights)) > len(error):
+        # Dividing a matrix with fewer rows than the weights have together is the cheaper half of the work.
+        shift = _divided(error, factor).mul_(strength)
+        return [torch.addmm(weight.float(), weight.float(), shift) for weight in weights]
+    return [_divided(weight.float() @ error, factor).mul_(strength).add_(weight) for weight in weights]
+
+
+def _divided(matrix: Tensor, factor: Factor) -> Tensor:
+    """(N, K) matrix H^-1."""
+    # The factor is of the reordered Hessian, so columns enter in its order and leave in their own.
+    divided = torch.empty_like(matrix)
+    divided[:, factor.backwards] = torch.cholesky_solve(matrix[:, factor.backwards].T, factor.lower).T
+    return divided
 
 
 def fit_scales(
@@ -276,8 +287,8 @@ def fit_scales(
 ) -> Tensor:
     """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
 
-    With H = L L', the output error of a row is |L'(w - D s)|^2, where column j of D holds the codes of group j: least
-    squares with one unknown per group.
+    The output error of a row is (w - D s)' H (w - D s), where column j of D holds the codes of group j: least squares
+    with one unknown per group. Solved for the change of the scales, which only the present error asks for.
 
     Args:
         weight, codes: (N, K); not modified.
@@ -288,34 +299,52 @@ def fit_scales(
     Returns:
         (N, G) float32 with values of `scale_dtype`; a scale whose fit changes sign keeps its value.
     """
-    (scale, zero), (lower, backwards, _) = ranges, factor
-    index = group_index[backwards]
-    groups, width = scale.shape[1], len(backwards)
-    members = torch.argsort(index, stable=True).view(groups, -1)  # (G, g) where a group's columns are in the factor
-    parts = lower[members.flatten()].view(groups, -1, width)  # (G, g, K): a group's codes only meet its own rows
-    step = max(1, max(_FIT_ELEMENTS, lower.numel() // 4) // (groups * width))
+    scale, zero = ranges
+    groups, width = scale.shape[1], weight.shape[1]
+    hessian, columns = factor.hessian, slice(None)
+    if (group_index.diff() < 0).any():
+        columns = torch.argsort(group_index, stable=True)  # group by group
+        hessian = hessian[columns][:, columns]
+    step = max(1, _FIT_ELEMENTS // max(width, groups**2))
     fitted = torch.empty_like(scale)
     for start in range(0, len(scale), step):
         rows = slice(start, start + step)
-        values = codes[rows, backwards].float()
+        values = codes[rows][:, columns].float().view(-1, groups, width // groups)  # (R, G, g)
         if zero is not None:
-            values -= zero[rows][:, index]
-        coded = torch.bmm(values[:, members].transpose(0, 1), parts).transpose(0, 1)  # (R, G, K)
-        target = (weight[rows, backwards].float() @ lower).unsqueeze(2)  # (R, K, 1)
-        normal = coded @ coded.transpose(1, 2)  # (R, G, G)
+            values -= zero[rows].unsqueeze(2)
+        error = weight[rows][:, columns] - (values * scale[rows].unsqueeze(2)).flatten(1)
+        normal, right = _normal_equations(values, error, hessian)
         # A group whose codes are all zero leaves a row of zeros, with which the system would be singular.
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
         # solve_ex raises nothing: a row whose solution is not finite keeps its scales below.
-        fitted[rows] = torch.linalg.solve_ex(normal, coded @ target)[0].squeeze(2)
+        fitted[rows] = scale[rows] + torch.linalg.solve_ex(normal, right.unsqueeze(2))[0].squeeze(2)
     usable = torch.isfinite(fitted) & (fitted * scale > 0)
     return round_scale(torch.where(usable, fitted, scale), scale_dtype)
+
+
+def _normal_equations(values: Tensor, error: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """D'H D (R, G, G) and D'H e (R, G) of each row.
+
+    Args:
+        values: (R, G, g) codes less their zero points.
+        error: (R, K) e, group by group as everything here.
+        hessian: (K, K) H.
+    """
+    num_rows, groups, size = values.shape
+    normal = torch.empty(num_rows, groups, groups, device=values.device)
+    for group in range(groups):
+        own = slice(group * size, (group + 1) * size)
+        # Symmetric: a group meets itself and those that follow.
+        met = (values[:, group] @ hessian[own, own.start :]).view(num_rows, -1, size)
+        normal[:, group, group:] = normal[:, group:, group] = met.mul_(values[:, group:]).sum(2)
+    return normal, (error @ hessian).view_as(values).mul_(values).sum(2)
 
 
 def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
 
     Args:
-        hessian: (K, K) float32, symmetric; used up (its memory is overwritten).
+        hessian: (K, K) float32, symmetric; damped in place, and kept in what is returned.
         order: (K,) columns in the order in which they are settled.
         damping: fraction of the mean diagonal that is added.
     Raises:
@@ -325,19 +354,18 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     mean = diagonal.mean().item()
     diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
     backwards = order.flip(0)
-    # Reordered between two buffers; `diagonal` is a view of the first and shows the new order afterwards.
-    lower = hessian.index_select(0, backwards)
-    torch.index_select(lower, 1, backwards, out=hessian)
+    lower = torch.empty_like(hessian)
     info = torch.empty((), dtype=torch.int32, device=hessian.device)
     amount, added = damping, 0.0
     while amount < _DAMPING_LIMIT:
-        # A failed attempt leaves the matrix as it is, so only what the damping has grown by is added.
         diagonal.add_((amount - added) * mean)
         added = amount
-        # L' in column-major order is L in row-major order: no third (K, K) matrix is needed.
-        torch.linalg.cholesky_ex(hessian, upper=True, out=(lower.T, info))
+        for rows in torch.arange(len(order), device=order.device).split(_REORDERED):
+            torch.index_select(hessian[backwards[rows]], 1, backwards, out=lower[rows[0] : rows[-1] + 1])
+        # In place: L' in column-major order is L in row-major order.
+        torch.linalg.cholesky_ex(lower.T, upper=True, out=(lower.T, info))
         if not info.item() and torch.isfinite(lower.diagonal()).all():
-            return Factor(lower.tril_(), backwards, amount if amount != damping else 0.0)
+            return Factor(lower.tril_(), backwards, amount if amount != damping else 0.0, hessian)
         amount *= _DAMPING_FACTOR
     raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
 

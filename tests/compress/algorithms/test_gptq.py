@@ -59,7 +59,7 @@ def test_equals_the_textbook(symmetric, block_size, shuffled):
 def test_cholesky_factor_factors_the_damped_hessian():
     _, hessian = problem()
     order = torch.randperm(48)
-    lower, backwards, _ = cholesky_factor(hessian.clone(), order, 0.01)
+    lower, backwards, *_ = cholesky_factor(hessian.clone(), order, 0.01)
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)
     assert torch.equal(backwards, order.flip(0))
     torch.testing.assert_close(lower @ lower.T, damped[backwards][:, backwards], rtol=1e-4, atol=1e-3)
@@ -157,14 +157,15 @@ def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():
     assert counter.get_total_flops() < 4 * products
 
 
-def test_the_corrected_target_is_the_least_squares_solution():
-    weight, hessian = problem()
+@pytest.mark.parametrize("rows", [10, 60])  # fewer and more than inputs
+def test_the_corrected_target_is_the_least_squares_solution(rows):
+    weight, hessian = problem(rows=rows)
     torch.manual_seed(1)
     order, error = torch.randperm(48), torch.randn(48, 48) * 0.1
     factor = cholesky_factor(hessian.clone(), order, 0.01)
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
     expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
-    actual = corrected(weight, error, factor, 0.5)
+    actual = torch.cat(corrected([weight[:4], weight[4:]], error, factor, 0.5))
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -201,7 +202,7 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
         (codes,) = settle_columns([target], factor, torch.zeros(32, dtype=torch.int64), [ranges], scheme, 128)
         return distance(codes * ranges[0])
 
-    ours = loop(corrected(weight, error, factor, 1.0))
+    ours = loop(corrected([weight], error, factor, 1.0)[0])
     assert ours < distance(gptaq(weight, hessian, error, scale)) < loop(weight)
 
 
