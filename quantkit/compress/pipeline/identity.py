@@ -13,6 +13,7 @@ from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
+from quantkit.numerics.products import keeps_precision
 from quantkit.registry import installed_version
 from quantkit.untrusted import read_object, shorten
 
@@ -35,7 +36,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
             if plan.skeleton.device.type == "cuda"
             else torch.backends.cpu.get_cpu_capability(),
-            "matmul": torch.get_float32_matmul_precision(),
+            "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
         },
     }
     if plan.discovery is not None:

@@ -40,6 +40,7 @@ from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import CheckpointError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.numerics.products import quick_products
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
 from quantkit.untrusted import read_object
 
@@ -115,6 +116,7 @@ def _compress(
             workers = torch.get_num_threads()
             afterwards.callback(torch.set_num_threads, workers)
             torch.set_num_threads(state.identity["compute"]["threads"])
+            afterwards.enter_context(quick_products(plan.skeleton.device))
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, activations, resumed))
             if samples is None:
