@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quantkit.bit_search.candidates import Candidate, uniform
+from quantkit.bit_search.candidates import Candidate, trial
 from quantkit.bit_search.solve import Choice, Option, total
 from quantkit.bit_search.state import SearchState
 from quantkit.compress.pipeline import quantize
@@ -163,7 +163,7 @@ def measure_groups(
     linears: dict[str, LinearRecord] = {}
     rest = 0
     for candidate in candidates:
-        recipe = uniform(runner.base, candidate)
+        recipe = trial(runner.base, candidate)
         runner.progress(f"compressing with {candidate.name}")
         made = runner.compress(recipe, runner.folder / recipe.name)
         groups = find_fused_groups(runner.load(runner.folder / recipe.name), original)

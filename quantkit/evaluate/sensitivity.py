@@ -25,6 +25,7 @@ from quantkit.evaluate.fidelity import (
     window_logits,
 )
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
+from quantkit.evaluate.replay import Replay
 from quantkit.results import SensitivityMap, SensitivityProposal, SensitivityRecord
 from quantkit.runtime.llm import LLM
 
@@ -179,13 +180,13 @@ class Probe:
     """
 
     def __init__(self, original: LLM, windows: Windows) -> None:
-        self._original, self._groups = original, list(batches(original, windows))
+        self._original, self._groups, self._replay = original, list(batches(original, windows)), Replay(original)
         # Kept, because every group is compared with it: computing it anew doubles the passes.
         self._reference: list[list[Tensor]] = [window_logits(original, group) for group in self._groups]
 
     def measure(self, groups: list[FusedGroup]) -> Distances:
         """The original with these groups quantized."""
-        with swapped(groups):
+        with swapped(groups), self._replay.start(groups):
             return self.compare(self._original)
 
     def compare(self, llm: LLM) -> Distances:

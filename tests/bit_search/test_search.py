@@ -10,7 +10,7 @@ import pytest
 
 import quantkit
 from quantkit.bit_search import run as module
-from quantkit.bit_search.candidates import Candidate, default_candidates, read_candidates, usable
+from quantkit.bit_search.candidates import Candidate, default_candidates, read_candidates, trial, uniform, usable
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.recipe_file import _patterns
 from quantkit.bit_search.recovery import Judge
@@ -79,6 +79,14 @@ def test_the_recipe_runs_unchanged_and_gives_what_was_measured(searched, tiny_ll
     original, again = (load_llm(str(p), device="cpu", **ENGINE) for p in (tiny_llama, tmp_path / "again"))
     windows = fixed_windows(original, TEXT, max_tokens=1200)[1::2][:2]  # two of 256 are below 600
     assert fidelity(again, original, windows, greedy_tokens=0).mean_kl == pytest.approx(result.measured_kl, rel=1e-4)
+
+
+def test_trials_stand_alone_in_the_original_and_make_up_for_nothing():
+    base, candidate = load("gptq-int4", ["steps.gptq.damping=0.05"]), Candidate(dtype="int3", group_size=32)
+    steps, own = (dict(recipe.source["steps"][0])["gptq"] for recipe in (trial(base, candidate), base))
+    assert (own["true_sequential"], own["asymmetric_calibration"]) == (True, 1.0)
+    assert (steps["true_sequential"], steps["asymmetric_calibration"], steps["damping"]) == (False, 0.0, 0.05)
+    assert trial(load("rtn-int4"), candidate).source == uniform(load("rtn-int4"), candidate).source
 
 
 def test_rounding_knows_no_later_layers_so_the_expectation_is_exact(searched):

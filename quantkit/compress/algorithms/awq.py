@@ -19,6 +19,8 @@ from quantkit.compress.calibration.layer import Call, LayerContext, hidden_state
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
+_ROUNDED = 1 << 17  # weights scaled and rounded at once
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwqStep:
@@ -55,8 +57,8 @@ class AwqStep:
     def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
         """Find the set's scales, fold them in, and keep its statistics in step.
 
-        The search rounds with covering ranges, which is quick; that scaling is worth it at all is then
-        checked with searched ones.
+        The search rounds with covering ranges and measures on every other batch, which is quick; that scaling is worth
+        it at all is then checked with searched ones on all of them.
         """
         size = shared_by_heads(layer, group, seen.magnitude.mean)
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
@@ -67,10 +69,11 @@ class AwqStep:
 
         def error(scales: Tensor, final: bool) -> float:
             for name, original in originals.items():
-                layer.weight(name).copy_(self._rounded(layer, name, original, scales, seen if final else None))
+                self._write_rounded(layer, name, original, scales, seen if final else None)
+            measured = slice(None, None, 1 if final else 2)
             return sum(
                 (_output(layer, group.parent, call) - output).float().square().sum().item()
-                for call, output in zip(calls, reference, strict=True)
+                for call, output in zip(calls[measured], reference[measured], strict=True)
             )
 
         ratio = search_ratio(lambda r: error(self._candidate(size, weights, r), final=False), self.grid)
@@ -88,19 +91,24 @@ class AwqStep:
             scales = scales / (weights ** (1 - ratio) + 1e-4)
         return spread(scales)
 
-    def _rounded(
+    def _write_rounded(
         self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: InputStatistics | None
-    ) -> Tensor:
-        """`original` scaled, rounded and scaled back; with statistics in searched ranges, else in covering ones."""
-        scheme = layer.schemes.get(name)
+    ) -> None:
+        """Set a weight to `original` scaled, rounded and scaled back: with statistics in searched ranges."""
+        scheme, weight = layer.schemes.get(name), layer.weight(name)
         if scheme is None or name in layer.chosen.quantized:
-            return original
-        scaled, grid = original.float() * scales, WeightGrid(scheme.weight, layer.scale_dtype[name])
-        ranges = None
-        if seen is not None and self.clip:
-            importance = seen.mean_square(scales)  # without the Gram matrices: quicker, and near enough to compare
-            ranges = search_parameters(scaled, grid, importance=importance)
-        return round_to_nearest(scaled, grid, ranges).dequantize().div_(scales)
+            weight.copy_(original)
+            return
+        grid = WeightGrid(scheme.weight, layer.scale_dtype[name])
+        # Without the Gram matrices: quicker, and near enough to compare.
+        importance = seen.mean_square(scales) if seen is not None and self.clip else None
+        # A few rows at a time stay in a CPU's cache; what rows share is of all of them.
+        alone = scheme.weight.block_rows == 1 and not scheme.weight.has_tensor_scale
+        size = max(1, _ROUNDED // original.shape[1]) if alone else len(original)
+        for values, target in zip(original.split(size), weight.split(size), strict=True):
+            scaled = values.float() * scales
+            ranges = None if importance is None else search_parameters(scaled, grid, importance=importance)
+            target.copy_(round_to_nearest(scaled, grid, ranges).dequantize().div_(scales))
 
 
 def search_ratio(error: Callable[[float], float], grid: int) -> float:
