@@ -30,7 +30,8 @@ class AwqStep:
         grid: resolution of the search over the exponent between 0 and 1.
         duo_scaling: divide by the weights' own mean size to the power of 1 - exponent.
         clip: search the range of each group after scaling; false takes the covering range.
-        max_tokens: calibration tokens on which the parent's output error is measured.
+        max_tokens: calibration tokens on which the parent's output error is measured; while scales are searched,
+            of every other batch of them.
     """
 
     grid: Positive = 20
