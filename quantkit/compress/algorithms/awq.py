@@ -106,7 +106,7 @@ class AwqStep:
         # A few rows at a time stay in a CPU's cache; what rows share is of all of them.
         alone = scheme.weight.block_rows == 1 and not scheme.weight.has_tensor_scale
         size = max(1, _ROUNDED // original.shape[1]) if alone else len(original)
-        for values, target in zip(original.split(size), weight.split(size), strict=True):
+        for values, target in zip(torch.split(original, size), torch.split(weight, size), strict=True):
             scaled = values.float() * scales
             ranges = None if importance is None else search_parameters(scaled, grid, importance=importance)
             target.copy_(round_to_nearest(scaled, grid, ranges).dequantize().div_(scales))

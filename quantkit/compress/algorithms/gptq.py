@@ -301,7 +301,8 @@ def fit_scales(
     """
     scale, zero = ranges
     groups, width = scale.shape[1], weight.shape[1]
-    hessian, columns = factor.hessian, slice(None)
+    hessian = factor.hessian
+    columns: slice | Tensor = slice(None)
     if (group_index.diff() < 0).any():
         columns = torch.argsort(group_index, stable=True)  # group by group
         hessian = hessian[columns][:, columns]
@@ -360,7 +361,7 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     while amount < _DAMPING_LIMIT:
         diagonal.add_((amount - added) * mean)
         added = amount
-        for rows in torch.arange(len(order), device=order.device).split(_REORDERED):
+        for rows in torch.split(torch.arange(len(order), device=order.device), _REORDERED):
             torch.index_select(hessian[backwards[rows]], 1, backwards, out=lower[rows[0] : rows[-1] + 1])
         # In place: L' in column-major order is L in row-major order.
         torch.linalg.cholesky_ex(lower.T, upper=True, out=(lower.T, info))
