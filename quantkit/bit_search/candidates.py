@@ -128,7 +128,7 @@ def uniform(base: Recipe, candidate: Candidate) -> Recipe:
 def trial(base: Recipe, candidate: Candidate) -> Recipe:
     """`uniform` for groups that are put into the original one at a time: what enters them there has no errors.
 
-    So a step has nothing upstream to make up for, and need not run the original model beside the quantized one, nor the
+    So a step has nothing to make up for, and need not run the original model beside the quantized one, nor the
     layer once per set of linears; what is left takes a fifth of the time.
     """
     recipe = uniform(base, candidate)
