@@ -129,7 +129,7 @@ def trial(base: Recipe, candidate: Candidate) -> Recipe:
     """`uniform` for groups that are put into the original one at a time: what enters them there has no errors.
 
     So a step has nothing to make up for, and need not run the original model beside the quantized one, nor the
-    layer once per set of linears; what is left takes a fifth of the time.
+    layer once per set of linears; what is left takes a quarter of the time.
     """
     recipe = uniform(base, candidate)
     names = [step_name(item) or "" for item in recipe.source["steps"]]
