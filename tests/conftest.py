@@ -121,15 +121,17 @@ def family_models(tmp_path_factory):
 
 
 @pytest.fixture
-def make_layer(family_models):
+def make_layer(family_models, tmp_path_factory):
     """A function that gives a fresh LayerContext; equal arguments give equal contexts."""
 
     def make(family="llama", dtype="int4", group_size=16, symmetric=True, activation=None, ignored=()):
+        if family not in family_models:
+            family_models[family] = make_model(tmp_path_factory.mktemp(family), family)
         reader = CheckpointReader(family_models[family])
         family = find(reader.config)
         skeleton = Skeleton(reader, family, torch.float32, torch.device("cpu"))
         weight = WeightScheme(dtype=DTYPES[dtype], group_size=group_size, symmetric=symmetric)
-        linears = [name for group in family.sets for name in group.linears]
+        linears = [name for group in skeleton.linear_sets(0) for name in group.linears]
         generator = torch.Generator().manual_seed(7)
         # Correlated inputs with a few loud channels: on white noise no algorithm could beat rounding.
         mix = torch.randn(64, 64, generator=generator) * torch.rand(64, generator=generator).mul(6).exp() / 20

@@ -8,6 +8,7 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -107,24 +108,17 @@ class GptqStep:
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
-        sets = layer.pending()
-        rounds = [[entry] for entry in sets] if self.true_sequential else fitting_rounds(layer, sets)
-        for entries in rounds:
-            grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
-            layer.observe(grams)
-            errors = self._observe_errors(layer, entries)
+        for entries in rounds(layer, one_by_one=self.true_sequential):
+            widths = {names[0]: layer.weight(names[0]).shape[1] for _, names in entries}
+            grams = {name: Gram(width, layer.device) for name, width in widths.items()}
+            # An expert may see other tokens than it used to, so its inputs cannot be compared.
+            compared = [name for name in widths if self.asymmetric_calibration and find_expert(name) is None]
+            errors = {name: CrossGram(widths[name], layer.device) for name in compared}
+            layer.observe(grams, errors)
             for _, names in entries:
                 # Taken out, so that a set's matrix is free again once its linears are settled.
                 error = errors.pop(names[0]).finish() if names[0] in errors else None
                 self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
-
-    def _observe_errors(self, layer: LayerContext, entries: list[Pending]) -> dict[str, CrossGram]:
-        """Cross Grams of the linears whose inputs can be compared: an expert may see other tokens than it used to."""
-        names = [names[0] for _, names in entries if self.asymmetric_calibration and find_expert(names[0]) is None]
-        errors = {name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names}
-        if errors:
-            layer.observe_asymmetric(errors)
-        return errors
 
     def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
         """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
@@ -183,25 +177,28 @@ class GptqStep:
         ]
 
 
-def fitting_rounds(layer: LayerContext, sets: list[Pending]) -> list[list[Pending]]:
-    """Sets whose statistics are gathered at once; those of many experts would not fit, so they come in turns.
+def rounds(layer: LayerContext, *, one_by_one: bool) -> Iterator[list[Pending]]:
+    """Pending sets whose statistics are gathered at once.
 
     Args:
-        layer: its weights are what the statistics may take as much memory as.
-        sets: as `LayerContext.pending` gives them.
+        layer: its weights are what the statistics of experts may take as much memory as; further experts come in turns.
+        one_by_one: each set after the one before it is settled; the experts' sets of a kind, which do not read what the
+            others give, still come together.
     """
     limit = sum(parameter.nbytes for parameter in layer.block.parameters())
-    rounds: list[list[Pending]] = [[]]
-    taken = 0
-    for entry in sets:
+    entries: list[Pending] = []
+    kind, taken = "", 0
+    for entry in layer.pending():
         first = entry[1][0]
-        size = 4 * layer.weight(first).shape[1] ** 2
-        if rounds[-1] and find_expert(first) is not None and taken + size > limit:
-            rounds.append([])
-            taken = 0
-        rounds[-1].append(entry)
+        expert, size, before = find_expert(first), 4 * layer.weight(first).shape[1] ** 2, kind
+        kind = first if expert is None else first.rpartition(".")[2]
+        if entries and ((one_by_one and kind != before) or (expert is not None and taken + size > limit)):
+            yield entries
+            entries, taken = [], 0
+        entries.append(entry)
         taken += size
-    return rounds
+    if entries:
+        yield entries
 
 
 def settle_columns(

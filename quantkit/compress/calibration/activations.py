@@ -68,10 +68,10 @@ class ActivationStore:
     def __iter__(self) -> Iterator[Batch]:
         return (self[number] for number in range(len(self)))
 
-    def advance(self, forward: Callable[[Batch], Batch]) -> None:
-        """Replace every batch by `forward(batch)`; the previous layer's files stay until `forget_previous`."""
+    def advance(self, forward: Callable[[int, Batch], Batch]) -> None:
+        """Replace every batch by `forward(number, batch)`; the previous layer's files stay until `forget_previous`."""
         # Back on the CPU, so that the device holds one batch at a time.
-        batches = (forward(self[number]).to("cpu") for number in range(len(self)))
+        batches = (forward(number, self[number]).to("cpu") for number in range(len(self)))
         self._keep(batches, f"layer {self._layer}", self._layer + 1)
 
     def forget_previous(self) -> None:

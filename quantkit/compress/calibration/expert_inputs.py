@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quantkit.models.linear_sets import find_expert
+from quantkit.models.linear_sets import ExpertLocation, find_expert
 
 # An expert that saw fewer tokens than this is under_calibrated: its own statistics would be mostly noise.
 UNDER_CALIBRATED_TOKENS = 64
@@ -22,7 +23,13 @@ OnCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
 
 def probe(
-    block: nn.Module, modules: Sequence[str], on_call: OnCall, run: Callable[[], object], *, all_tokens: bool = False
+    block: nn.Module,
+    modules: Sequence[str],
+    on_call: OnCall,
+    run: Callable[[], object],
+    *,
+    all_tokens: bool = False,
+    finish: Iterable[str] = (),
 ) -> None:
     """Call `on_call(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
 
@@ -32,19 +39,31 @@ def probe(
         on_call: see above.
         run: runs the block.
         all_tokens: experts are shown every token, not those that are routed to them.
+        finish: modules that are to have returned too.
     """
-    waiting = set(modules)
+    waiting, running = set(modules), set(finish)
+
+    def stop() -> None:
+        if not waiting and not running:
+            raise _Enough
 
     def seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_call(name, args, kwargs)
         waiting.discard(name)
-        if not waiting:
-            raise _Enough
+
+    def reached(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen(name, args, kwargs)
+        stop()
+
+    def returned(name: str, _: object) -> None:
+        running.discard(name)
+        stop()
 
     inside = [name for name in modules if all_tokens and find_expert(name)]
-    handles = hook_modules(block, [name for name in modules if name not in inside], seen)
+    handles = hook_modules(block, [name for name in modules if name not in inside], reached)
+    handles += [hook_output(block, name, returned) for name in running]
     if inside:
-        handles.append(show_all_tokens(block, inside, seen))
+        handles.append(show_all_tokens(block, inside, seen, stop))
     with removed_after(handles), suppress(_Enough):
         run()
 
@@ -65,19 +84,27 @@ def hook_modules(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> l
     return [block.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True) for name, hook in hooks.items()]
 
 
+def hook_output(block: nn.Module, module: str, on_return: Callable[[str, Any], None]) -> RemovableHandle:
+    """Have `on_return(name, output)` called after a module has run; the caller removes the hook."""
+    return block.get_submodule(module).register_forward_hook(lambda _, __, output: on_return(module, output))
+
+
 def token_rows(args: tuple[Any, ...]) -> Tensor:
     """(T, K) inputs of a call, the first of its arguments."""
     inputs: Tensor = args[0]
     return inputs.reshape(-1, inputs.shape[-1])
 
 
-def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> RemovableHandle:
+def show_all_tokens(
+    block: nn.Module, modules: Sequence[str], on_call: OnCall, then: Callable[[], None]
+) -> RemovableHandle:
     """Have experts look at every token, just before tokens are routed to some of them.
 
     Args:
         block: the layer; what it computes stays the same.
         modules: linears of experts.
         on_call: called with (name, args, kwargs) before each of them, for all tokens at once.
+        then: called after the last of them.
     """
     first = find_expert(modules[0])
     assert first is not None
@@ -88,10 +115,33 @@ def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -
         for expert in experts:
             inside = [name for name in modules if name.startswith(f"{expert}.")]
             # Hooked for this call alone: when the router calls the expert afterwards, its tokens are not seen twice.
-            with removed_after(hook_modules(block, inside, on_call)):
-                block.get_submodule(expert)(tokens)
+            probe(block, inside, on_call, partial(block.get_submodule(expert), tokens))
+        then()
 
     return block.get_submodule(first.owner).register_forward_pre_hook(before)
+
+
+def count_tokens(
+    block: nn.Module, experts: Sequence[ExpertLocation], runs: Iterable[Callable[[], object]]
+) -> dict[int, int]:
+    """How many tokens a layer's own router gives each expert.
+
+    Args:
+        block: the layer.
+        experts: of its linears.
+        runs: each runs the layer on some data.
+    """
+    counts = dict.fromkeys(sorted(expert.number for expert in experts), 0)
+    names = {f"{experts[0].container}.{number}": number for number in counts}
+
+    def count(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        counts[names[name]] += len(token_rows(args))
+
+    # Hooks of the experts themselves: only what they are called with says how many tokens each is given.
+    with removed_after(hook_modules(block, list(names), count)):
+        for run in runs:
+            run()
+    return counts
 
 
 def describe_under_calibrated(counts: Mapping[int, int], all_tokens: bool) -> list[str]:

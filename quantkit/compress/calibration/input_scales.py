@@ -83,6 +83,7 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
         for name in names:
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
             layer.chosen.quantized[name] = replace(layer.chosen.quantized[name], input_scale=scale)
+    layer.forget_runs()  # from here on inputs are rounded
 
 
 def _inputs(layer: LayerContext) -> list[list[str]]:

@@ -4,29 +4,29 @@ This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inpu
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
 from quantkit.checkpoints.layer_inputs import Compute, compute_with
 from quantkit.checkpoints.memory import release_freed_memory
-from quantkit.compress.calibration.errors import relative_error, row_blocks
+from quantkit.compress.calibration.errors import relative_error, row_blocks, signal_to_noise_db
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
+    count_tokens,
     describe_under_calibrated,
-    hook_modules,
     probe,
-    removed_after,
     token_rows,
 )
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
+from quantkit.compress.calibration.stream import Stream, open_streams
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
@@ -35,6 +35,10 @@ from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
+
+# Outputs for the same tokens in another batch: rounding alone leaves far less noise than this.
+_SAME_DB = 20.0
+_NO_ERRORS: Mapping[str, CrossGram] = MappingProxyType({})
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module's call."""
@@ -107,59 +111,61 @@ class LayerContext:
         experts = [expert for group in self.sets for name in group.linears if (expert := find_expert(name))]
         if not experts or self.data.store is None:
             return
-        counts = dict.fromkeys(sorted(expert.number for expert in experts), 0)
-        names = {f"{experts[0].container}.{number}": number for number in counts}
-
-        def count(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            counts[names[name]] += len(token_rows(args))
-
-        for hidden in self.batches():
-            # Hooks of the experts themselves: only the layer's own router says how many tokens each is called with.
-            with removed_after(hook_modules(self.block, list(names), count)):
-                self.forward(hidden)
+        counts = count_tokens(self.block, experts, (partial(self.forward, hidden) for hidden in self.batches()))
         self.data.tokens_per_expert = tuple(counts.values())
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 
-    def observe(self, observers: Mapping[str, Observer]) -> None:
+    def observe(self, observers: Mapping[str, Observer], errors: Mapping[str, CrossGram] = _NO_ERRORS) -> None:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
 
         Args:
             observers: by relative name of a linear. Rows for error measurements are kept on the way.
+            errors: of some of them that see every token; each is shown the linear's inputs too, with those of the
+                original model, divided by what has been folded into their source since.
+        Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration.
         """
         samples = {name: Sample() for name in observers}
+        inputs: dict[str, Tensor] = {}
 
         def update(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            inputs = token_rows(args)
-            observers[name].update(inputs)
-            samples[name].update(inputs)
+            rows = token_rows(args)
+            observers[name].update(rows)
+            samples[name].update(rows)
+            if name in errors:
+                inputs[name] = rows
 
-        for hidden in self.batches():
-            run = partial(self.forward, hidden)
-            probe(self.block, tuple(observers), update, run, all_tokens=self.data.all_tokens)
+        def compare(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+            divisor, rows = self.data.divisors.get(self.set_key(name)), token_rows(args)
+            errors[name].update(inputs.pop(name), rows if divisor is None else rows / divisor)
+
+        changing = {name for name in self.schemes if name not in self.chosen.quantized}
+        seen = {name for observed in observers for name in self._set(observed).linears}
+        # Before any codes are chosen and after, no other run will look at what this one could keep.
+        if self.data.streams is None and (errors or 0 < len(changing) < len(self.schemes)):
+            first = next(self.batches())
+            # What hands on more than hidden states does so on the way, so nothing of it may be left out.
+            run = partial(self.forward, first[:1]) if isinstance(first, Tensor) else None
+            self.data.streams = open_streams(self.block, self.data.original, self.schemes, run)
+        stream, original = self.data.streams or (Stream(self.block),) * 2
+        store = self.data.original_store
+        assert store is not None or not errors, "no step of the recipe has asked for the original model"
+        for number, hidden in enumerate(self.batches()):
+            run, needed = partial(self.forward, hidden), seen | changing
+            stream.run(number, run, tuple(observers), update, changing, needed, all_tokens=self.data.all_tokens)
+            if store is not None and errors:
+                # Both models' runs in turns, so that only one batch of inputs is held.
+                run = partial(self.original_forward, store[number])
+                original.run(number, run, tuple(errors), compare, (), changing - seen)
         release_freed_memory()
         for name, sample in samples.items():
             if not torch.isfinite(sample.rows).all():
                 raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
             self.data.samples[self.set_key(name)] = sample.rows
 
-    def observe_asymmetric(self, observers: Mapping[str, CrossGram]) -> None:
-        """Run all calibration data through the layer and the original one, each with the states of its own model.
-
-        Args:
-            observers: by relative name of a linear that sees every token; each is shown the linear's inputs and,
-                divided by what has been folded into their source since, those of the original model.
-        Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration.
-        """
-        data, names = self.data, tuple(observers)
-        assert data.original_store is not None, "no step of the recipe has asked for the original model"
-        assert data.original is not None, "no step of the recipe has asked for the original layer"
-        for hidden, original in zip(self.batches(), data.original_store, strict=True):
-            # Two runs at a time, so that only one batch of inputs of both models is held.
-            inputs = _inputs(self.block, names, partial(self.forward, hidden))
-            targets = _inputs(data.original, names, partial(self.original_forward, original))
-            for name, observer in observers.items():
-                observer.update(inputs[name], targets[name] / data.divisors.get(self.set_key(name), 1.0))
-        release_freed_memory()
+    def forget_runs(self) -> None:
+        """What the layer has computed of the calibration data is not what it would compute now."""
+        for stream in self.data.streams or ():
+            stream.forget()
 
     def capture(self, module: str, max_tokens: int) -> list[Call]:
         """Arguments of a sub-module's calls, whole sequences, for about `max_tokens` tokens.
@@ -195,27 +201,44 @@ class LayerContext:
 
     def original_forward(self, hidden: Batch) -> Tensor:
         """Output of the original layer, for hidden states (B, T, D) or a call of the original model."""
+        return self._run(self._original, hidden, {})
+
+    @property
+    def _original(self) -> nn.Module:
         assert self.data.original is not None, "no step of the recipe has asked for the original layer"
-        return self._run(self.data.original, hidden, {})
+        return self.data.original
 
     @torch.inference_mode()
     def _run(self, block: nn.Module, hidden: Batch, extra: dict[str, Any]) -> Tensor:
         hidden = hidden.to(self.device)
         return hidden_states(block(states_of(hidden), **{**self.arguments(hidden), **extra}))
 
-    def advance(self, batch: Batch) -> Batch:
-        """What enters the next layer, given what enters this one."""
-        if isinstance(batch, Tensor):
-            return self.forward(batch)
-        with self.quantized_inputs(self.chosen.quantized):
-            return self._advance(self.block, batch)
+    def advance(self, number: int, batch: Batch, *, first: Tensor) -> Batch:
+        """What enters the next layer.
 
-    def original_advance(self, batch: Batch) -> Batch:
+        Args:
+            number: of the batch.
+            batch: what enters this one.
+            first: output for the first sequence of the first batch, by which it is checked that the runs up to here
+                have been runs of this layer.
+        """
+        if not isinstance(batch, Tensor):
+            with self.quantized_inputs(self.chosen.quantized):
+                return self._advance(self.block, batch)
+        if self.data.streams is None:
+            return self.forward(batch)
+        with self.data.streams[0].replaying(number):
+            output = self.forward(batch)
+        if number or signal_to_noise_db(first, output[:1]) > _SAME_DB:
+            return output
+        self.forget_runs()
+        self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
+        return self.forward(batch)
+
+    def original_advance(self, number: int, batch: Batch) -> Batch:
         """The same in the original model."""
-        if isinstance(batch, Tensor):
-            return self.original_forward(batch)
-        assert self.data.original is not None, "no step of the recipe has asked for the original layer"
-        return self._advance(self.data.original, batch)
+        with self.data.streams[1].replaying(number) if self.data.streams else nullcontext():
+            return self.original_forward(batch) if isinstance(batch, Tensor) else self._advance(self._original, batch)
 
     @torch.inference_mode()
     def _advance(self, block: nn.Module, call: LayerCall) -> LayerCall:
@@ -330,6 +353,7 @@ class LayerContext:
 
     def rescale_sample(self, group: LinearSet, scales: Tensor) -> None:
         """Keep the rows for error measurements in step with inputs that are now divided by `scales` (K,)."""
+        self.forget_runs()
         key, divisors = group.linears[0], self.data.divisors
         divisors[key] = divisors.get(key, 1.0) * scales
         if key in self.data.samples:
@@ -365,20 +389,9 @@ class LayerContext:
                 scale = None if weight is None else weight.input_scale
                 if scheme is not None and (scale is not None or not scheme.is_calibrated):
                     change = partial(quantize, scheme=scheme, scale=scale)
-                    hooks.enter_context(_hook_inputs(self.linear(name), change))
+                    hook = partial(lambda change, _, args: (change(args[0]), *args[1:]), change)
+                    hooks.enter_context(self.linear(name).register_forward_pre_hook(hook))
             yield
-
-
-def _hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
-    """Have a module see its first argument changed, until the handle is removed or left."""
-    return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
-
-
-def _inputs(block: nn.Module, names: tuple[str, ...], run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """(T, K) inputs that linears of a block get while `run` runs it, up to the last of them."""
-    inputs: dict[str, Tensor] = {}
-    probe(block, names, lambda name, args, _: inputs.update({name: token_rows(args)}), run)
-    return inputs
 
 
 def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:

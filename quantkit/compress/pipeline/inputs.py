@@ -4,9 +4,11 @@ import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quantkit.checkpoints.image_inputs import ImageStem
 from quantkit.checkpoints.layer_call import Batch
@@ -152,9 +154,14 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
     return [ActivationStore(folder / name, mode, embed(plan, samples)) for name in names]
 
 
-def advance(stores: Sequence[ActivationStore], layer: LayerContext) -> list[str]:
-    """Turn the states of both models into those before the next layer; their digests."""
-    # Where no step compares with the original there is but one store.
-    for store, forward in zip(stores, (layer.advance, layer.original_advance), strict=False):
+def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor) -> list[str]:
+    """Turn the states of both models into those before the next layer; their digests.
+
+    Args:
+        stores: of the quantized model, and of the original where a step compares with it.
+        layer: in codes.
+        first: its output for the first sequence.
+    """
+    for store, forward in zip(stores, (partial(layer.advance, first=first), layer.original_advance), strict=False):
         store.advance(forward)
     return [digest for store in stores for digest in store.digests]

@@ -188,13 +188,13 @@ def _run_layer(
     with phase("write"):
         shard, digest, names = write_layer(plan, index, layer, work.checkpoint)
     with phase("advance"):
-        snr = signal_to_noise_db(reference, require_finite(layer.forward(first), f"{name}, quantized"))
-        states = advance(stores, layer) if index + 1 < plan.skeleton.num_layers else []
+        output = require_finite(layer.forward(first), f"{name}, quantized")
+        states = advance(stores, layer, output) if index + 1 < plan.skeleton.num_layers else []
     record = LayerRecord(
         index=index,
         name=name,
         linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
-        output_snr_db=snr,
+        output_snr_db=signal_to_noise_db(reference, output),
         notes=tuple(layer.chosen.notes),
         seconds={label: round(value, 3) for label, value in seconds.items()},
         peak_bytes=peak_bytes(),

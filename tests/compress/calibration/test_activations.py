@@ -18,7 +18,7 @@ def make_batches():
 def test_advance_replaces_every_batch(tmp_path, mode):
     batches = make_batches()
     store = ActivationStore(tmp_path, mode, iter(batches))
-    store.advance(lambda hidden: hidden * 2)
+    store.advance(lambda _, hidden: hidden * 2)
     store.forget_previous()
     assert len(store) == 2
     for states, batch in zip(store, batches, strict=True):
@@ -30,17 +30,17 @@ def test_advance_replaces_every_batch(tmp_path, mode):
 @pytest.mark.parametrize("after", ["ram", "disk"])
 def test_restore_continues_where_it_was(tmp_path, before, after):
     store = ActivationStore(tmp_path, before, iter(make_batches()))
-    store.advance(lambda hidden: hidden + 1)
+    store.advance(lambda _, hidden: hidden + 1)
     again = ActivationStore.restore(tmp_path, after, 1, store.digests)
     assert all(torch.equal(a, b) for a, b in zip(again, store, strict=True))
-    again.advance(lambda hidden: hidden - 1)
+    again.advance(lambda _, hidden: hidden - 1)
     assert torch.equal(again[0], make_batches()[0] + 1 - 1)
 
 
 def test_previous_states_stay_until_forgotten(tmp_path):
     store = ActivationStore(tmp_path, "ram", iter(make_batches()))
     digests = list(store.digests)
-    store.advance(lambda hidden: hidden * 0)
+    store.advance(lambda _, hidden: hidden * 0)
     again = ActivationStore.restore(tmp_path, "ram", 0, digests)
     assert torch.equal(again[0], make_batches()[0])
 
@@ -60,7 +60,7 @@ def test_sensitivity_is_noticed(tmp_path):
 
 def test_memory_mode_without_a_folder_writes_nothing(tmp_path):
     store = ActivationStore(None, "ram", iter(make_batches()))
-    store.advance(lambda hidden: hidden * 2)
+    store.advance(lambda _, hidden: hidden * 2)
     store.forget_previous()
     assert store.digests == []
     assert torch.equal(store[0], make_batches()[0] * 2)

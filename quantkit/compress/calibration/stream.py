@@ -1,0 +1,262 @@
+"""Calibration data on its way through a layer that is run again for each set of linears, without repeating work.
+
+The inputs of a set come from a run of the layer from its start, with the codes of the sets before it. What modules with
+final weights gave in one run they give in the next: their outputs are kept, batch by batch, in place of being computed
+again. Of a module that ends in the linear whose codes are chosen next the input of that linear is kept instead, since
+nothing before it in the module is needed any more. So each linear sees each batch once, and what is left for the last
+run is the end of the layer. Modules that cannot be replaced so are run again, which gives the same numbers.
+Names of modules are relative to the layer; "" is the layer itself.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, hook_output, probe, removed_after
+from quantkit.models.linear_sets import find_expert
+
+# Outputs of this many times the numbers of the layer's own are not kept: attention weights, for instance.
+_MOST_WIDTHS = 16
+
+
+class End(NamedTuple):
+    """How a module returns what its last linear gives: as it is, or first in a tuple without other tensors."""
+
+    linear: str
+    others: tuple[Any, ...] | None
+
+    def output(self, value: Tensor) -> Any:
+        """What the module returns when the linear gives this."""
+        return value if self.others is None else (value, *self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Which modules of a layer can be replaced by what they have computed; with none it is always run whole.
+
+    Args:
+        modules: linears to quantize in each.
+        ends: of those modules that end in a linear.
+    """
+
+    modules: dict[str, frozenset[str]] = field(default_factory=dict)
+    ends: dict[str, End] = field(default_factory=dict)
+
+    def without(self, linears: Collection[str]) -> list[str]:
+        """The outermost modules that have none of these linears."""
+        names = [name for name, inside in self.modules.items() if inside.isdisjoint(linears)]
+        return [name for name in names if not _is_in_any(name, names)]
+
+
+NOTHING = Structure()
+
+
+class _Kept:
+    """Of one batch: outputs of modules, and inputs of the linears that modules end in. *Mutable*."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Any] = {}
+        self.inputs: dict[str, Tensor] = {}
+
+    def prune(self) -> None:
+        """Drop what is inside of what is kept."""
+        self.inputs = {name: x for name, x in self.inputs.items() if not _is_in_any(name, self.outputs, itself=True)}
+        around = (*self.outputs, *self.inputs)
+        self.outputs = {name: output for name, output in self.outputs.items() if not _is_in_any(name, around)}
+
+
+class Stream:
+    """One model's runs of a layer. *Mutable*: keeps what does not change from run to run, by the number of the batch.
+
+    Args:
+        block: the layer.
+        structure: of the layer; without one nothing is kept.
+    """
+
+    def __init__(self, block: nn.Module, structure: Structure = NOTHING) -> None:
+        self._block, self._structure = block, structure
+        self._kept: dict[int, _Kept] = {}
+
+    def run(
+        self,
+        number: int,
+        run: Callable[[], object],
+        linears: tuple[str, ...],
+        on_call: OnCall,
+        changing: Collection[str],
+        needed: Collection[str],
+        *,
+        all_tokens: bool = False,
+    ) -> None:
+        """`probe` a batch, with what is kept of it, and keep more.
+
+        Args:
+            number: of the batch.
+            run: runs the layer on it.
+            linears: whose inputs are looked at.
+            on_call: told of them.
+            changing: linears that have no final weights yet: nothing that comes after them is kept.
+            needed: linears whose inputs are looked at in this run or later; modules without any are run to their end.
+            all_tokens: see `probe`.
+        """
+        kept = self._kept.setdefault(number, _Kept())
+        wanted = [
+            n for n in self._structure.without({*changing, *needed}) if n not in kept.outputs and n not in linears
+        ]
+        ends = self._next_ends(linears, changing)
+        final = True  # so far in this run
+
+        def keep_output(name: str, output: Any) -> None:
+            if final:
+                kept.outputs[name] = _copied(output, "cpu")
+
+        def keep_input(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+            if final:
+                kept.inputs[ends[name]] = _copied(args[0], "cpu")
+
+        def change(*_: object) -> None:
+            nonlocal final
+            final = False
+
+        hooks = [hook_output(self._block, name, keep_output) for name in wanted]
+        hooks += hook_modules(self._block, list(ends), keep_input)
+        hooks += hook_modules(self._block, list(changing), change)
+        finish = [name for name in wanted if any(_is_inside(linear, name) for linear in linears)]
+        with removed_after(hooks), self.replaying(number, linears):
+            probe(self._block, linears, on_call, run, all_tokens=all_tokens, finish=finish)
+        kept.prune()
+
+    @contextmanager
+    def replaying(self, number: int, linears: Collection[str] = ()) -> Iterator[None]:
+        """While open, the layer gives back what is kept of a batch, but where that would hide one of these linears."""
+        kept = self._kept.get(number, _Kept())
+        with ExitStack() as stack:
+            for name, output in kept.outputs.items():
+                if not any(_is_inside(linear, name) or linear == name for linear in linears):
+                    stack.enter_context(self._replaced(name, partial(_copied, output)))
+            for name, value in kept.inputs.items():
+                end = self._structure.ends[name]
+                if not any(_is_inside(linear, name) and linear != end.linear for linear in linears):
+                    stack.enter_context(self._replaced(name, partial(self._end, end, value)))
+            yield
+
+    def forget(self) -> None:
+        """Keep nothing of what was kept: the layer computes something else now."""
+        self._kept.clear()
+
+    def _next_ends(self, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
+        """Of these linears those that a module ends in which has no other that changes, with that module."""
+        return {
+            end.linear: module
+            for module, end in self._structure.ends.items()
+            if end.linear in linears and self._structure.modules[module].intersection(changing) == {end.linear}
+        }
+
+    def _end(self, end: End, value: Tensor, device: torch.device) -> Any:
+        return end.output(self._block.get_submodule(end.linear)(value.to(device)))
+
+    @contextmanager
+    def _replaced(self, name: str, output: Callable[[torch.device], Any]) -> Iterator[None]:
+        """While open, a module returns this in place of what it would compute."""
+        device, attributes = next(self._block.parameters()).device, vars(self._block.get_submodule(name))
+        attributes["forward"] = lambda *_, **__: output(device)  # in front of the class's own
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+
+
+def open_streams(
+    block: nn.Module, original: nn.Module | None, linears: Collection[str], run: Callable[[], Tensor] | None
+) -> tuple[Stream, Stream]:
+    """Of a layer that is being quantized, and of the layer as it was.
+
+    Args:
+        block, original: the two; of a layer without the other only the first is used.
+        linears: those to quantize.
+        run: runs the first, best on little data; None = it is to be run whole each time.
+    """
+    structure = NOTHING if run is None else learn_structure(block, linears, run)
+    return Stream(block, structure), Stream(original or block, structure)
+
+
+def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[], Tensor]) -> Structure:
+    """Look at one run of a layer.
+
+    Args:
+        block: the layer.
+        linears: those to quantize.
+        run: runs it, best on little data, and gives its output.
+    """
+    inside = _linears_by_module(linears)
+    calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in inside}
+
+    def returned(name: str, output: Any) -> None:
+        # With a copy, since a module may change in place what its last linear has returned.
+        calls[name].append((output, _copied(output, "cpu")))
+
+    with removed_after([hook_output(block, name, returned) for name in inside]):
+        limit = _MOST_WIDTHS * run().numel()
+    usable = {
+        name: frozenset(inside[name]) for name in inside if _is_usable(block.get_submodule(name), calls[name], limit)
+    }
+    ends = {
+        module: end
+        for module, own in usable.items()
+        for linear in own
+        if linear != module and (end := _find_end(linear, calls[module], calls.get(linear, [])))
+    }
+    return Structure(usable, ends)
+
+
+def _linears_by_module(linears: Collection[str]) -> dict[str, list[str]]:
+    """Of each module around linears, those in it; what is inside of an expert is left out."""
+    inside: dict[str, list[str]] = {}
+    for linear in linears:
+        parts = linear.split(".")
+        for name in (".".join(parts[:count]) for count in range(len(parts) + 1)):
+            if find_expert(name) is None:
+                inside.setdefault(name, []).append(linear)
+    return inside
+
+
+def _is_usable(module: nn.Module, calls: list[tuple[Any, Any]], limit: int) -> bool:
+    """Whether it is called at most once, and returns tensors of moderate size; an expert may have seen no token."""
+    if len(calls) != 1:
+        return not calls and not isinstance(module, nn.ModuleList)
+    leaves = tree_leaves(calls[0][0])
+    plain = all(leaf is None or isinstance(leaf, (Tensor, bool, int, float)) for leaf in leaves)
+    return plain and sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)) <= limit
+
+
+def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: list[tuple[Any, Any]]) -> End | None:
+    """How a module returns the output of this linear, if it does."""
+    if len(module_calls) != 1 or len(linear_calls) != 1:
+        return None
+    (output, copy), (returned, before) = module_calls[0], linear_calls[0]
+    wrapped = type(output) is tuple
+    (first, *others), unchanged = (output, copy[0]) if wrapped else ((output,), copy)
+    if first is not returned or not torch.equal(unchanged, before):
+        return None
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
+        return None
+    return End(linear, tuple(others) if wrapped else None)
+
+
+def _copied(value: Any, device: torch.device | str) -> Any:
+    """A nest with its tensors copied: layers may add to what modules return."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name != module and (not module or name.startswith(f"{module}."))
+
+
+def _is_in_any(name: str, modules: Collection[str], *, itself: bool = False) -> bool:
+    return any(_is_inside(name, module) or (itself and name == module) for module in modules)
