@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -162,6 +162,8 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
         layer: in codes.
         first: its output for the first sequence.
     """
-    for store, forward in zip(stores, (partial(layer.advance, first=first), layer.original_advance), strict=False):
+    forwards: list[Callable[[int, Batch], Batch]] = [partial(layer.advance, first=first), layer.original_advance]
+    # Where no step compares with the original there is but one store.
+    for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)
     return [digest for store in stores for digest in store.digests]
