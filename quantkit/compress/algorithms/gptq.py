@@ -63,6 +63,9 @@ class Factor(NamedTuple):
 Pending = tuple[LinearSet, tuple[str, ...]]
 """A set and those of its linears that have no codes yet."""
 
+Errors = Tensor | tuple[Tensor, ...]
+"""Of a set: see `CrossGram.errors`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptqStep:
@@ -109,18 +112,20 @@ class GptqStep:
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         for entries in rounds(layer, one_by_one=self.true_sequential):
-            widths = {names[0]: layer.weight(names[0]).shape[1] for _, names in entries}
-            grams = {name: Gram(width, layer.device) for name, width in widths.items()}
-            # An expert may see other tokens than it used to, so its inputs cannot be compared.
-            compared = [name for name in widths if self.asymmetric_calibration and find_expert(name) is None]
-            errors = {name: CrossGram(widths[name], layer.device) for name in compared}
+            grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
+            errors = {
+                names[0]: CrossGram([layer.weight(name) for name in names])
+                for _, names in entries
+                # An expert may see other tokens than it used to, so its inputs cannot be compared.
+                if self.asymmetric_calibration and find_expert(names[0]) is None
+            }
             layer.observe(grams, errors)
             for _, names in entries:
                 # Taken out, so that a set's matrix is free again once its linears are settled.
-                error = errors.pop(names[0]).finish() if names[0] in errors else None
+                error = errors.pop(names[0]).errors() if names[0] in errors else None
                 self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
 
-    def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
+    def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Errors | None) -> None:
         """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
         # Stable, so that inputs of equal size keep their order from run to run.
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
@@ -134,17 +139,20 @@ class GptqStep:
             )
         for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
             same = [name for name in names if layer.schemes[name].weight == scheme]
-            self._quantize_tall(layer, same, factor, error)
+            # Errors of outputs belong each to one linear.
+            own = tuple(error[names.index(name)] for name in same) if isinstance(error, tuple) else error
+            self._quantize_tall(layer, same, factor, own)
         release_freed_memory()
 
-    def _quantize_tall(self, layer: LayerContext, names: list[str], factor: Factor, error: Tensor | None) -> None:
+    def _quantize_tall(self, layer: LayerContext, names: list[str], factor: Factor, error: Errors | None) -> None:
         """Linears of one scheme as one tall matrix, or several where there are many: all experts of a layer."""
         each = max(1, _TALLEST // layer.weight(names[0]).numel())
         for start in range(0, len(names), each):
             members = names[start : start + each]
             weights = [layer.weight(name) for name in members]
             if error is not None:
-                weights = corrected(weights, error, factor, self.asymmetric_calibration)
+                own = error[start : start + each] if isinstance(error, tuple) else error
+                weights = corrected(weights, own, factor, self.asymmetric_calibration)
             grids = [layer.grid(name) for name in members]
             for name, solved in zip(members, self._solve(weights, grids, factor), strict=True):
                 layer.commit(name, solved)
@@ -249,14 +257,14 @@ def settle_columns(
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
-def corrected(weights: list[Tensor], error: Tensor, factor: Factor, strength: float) -> list[Tensor]:
+def corrected(weights: list[Tensor], error: Errors, factor: Factor, strength: float) -> list[Tensor]:
     """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
 
     Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
 
     Args:
         weights: (N_i, K) W each; not modified.
-        error: (K, K) mean of (o - x) x'.
+        error: (K, K) mean of (o - x) x', or (N_i, K) each weight times it.
         factor: of X X'.
         strength: share of the correction.
     Returns:
@@ -264,11 +272,14 @@ def corrected(weights: list[Tensor], error: Tensor, factor: Factor, strength: fl
     Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
     loop spreads the same correction over its columns.
     """
-    if sum(map(len, weights)) > len(error):
+    if isinstance(error, Tensor) and sum(map(len, weights)) > len(error):
         # Dividing a matrix with fewer rows than the weights have together is the cheaper half of the work.
         shift = _divided(error, factor).mul_(strength)
         return [torch.addmm(weight.float(), weight.float(), shift) for weight in weights]
-    return [_divided(weight.float() @ error, factor).mul_(strength).add_(weight) for weight in weights]
+    products = error if isinstance(error, tuple) else (weight.float() @ error for weight in weights)
+    return [
+        _divided(wrong, factor).mul_(strength).add_(weight) for wrong, weight in zip(products, weights, strict=True)
+    ]
 
 
 def _divided(matrix: Tensor, factor: Factor) -> Tensor:

@@ -1,9 +1,11 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
@@ -24,14 +26,15 @@ class _MeanMatrix:
     Args:
         width: K.
         device: where the matrix lives.
+        rows: of the matrix, if not K.
     """
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        self._sum = torch.zeros(width, width, dtype=torch.float32, device=device)
+    def __init__(self, width: int, device: torch.device, rows: int | None = None) -> None:
+        self._sum = torch.zeros(rows or width, width, dtype=torch.float32, device=device)
         self.num_tokens = 0
 
     def finish(self) -> Tensor:
-        """The (K, K) mean; the observer gives up its memory and is not to be used again."""
+        """The mean; the observer gives up its memory and is not to be used again."""
         total, self._sum = self._sum, torch.empty(0)
         return total.div_(max(self.num_tokens, 1))
 
@@ -61,15 +64,38 @@ class Gram(_MeanMatrix):
 
 
 class CrossGram(_MeanMatrix):
-    """What the inputs of a linear have in common with their error: mean of (o - x) x', o from the original model."""
+    """What the inputs of linears have in common with their errors: mean of (o - x) x', o from the original model.
+
+    Linears with few outputs only need W (o - x) x', which is a smaller matrix.
+
+    Args:
+        weights: (N_i, K) of all linears that read the input, as they are until the mean is taken.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
+        # By outputs each token costs a product more, so they must be at most half as many.
+        self._sizes = sizes if 2 * sum(sizes) <= width else None
+        self._weight = torch.cat(list(weights)) if self._sizes else None
+        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
             values = rows.float()
             # The difference first: of two sums o x' and x x' little but rounding would be left.
-            self._sum.addmm_((others.float() - values).T, values)
+            wrong = others.float() - values
+            if not wrong.any():  # what enters the first layer
+                continue
+            if self._weight is not None:
+                wrong = linear(wrong.to(self._weight.dtype), self._weight).float()
+            self._sum.addmm_(wrong.T, values)
         self.num_tokens += inputs.shape[0]
+
+    def errors(self) -> Tensor | tuple[Tensor, ...]:
+        """The (K, K) mean, or (N_i, K) W times it of each linear; as `finish`."""
+        mean, self._weight = self.finish(), None
+        return mean if self._sizes is None else torch.split(mean, self._sizes)
 
 
 class GroupGram:

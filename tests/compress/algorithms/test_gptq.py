@@ -165,7 +165,10 @@ def test_the_corrected_target_is_the_least_squares_solution(rows):
     factor = cholesky_factor(hessian.clone(), order, 0.01)
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
     expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
-    actual = torch.cat(corrected([weight[:4], weight[4:]], error, factor, 0.5))
+    parts = [weight[:4], weight[4:]]
+    by_outputs = torch.cat(corrected(parts, tuple(part @ error for part in parts), factor, 0.5))
+    actual = torch.cat(corrected(parts, error, factor, 0.5))
+    torch.testing.assert_close(by_outputs, actual, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
