@@ -111,7 +111,7 @@ class GptqStep:
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
-        for entries in rounds(layer, one_by_one=self.true_sequential):
+        for entries in fitting_rounds(layer, layer.pending(), one_by_one=self.true_sequential):
             grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
             errors = {
                 names[0]: CrossGram([layer.weight(name) for name in names])
@@ -185,18 +185,19 @@ class GptqStep:
         ]
 
 
-def rounds(layer: LayerContext, *, one_by_one: bool) -> Iterator[list[Pending]]:
-    """Pending sets whose statistics are gathered at once.
+def fitting_rounds(layer: LayerContext, sets: list[Pending], *, one_by_one: bool) -> Iterator[list[Pending]]:
+    """Sets whose statistics are gathered at once.
 
     Args:
         layer: its weights are what the statistics of experts may take as much memory as; further experts come in turns.
+        sets: as `LayerContext.pending` gives them.
         one_by_one: each set after the one before it is settled; the experts' sets of a kind, which do not read what the
             others give, still come together.
     """
     limit = sum(parameter.nbytes for parameter in layer.block.parameters())
     entries: list[Pending] = []
     kind, taken = "", 0
-    for entry in layer.pending():
+    for entry in sets:
         first = entry[1][0]
         expert, size, before = find_expert(first), 4 * layer.weight(first).shape[1] ** 2, kind
         kind = first if expert is None else first.rpartition(".")[2]

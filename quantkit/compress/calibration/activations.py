@@ -59,6 +59,11 @@ class ActivationStore:
         """Whether states are at hand, not read from disk each time."""
         return self._mode == "ram"
 
+    @property
+    def beside(self) -> Path | None:
+        """Where what is computed of the states on the way to the next layer may be kept until then, if anywhere."""
+        return None if self._folder is None else self._folder / "beside"
+
     def __len__(self) -> int:
         return len(self.digests) if self._mode == "disk" else len(self._memory)
 
@@ -76,8 +81,8 @@ class ActivationStore:
 
     def forget_previous(self) -> None:
         """Delete the files of the layer before; to be called once progress has been recorded."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder / str(self._layer - 1), ignore_errors=True)
+        for folder in (self._folder / str(self._layer - 1), self._folder / "beside") if self._folder else ():
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, batches: Iterator[Batch], source: str, layer: int) -> None:
         """Take each batch as it comes as the states before a layer, in memory in place of the batch before."""

@@ -26,7 +26,7 @@ from quantkit.compress.calibration.expert_inputs import (
 )
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
-from quantkit.compress.calibration.stream import Stream, open_streams
+from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
@@ -122,7 +122,6 @@ class LayerContext:
             observers: by relative name of a linear. Rows for error measurements are kept on the way.
             errors: of some of them that see every token; each is shown the linear's inputs too, with those of the
                 original model, divided by what has been folded into their source since.
-        Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration.
         """
         samples = {name: Sample() for name in observers}
         inputs: dict[str, Tensor] = {}
@@ -141,30 +140,36 @@ class LayerContext:
         changing = {name for name in self.schemes if name not in self.chosen.quantized}
         seen = {name for observed in observers for name in self._set(observed).linears}
         # Before any codes are chosen and after, no other run will look at what this one could keep.
-        if self.data.streams is None and (errors or 0 < len(changing) < len(self.schemes)):
-            first = next(self.batches())
-            # What hands on more than hidden states does so on the way, so nothing of it may be left out.
-            run = partial(self.forward, first[:1]) if isinstance(first, Tensor) else None
-            self.data.streams = open_streams(self.block, self.data.original, self.schemes, run)
-        stream, original = self.data.streams or (Stream(self.block),) * 2
-        store = self.data.original_store
-        assert store is not None or not errors, "no step of the recipe has asked for the original model"
+        if not self.data.streams and (errors or 0 < len(changing) < len(self.schemes)):
+            self._open_streams()
+        stream, *others = self.data.streams or (Stream(self.block),)
         for number, hidden in enumerate(self.batches()):
             run, needed = partial(self.forward, hidden), seen | changing
             stream.run(number, run, tuple(observers), update, changing, needed, all_tokens=self.data.all_tokens)
-            if store is not None and errors:
-                # Both models' runs in turns, so that only one batch of inputs is held.
-                run = partial(self.original_forward, store[number])
+            # Both models' runs in turns, so that only one batch of inputs is held.
+            for original in others if errors else ():
+                run = partial(self.original_forward, original.batch(number))
                 original.run(number, run, tuple(errors), compare, (), changing - seen)
+        if others and others[0].is_complete():
+            self._original.to("meta")
         release_freed_memory()
         for name, sample in samples.items():
             if not torch.isfinite(sample.rows).all():
                 raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
             self.data.samples[self.set_key(name)] = sample.rows
 
+    def _open_streams(self) -> None:
+        structure, first = NOTHING, next(self.batches())
+        if isinstance(first, Tensor):
+            structure = learn_structure(self.block, self.schemes, partial(self.forward, first[:1]))
+        else:  # which happens on the way, so nothing of it may be left out
+            self.chosen.notes.append("hands on more than hidden states, so it was run whole for each set of linears")
+        models = (self.block, self.data.store), (self.data.original, self.data.original_store)
+        self.data.streams = tuple(Stream(block, structure, store) for block, store in models if block is not None)
+
     def forget_runs(self) -> None:
         """What the layer has computed of the calibration data is not what it would compute now."""
-        for stream in self.data.streams or ():
+        for stream in self.data.streams[:1]:  # the original one does not change
             stream.forget()
 
     def capture(self, module: str, max_tokens: int) -> list[Call]:
@@ -214,18 +219,14 @@ class LayerContext:
         return hidden_states(block(states_of(hidden), **{**self.arguments(hidden), **extra}))
 
     def advance(self, number: int, batch: Batch, *, first: Tensor) -> Batch:
-        """What enters the next layer.
+        """What enters the next layer, given a batch that enters this one and its number.
 
-        Args:
-            number: of the batch.
-            batch: what enters this one.
-            first: output for the first sequence of the first batch, by which it is checked that the runs up to here
-                have been runs of this layer.
+        By `first`, the output for the first sequence, it is checked that runs up to here have been runs of this layer.
         """
         if not isinstance(batch, Tensor):
             with self.quantized_inputs(self.chosen.quantized):
                 return self._advance(self.block, batch)
-        if self.data.streams is None:
+        if not self.data.streams:
             return self.forward(batch)
         with self.data.streams[0].replaying(number):
             output = self.forward(batch)
@@ -237,7 +238,7 @@ class LayerContext:
 
     def original_advance(self, number: int, batch: Batch) -> Batch:
         """The same in the original model."""
-        with self.data.streams[1].replaying(number) if self.data.streams else nullcontext():
+        with self.data.streams[1].replaying(number) if self.data.streams[1:] else nullcontext():
             return self.original_forward(batch) if isinstance(batch, Tensor) else self._advance(self._original, batch)
 
     @torch.inference_mode()

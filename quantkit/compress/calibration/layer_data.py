@@ -25,7 +25,7 @@ class LayerData:
         tokens_per_expert: how many tokens are routed to each; set by `LayerContext.count_tokens`.
         samples: (T, K) float32 rows to measure errors on, of the inputs of a set, by its first linear.
         divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
-        streams: runs of the layer, and of the layer as it was, once a step has looked at inputs.
+        streams: runs of the layer, and of the layer as it was, once a run is worth keeping something of.
     """
 
     store: ActivationStore | None = None
@@ -35,7 +35,7 @@ class LayerData:
     tokens_per_expert: tuple[int, ...] = ()
     samples: dict[str, Tensor] = field(default_factory=dict)
     divisors: dict[str, Tensor] = field(default_factory=dict)
-    streams: tuple[Stream, Stream] | None = None
+    streams: tuple[Stream, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from quantkit.checkpoints.layer_call import Batch
+from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, hook_output, probe, removed_after
 from quantkit.models.linear_sets import find_expert
 
@@ -56,13 +58,41 @@ class Structure:
 
 NOTHING = Structure()
 
+Value = Callable[[], Any]
+"""Gives what is kept, from memory or from a file."""
+
 
 class _Kept:
-    """Of one batch: outputs of modules, and inputs of the linears that modules end in. *Mutable*."""
+    """Of one batch: outputs of modules, and inputs of the linears that modules end in. *Mutable*.
 
-    def __init__(self) -> None:
-        self.outputs: dict[str, Any] = {}
-        self.inputs: dict[str, Tensor] = {}
+    Inputs, which may be much wider than hidden states, are kept on disk where there is a folder for it.
+
+    Args:
+        store: of the hidden states.
+        number: of the batch.
+    """
+
+    def __init__(self, store: ActivationStore | None, number: int) -> None:
+        self._folder = None if store is None or store.beside is None else store.beside / str(number)
+        self._in_memory = store is None or store.in_memory
+        self.outputs: dict[str, Value] = {}
+        self.inputs: dict[str, Value] = {}
+
+    def keep_output(self, module: str, output: Any) -> None:
+        """A copy of it: layers may add to what modules return."""
+        copy = _copied(output, "cpu")
+        self.outputs[module] = partial(_itself, copy) if self._in_memory else self._saved(f"output-{module}", copy)
+
+    def keep_input(self, module: str, value: Tensor) -> None:
+        """Likewise, of the linear that a module ends in."""
+        self.inputs[module] = self._saved(f"input-{module}", value.to("cpu", copy=self._folder is None))
+
+    def _saved(self, name: str, value: Any) -> Value:
+        if self._folder is None:
+            return partial(_itself, value)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        torch.save(value, self._folder / name)
+        return partial(torch.load, self._folder / name, weights_only=True)
 
     def prune(self) -> None:
         """Drop what is inside of what is kept."""
@@ -77,10 +107,12 @@ class Stream:
     Args:
         block: the layer.
         structure: of the layer; without one nothing is kept.
+        store: what enters it.
     """
 
-    def __init__(self, block: nn.Module, structure: Structure = NOTHING) -> None:
-        self._block, self._structure = block, structure
+    def __init__(self, block: nn.Module, structure: Structure = NOTHING, store: ActivationStore | None = None) -> None:
+        self._block, self._structure, self._store = block, structure, store
+        self._device = next(block.parameters()).device
         self._kept: dict[int, _Kept] = {}
 
     def run(
@@ -105,7 +137,7 @@ class Stream:
             needed: linears whose inputs are looked at in this run or later; modules without any are run to their end.
             all_tokens: see `probe`.
         """
-        kept = self._kept.setdefault(number, _Kept())
+        kept = self._kept.setdefault(number, _Kept(self._store, number))
         wanted = [
             n for n in self._structure.without({*changing, *needed}) if n not in kept.outputs and n not in linears
         ]
@@ -114,11 +146,11 @@ class Stream:
 
         def keep_output(name: str, output: Any) -> None:
             if final:
-                kept.outputs[name] = _copied(output, "cpu")
+                kept.keep_output(name, output)
 
         def keep_input(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             if final:
-                kept.inputs[ends[name]] = _copied(args[0], "cpu")
+                kept.keep_input(ends[name], args[0])
 
         def change(*_: object) -> None:
             nonlocal final
@@ -135,12 +167,12 @@ class Stream:
     @contextmanager
     def replaying(self, number: int, linears: Collection[str] = ()) -> Iterator[None]:
         """While open, the layer gives back what is kept of a batch, but where that would hide one of these linears."""
-        kept = self._kept.get(number, _Kept())
+        kept = self._kept.get(number)
         with ExitStack() as stack:
-            for name, output in kept.outputs.items():
+            for name, output in kept.outputs.items() if kept else ():
                 if not any(_is_inside(linear, name) or linear == name for linear in linears):
-                    stack.enter_context(self._replaced(name, partial(_copied, output)))
-            for name, value in kept.inputs.items():
+                    stack.enter_context(self._replaced(name, partial(_given, output)))
+            for name, value in kept.inputs.items() if kept else ():
                 end = self._structure.ends[name]
                 if not any(_is_inside(linear, name) and linear != end.linear for linear in linears):
                     stack.enter_context(self._replaced(name, partial(self._end, end, value)))
@@ -150,6 +182,15 @@ class Stream:
         """Keep nothing of what was kept: the layer computes something else now."""
         self._kept.clear()
 
+    def batch(self, number: int) -> Batch:
+        """What enters the layer."""
+        assert self._store is not None, "nobody has said what enters the layer"
+        return self._store[number]
+
+    def is_complete(self) -> bool:
+        """Whether all outputs of the layer are kept, so that its weights are not needed any more."""
+        return self._store is not None and len(self._store) == sum("" in k.outputs for k in self._kept.values())
+
     def _next_ends(self, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
         """Of these linears those that a module ends in which has no other that changes, with that module."""
         return {
@@ -158,32 +199,18 @@ class Stream:
             if end.linear in linears and self._structure.modules[module].intersection(changing) == {end.linear}
         }
 
-    def _end(self, end: End, value: Tensor, device: torch.device) -> Any:
-        return end.output(self._block.get_submodule(end.linear)(value.to(device)))
+    def _end(self, end: End, value: Value, device: torch.device) -> Any:
+        return end.output(self._block.get_submodule(end.linear)(value().to(device)))
 
     @contextmanager
     def _replaced(self, name: str, output: Callable[[torch.device], Any]) -> Iterator[None]:
         """While open, a module returns this in place of what it would compute."""
-        device, attributes = next(self._block.parameters()).device, vars(self._block.get_submodule(name))
-        attributes["forward"] = lambda *_, **__: output(device)  # in front of the class's own
+        attributes = vars(self._block.get_submodule(name))
+        attributes["forward"] = lambda *_, **__: output(self._device)  # in front of the class's own
         try:
             yield
         finally:
             del attributes["forward"]
-
-
-def open_streams(
-    block: nn.Module, original: nn.Module | None, linears: Collection[str], run: Callable[[], Tensor] | None
-) -> tuple[Stream, Stream]:
-    """Of a layer that is being quantized, and of the layer as it was.
-
-    Args:
-        block, original: the two; of a layer without the other only the first is used.
-        linears: those to quantize.
-        run: runs the first, best on little data; None = it is to be run whole each time.
-    """
-    structure = NOTHING if run is None else learn_structure(block, linears, run)
-    return Stream(block, structure), Stream(original or block, structure)
 
 
 def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[], Tensor]) -> Structure:
@@ -247,6 +274,14 @@ def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: li
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
         return None
     return End(linear, tuple(others) if wrapped else None)
+
+
+def _given(value: Value, device: torch.device) -> Any:
+    return _copied(value(), device)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _copied(value: Any, device: torch.device | str) -> Any:

@@ -231,10 +231,12 @@ def test_statistics_of_experts_come_in_turns_when_they_are_many(mixtral):
     block, sets = skeleton.layer(0), skeleton.linear_sets(0)
     layer = LayerContext(name="x", block=block, sets=sets, schemes={}, scale_dtype={}, head_dim=16)
     pending = [(group, group.linears) for group in sets]
-    assert fitting_rounds(layer, pending) == [pending]  # narrow experts: everything fits
+    assert list(fitting_rounds(layer, pending, one_by_one=False)) == [pending]  # narrow experts: everything fits
+    rounds = list(fitting_rounds(layer, pending, one_by_one=True))
+    assert [len(entries) for entries in rounds] == [1, 1, 1, 4]  # no expert reads what another gives
     for expert in range(4):
         block.get_submodule(f"block_sparse_moe.experts.{expert}").w2 = torch.nn.Linear(400, 2, bias=False)
-    rounds = fitting_rounds(layer, pending)
+    rounds = list(fitting_rounds(layer, pending, one_by_one=False))
     assert [len(entries) for entries in rounds] == [len(pending) - 4, *[1] * 4]
     assert [entry for entries in rounds for entry in entries] == pending
 
