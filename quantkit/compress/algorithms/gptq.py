@@ -79,7 +79,7 @@ class GptqStep:
         scale_search: ranges by least squared error; false takes the covering range. Weighting the errors by the
             inputs was measured to be worse: the loop moves them to other columns anyway.
         true_sequential: each set of linears sees inputs made with the sets before it already quantized; a little
-            better at 3 bits and fewer, a quarter slower.
+            better at 3 bits and fewer.
         asymmetric_calibration: share, 0 to 1, of what the layers before have got wrong that this one's target
             makes up for (GPTAQ); above 0 the original model runs beside the quantized one, for twice the memory and
             a half more time.
@@ -107,7 +107,11 @@ class GptqStep:
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
         """The Gram matrix of the widest inputs, its factor, the cross Gram of asymmetric calibration; see `Step`."""
-        return StepBytes(statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2)
+        return StepBytes(
+            statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2,
+            # What is kept of the runs of a layer: outputs of modules, of each model.
+            hidden_states=(self.true_sequential + self.needs_original) * sizes.states_bytes,
+        )
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
