@@ -138,7 +138,7 @@ class Stream:
             all_tokens: see `probe`.
         """
         kept = self._kept.setdefault(number, _Kept(self._store, number))
-        wanted = [
+        to_keep = [
             n for n in self._structure.without({*changing, *needed}) if n not in kept.outputs and n not in linears
         ]
         ends = self._next_ends(linears, changing)
@@ -156,10 +156,10 @@ class Stream:
             nonlocal final
             final = False
 
-        hooks = [hook_output(self._block, name, keep_output) for name in wanted]
+        hooks = [hook_output(self._block, name, keep_output) for name in to_keep]
         hooks += hook_modules(self._block, list(ends), keep_input)
         hooks += hook_modules(self._block, list(changing), change)
-        finish = [name for name in wanted if any(_is_inside(linear, name) for linear in linears)]
+        finish = [name for name in to_keep if any(_is_inside(linear, name) for linear in linears)]
         with removed_after(hooks), self.replaying(number, linears):
             probe(self._block, linears, on_call, run, all_tokens=all_tokens, finish=finish)
         kept.prune()
