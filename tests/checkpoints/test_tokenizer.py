@@ -51,7 +51,7 @@ def test_an_ordinary_tokenizer_is_tried_out_in_no_time(tmp_path, monkeypatch):
 def test_a_template_without_end_is_ended(tmp_path, monkeypatch, template):
     llm = LLM(make_model(tmp_path), lazy=True)
     llm.tokenizer.chat_template = template
-    monkeypatch.setattr("quantkit.runtime.llm.bounded", lambda: bounded(0.5, 1 << 28))
+    monkeypatch.setattr("quantkit.runtime.prompts.bounded", lambda: bounded(0.5, 1 << 28))
     with pytest.raises(RequestError, match="the chat template refuses these messages: it takes more than"):
         llm.encode_chat([{"role": "user", "content": "x"}])
 
