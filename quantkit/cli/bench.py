@@ -50,7 +50,7 @@ def command(
     \b
     Examples:
       quantkit bench
-      quantkit bench demo-awq-int4 --against quantkit/demo/model --batch 1,8,32 --prompt-tokens 512
+      quantkit bench demo-awq-int4 --against quantkit/demo/model --batch 1,8
       quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
       quantkit bench --no-cache
       quantkit bench --url http://127.0.0.1:8000 --batch 1,32

@@ -55,7 +55,7 @@ def command(
       quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
       quantkit eval --suite long-context
       quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
-      quantkit eval my-model --tasks hellaswag --engine vllm --engine-option tensor_parallel_size=2
+      quantkit eval my-model --tasks hellaswag --engine vllm
       quantkit eval my-model --text book.txt
     """
     if noise and not baseline:

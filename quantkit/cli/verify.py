@@ -52,7 +52,7 @@ def command(
       quantkit verify demo-awq-int4
       quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
       quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
-      quantkit verify demo-awq-int4 --engine vllm --engine-option enforce_eager=true
+      quantkit verify demo-awq-int4 --engine vllm
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
     from quantkit.evaluate.verify.files import write_files

@@ -180,7 +180,7 @@ def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
         if target:
             Path(target).write_text(answer.stdout, encoding="utf-8")
     if command == ("quantize",):
-        assert len(list(tmp_path.iterdir())) == 5
+        assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_help_is_fast_and_never_sees_torch():

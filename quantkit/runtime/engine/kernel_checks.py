@@ -171,7 +171,9 @@ def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> C
     """
     # On consecutive pages a kernel that ignores the page table would be right.
     order = torch.randperm(count * num_pages, generator=torch.Generator().manual_seed(0)).view(count, -1).tolist()
-    holders: list[Any] = [SimpleNamespace(id=i, row=i, pages=own, num_table_entries=0) for i, own in enumerate(order)]
+    holders: list[Any] = [
+        SimpleNamespace(id=i, row=i, pages=own, num_table_entries=0, num_evicted=0) for i, own in enumerate(order)
+    ]
     build = BatchBuilder(max_sequences=count, max_pages=num_pages, page_size=page_size, device=device).build
     return lambda start, stop: build([ScheduledChunk(each, [0] * (stop - start), start, 1) for each in holders])
 
