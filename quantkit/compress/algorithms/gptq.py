@@ -81,8 +81,8 @@ class GptqStep:
         true_sequential: each set of linears sees inputs made with the sets before it already quantized; a little
             better at 3 bits and fewer.
         asymmetric_calibration: share, 0 to 1, of what the layers before have got wrong that this one's target
-            makes up for (GPTAQ); above 0 the original model runs beside the quantized one, for twice the memory and
-            a half more time.
+            makes up for (GPTAQ); above 0 the original model runs beside the quantized one, for more time and
+            memory.
         refit: how often the scales of integers are fitted to the codes by least squares on the outputs, and the codes
             chosen again; each time costs one more run of the loop.
     """
