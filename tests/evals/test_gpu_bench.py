@@ -231,6 +231,11 @@ def test_all_parts_run_on_tiny_shapes(tmp_path):
     assert written["greedy"]["meta"]["wrong"] == 0
 
 
+def measured(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row is about, and its time."""
+    return {name: row.get(name) for name in ("shape", "m", "kind", "family", "case", "file", "us", "error")}
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [words for words in parts() if words[0] in KILLED], ids=lambda words: words[0])
@@ -256,5 +261,6 @@ def test_what_a_part_has_measured_survives_its_end(tmp_path, words):
         file = tar.extractfile(name)
         assert file is not None
         kept = json.load(file)
-    assert kept["rows"][: len(rows)] == rows
+    # A row that was read while others of its shape were measured may have got its shares of them since.
+    assert [measured(row) for row in kept["rows"][: len(rows)]] == [measured(row) for row in rows]
     assert "running" not in kept
