@@ -17,7 +17,7 @@ BUSY = 0.1  # of a row's own CPU seconds that other processes may take
 Entry = dict[str, Any]
 # Layers' linears of the model: outputs x inputs, and inputs of the four sets that read the same.
 LINEARS = ((2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (5632, 2048), (2048, 5632))
-SETS = (2048, 2048, 2048, 5632)
+SETS = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))  # outputs, inputs
 NUM_LAYERS = 2
 NOTHING = (
     "No cost has been measured on today's machine and code: `evals/cost/measure_cost.py` makes these figures, with\n"
@@ -115,16 +115,22 @@ def _notes(entries: dict[str, Entry]) -> list[str]:
 def needed(work: Work) -> float:
     """Operations that a GPTQ recipe cannot do without.
 
-    Each linear runs once per stream, a Gram matrix is half of a product, a cross Gram is a whole one, and each linear
-    is solved twice, the second time with fitted scales.
+    Each linear runs once per stream, a Gram matrix is half of a product, and each linear is solved twice, the second
+    time with fitted scales. A cross Gram is of errors of inputs, or of what they do to the outputs where these are
+    few; a correction divides the smaller matrix.
     """
     is_plain = bool(work.changes)
     streams, tokens = (1 if is_plain else 2), work.samples * work.length
     forward = sum(2 * outputs * inputs for outputs, inputs in LINEARS) + 2 * work.length * LINEARS[0][0]
-    grams = sum(width**2 for width in SETS) * (1 if is_plain else 3)
-    solve = sum(width**3 / 3 for width in SETS) + sum(2 * outputs * inputs**2 for outputs, inputs in LINEARS)
-    corrections = 0 if is_plain else sum(4 * outputs * inputs**2 for outputs, inputs in LINEARS)
-    return NUM_LAYERS * (tokens * (streams * forward + grams) + solve + corrections)
+    grams = sum(width**2 for _, width in SETS)
+    solve = sum(width**3 / 3 for _, width in SETS) + sum(2 * outputs * inputs**2 for outputs, inputs in LINEARS)
+    needed = tokens * (streams * forward + grams) + solve
+    if not is_plain:
+        needed += tokens * sum(2 * width * min(width, 2 * rows) for rows, width in SETS)
+        needed += sum(
+            2 * rows * width**2 + (2 * width * min(rows, width) * width) * (2 * rows > width) for rows, width in SETS
+        )
+    return NUM_LAYERS * needed
 
 
 def _arithmetic(entries: dict[str, Entry]) -> list[str]:

@@ -1,6 +1,7 @@
 """Rates of large matrix products on this machine, in operations per second of wall time, as JSON.
 
-Median over five products of 4096 x 4096 after one, with as many threads as torch takes by itself.
+Median over five products of 4096 x 4096 after one, with as many threads as torch takes by itself; of the libraries that
+keep the precision of float32, the faster.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import statistics
 import time
 
 import torch
+
+from quantkit.numerics.products import quick_products
 
 SIZE, TIMES = 4096, 5
 
@@ -27,4 +30,6 @@ def rate(dtype: torch.dtype) -> float:
 
 if __name__ == "__main__":
     rates = {str(dtype).removeprefix("torch."): rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    with quick_products(torch.device("cpu")):
+        rates["float32"] = max(rates["float32"], rate(torch.float32))
     print(json.dumps({"rates": rates, "threads": torch.get_num_threads()}))
