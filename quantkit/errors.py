@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _LONGEST_NAME = 200  # comparing takes the product of two lengths
+_LONGEST_LINE = 240  # beyond it, explanations follow what happened
 
 
 class QuantkitError(Exception):
@@ -104,9 +105,9 @@ def located(where: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, or the kind of error when it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The first line of another library's message (of a long one its first sentence), or the kind of error."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= _LONGEST_LINE else line.partition(". ")[0]
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import set_parameter
-from quantkit.checkpoints.memory import peak_bytes
+from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerChoices
@@ -186,6 +186,7 @@ def _finish(
     rounded = time.perf_counter()
     listener.phase("write")
     shard, digest, names = layer.file.result()
+    release_freed_memory()  # of each worker, which glibc keeps apart
     ended = time.perf_counter()
     record = LayerRecord(
         index=layer.number,
