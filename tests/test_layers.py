@@ -71,6 +71,7 @@ LAYERS = {
     "registry": 0,
     "settings": 0,
     "child": 0,  # work that may not end
+    "distributed": 0,  # work that several processes share
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data
