@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other. Tensors on a GPU travel by NCCL, all else by gloo; alone nothing does."""
+"""What the processes of a job tell each other: tensors on a GPU by NCCL, all else by gloo, and nothing alone."""
 
 import contextlib
 import io
@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantkit.distributed.job import rank, world
+from quantkit.distributed.job import group, rank, world
 from quantkit.distributed.lifeline import RESUME
 from quantkit.errors import ResourceError
 
@@ -31,50 +31,52 @@ def broadcast(value: T, source: int = 0) -> T:
     """What process `source` has, in every process; what the others give is not looked at."""
     if world() == 1:
         return value
-    import torch.distributed as dist
+    import torch
 
-    told = [_packed(value) if rank() == source else None]
-    with _mourned():
-        dist.broadcast_object_list(told, src=source)
-    return value if rank() == source else _unpacked(told[0])
+    packed = _packed(value) if rank() == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(packed)])
+    fill(size, source)
+    if rank() == source:
+        fill(packed, source)
+        return value
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    fill(packed, source)
+    told: T = _unpacked(packed)
+    return told
 
 
 def gather(value: T) -> list[T]:
     """What each process has, in every process, in their order."""
-    if world() == 1:
-        return [value]
-    import torch.distributed as dist
-
-    told: list[Any] = [None] * world()
-    with _mourned():
-        dist.all_gather_object(told, _packed(value))
-    return [value if number == rank() else _unpacked(part) for number, part in enumerate(told)]
+    return [broadcast(value, source) for source in range(world())]
 
 
 def fill(tensor: "torch.Tensor", source: int) -> None:
     """Overwrite a contiguous tensor with what process `source` has in its own."""
-    if world() > 1:
-        import torch.distributed as dist
+    if world() == 1:
+        return
+    from torch.distributed import BroadcastOptions
 
-        with _mourned():
-            dist.broadcast(tensor, source)
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    with _mourned():
+        group(tensor.device.type).broadcast([tensor], options).wait()
 
 
-def _packed(value: Any) -> bytes:
+def _packed(value: Any) -> "torch.Tensor":
     import torch
 
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return buffer.getvalue()
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(packed: Any) -> Any:
+def _unpacked(packed: "torch.Tensor") -> Any:
     """What another process of this job has packed; what was on its GPU is on that of this one."""
     import torch
 
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     moved = partial(_moved, device=device)
-    return torch.load(io.BytesIO(packed), map_location=moved, weights_only=False)  # of the same job, so trusted
+    return torch.load(io.BytesIO(packed.numpy()), map_location=moved, weights_only=False)  # of the same job, so trusted
 
 
 def _moved(storage: Any, tag: str, device: str) -> Any:
@@ -139,7 +141,6 @@ def _swapped(
 ) -> "dict[K, torch.Tensor]":
     """Send tensors to one process while those of another come, each way as one row of bytes."""
     import torch
-    import torch.distributed as dist
 
     sizes = [_padded(torch.Size(shape).numel() * dtype.itemsize) for _, shape, dtype in header]
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -148,10 +149,11 @@ def _swapped(
     for x in named.values():
         sent[start : start + x.nbytes] = x.contiguous().view(-1).view(torch.uint8)
         start += _padded(x.nbytes)
-    waiting = [dist.P2POp(dist.isend, sent, to)] if len(sent) else []
-    waiting += [dist.P2POp(dist.irecv, received, source)] if len(received) else []
+    travels = group(device.type)
     with _mourned():
-        for work in dist.batch_isend_irecv(waiting) if waiting else ():
+        works = [travels.send([sent], to, 0)] if len(sent) else []
+        works += [travels.recv([received], source, 0)] if len(received) else []
+        for work in works:
             work.wait()
     parts = torch.split(received, sizes)
     return {

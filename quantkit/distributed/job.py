@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 from quantkit.distributed.lifeline import Lifeline
 from quantkit.errors import InputError
@@ -12,6 +13,7 @@ from quantkit.errors import InputError
 _PATIENCE = timedelta(days=7)
 
 _lifeline: Lifeline | None = None
+_groups: dict[str, Any] = {}  # by type of device
 
 
 def rank() -> int:
@@ -43,13 +45,13 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
     if not is_launched() or _lifeline is not None:
         yield
         return
-    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
-    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = _use_gpu(int(os.environ.get("LOCAL_RANK", number)))
-    dist.init_process_group(backend, timeout=_PATIENCE)
+    # No default group of torch's: libraries that see one talk to their own kind in all processes, who are not there.
+    store, number, size = next(rendezvous("env://", timeout=_PATIENCE))
+    _open_groups(store, number, size)
     line = Lifeline(number, size)
-    line.connect()
+    line.connect(store)
     try:
         _lifeline = line
         yield
@@ -59,21 +61,35 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
         raise
     finally:
         _lifeline = None
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        _groups.clear()
 
 
-def _use_gpu(local: int) -> str:
-    """Make the GPU of this number the current one, where there are any; the backends to talk by."""
+def group(device_type: str) -> Any:
+    """What tensors on such a device travel by: a backend of torch's."""
+    return _groups[device_type]
+
+
+def _open_groups(store: Any, number: int, size: int) -> None:
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    _groups["cpu"] = ProcessGroupGloo(PrefixStore("gloo", store), number, size, _PATIENCE)
+    if _use_gpu(int(os.environ.get("LOCAL_RANK", number))):
+        from torch.distributed import ProcessGroupNCCL
+
+        _groups["cuda"] = ProcessGroupNCCL(PrefixStore("nccl", store), number, size, _PATIENCE)
+
+
+def _use_gpu(local: int) -> bool:
+    """Make the GPU of this number the current one; False where there are none."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return "gloo"
+        return False
     if local >= count:
         raise InputError(f"process {local} of this machine has no GPU of its own: {count} found; start at most {count}")
     torch.cuda.set_device(local)
-    return "cpu:gloo,cuda:nccl"
+    return True
 
 
 def is_launched() -> bool:

@@ -44,7 +44,7 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
         killed = next((number for number, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
         if killed is None:
             return next((code for code in codes.values() if code > 0), ResourceError.exit_code)
-        say(f"{lost(killed)} (signal {-codes[killed]}); {RESUME}")
+        say(f"{lost(killed)} (signal {-codes[killed]}); {RESUME}", sys.stderr)
         return ResourceError.exit_code
     except SignalException as error:
         return 128 + int(error.sigval)

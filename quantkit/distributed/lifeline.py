@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from quantkit.errors import ResourceError
 
@@ -28,27 +28,28 @@ class Lifeline:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
         self._peers: dict[int, socket.socket] = {}
+        self._stderr = sys.stderr  # of now: later a library's own words may be kept away from it
         self._ending = threading.Lock()  # taken once, by who decides how this process ends
 
-    def connect(self) -> None:
-        """To the first process, or as the first with all others; called by all of them at once."""
-        import torch.distributed as dist
+    def connect(self, store: Any) -> None:
+        """To the first process, or as the first with all others.
 
+        Args:
+            store: torch's, that all of them have.
+        """
         host = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             with socket.create_server((host, 0), backlog=self.world) as server:
                 secret = secrets.token_hex(16)
-                dist.broadcast_object_list([(server.getsockname()[1], secret)], src=0)
+                store.set("lifeline", f"{server.getsockname()[1]} {secret}")
                 while len(self._peers) < self.world - 1:
                     peer = server.accept()[0]
                     given, _, number = peer.makefile("r").readline().strip().partition(" ")
                     if secrets.compare_digest(given, secret):  # any process of the machine may knock
                         self._peers[int(number)] = peer
         else:
-            told: list[Any] = [None]
-            dist.broadcast_object_list(told, src=0)
-            port, secret = told[0]
-            self._peers[0] = socket.create_connection((host, port))
+            port, secret = store.get("lifeline").decode().split()
+            self._peers[0] = socket.create_connection((host, int(port)))
             self._peers[0].sendall(f"{secret} {self.rank}\n".encode())
         for peer in self._peers.values():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says no word
@@ -98,7 +99,7 @@ class Lifeline:
         # Once and no more: by the first process, or where that is gone by the next.
         speaks = self.rank == 0 or (self.rank == 1 and told is None)
         if speaks and (told is not None or LAUNCHED not in os.environ):
-            say(f"rank {number}: {text}" if told else text)
+            say(f"rank {number}: {text}" if told else text, self._stderr)
         os._exit(code)
 
 
@@ -107,8 +108,8 @@ def lost(number: int) -> str:
     return f"rank {number} was lost: killed, or its machine is gone"
 
 
-def say(text: str) -> None:
-    """An error, in one line on stderr."""
+def say(text: str, stream: TextIO) -> None:
+    """An error, in one line."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"error: {text}\n")
-        sys.stderr.flush()
+        stream.write(f"error: {text}\n")
+        stream.flush()
