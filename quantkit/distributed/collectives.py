@@ -76,7 +76,9 @@ def _unpacked(packed: "torch.Tensor") -> Any:
 
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     moved = partial(_moved, device=device)
-    return torch.load(io.BytesIO(packed.numpy()), map_location=moved, weights_only=False)  # of the same job, so trusted
+    return torch.load(
+        io.BytesIO(packed.numpy().tobytes()), map_location=moved, weights_only=False
+    )  # of the same job, so trusted
 
 
 def _moved(storage: Any, tag: str, device: str) -> Any:

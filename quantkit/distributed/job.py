@@ -70,13 +70,15 @@ def group(device_type: str) -> Any:
 
 
 def _open_groups(store: Any, number: int, size: int) -> None:
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     _groups["cpu"] = ProcessGroupGloo(PrefixStore("gloo", store), number, size, _PATIENCE)
     if _use_gpu(int(os.environ.get("LOCAL_RANK", number))):
         from torch.distributed import ProcessGroupNCCL
 
-        _groups["cuda"] = ProcessGroupNCCL(PrefixStore("nccl", store), number, size, _PATIENCE)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE
+        _groups["cuda"] = ProcessGroupNCCL(PrefixStore("nccl", store), number, size, options)
 
 
 def _use_gpu(local: int) -> bool:

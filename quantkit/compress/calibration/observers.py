@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from quantkit.distributed import assign, fill, rank
+
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
 # Tokens converted to float32 at once for it.
@@ -21,20 +23,30 @@ class Observer(Protocol):
 
 
 class _MeanMatrix:
-    """A (K, K) float32 sum over tokens, whose mean is handed out once.
+    """A (R, K) float32 sum over tokens, whose mean is handed out once; summed in panels of rows.
 
     Args:
         width: K.
         device: where the matrix lives.
-        rows: of the matrix, if not K.
+        rows: R, if not K.
+        split: with several processes all are shown all inputs, and each sums some of the panels.
     """
 
-    def __init__(self, width: int, device: torch.device, rows: int | None = None) -> None:
+    def __init__(self, width: int, device: torch.device, rows: int | None = None, *, split: bool = False) -> None:
         self._sum = torch.zeros(rows or width, width, dtype=torch.float32, device=device)
+        self.is_split = split
+        starts = range(0, len(self._sum), _PANEL)
+        panels = [slice(start, min(start + _PANEL, len(self._sum))) for start in starts]
+        # As dear as those of a Gram matrix, of which each is wider than the one before.
+        self._shared = list(zip(panels, assign([panel.stop for panel in panels]), strict=True))
+        self._panels = [panel for panel, owner in self._shared if not split or owner == rank()]
         self.num_tokens = 0
 
     def finish(self) -> Tensor:
-        """The mean; the observer gives up its memory and is not to be used again."""
+        """The mean; the observer gives up its memory and is not to be used again. All processes at once, if split."""
+        if self.is_split:
+            for panel, owner in self._shared:
+                fill(self._sum[panel], owner)
         total, self._sum = self._sum, torch.empty(0)
         return total.div_(max(self.num_tokens, 1))
 
@@ -46,9 +58,8 @@ class Gram(_MeanMatrix):
         """Add (T, K) inputs."""
         for rows in torch.split(inputs, _TOKENS):
             values = rows.float()
-            for start in range(0, values.shape[1], _PANEL):
-                stop = min(start + _PANEL, values.shape[1])
-                self._sum[start:stop, :stop].addmm_(values[:, start:stop].T, values[:, :stop])
+            for panel in self._panels:
+                self._sum[panel, : panel.stop].addmm_(values[:, panel].T, values[:, : panel.stop])
         self.num_tokens += inputs.shape[0]
 
     def finish(self) -> Tensor:
@@ -66,7 +77,7 @@ class Gram(_MeanMatrix):
 class CrossGram(_MeanMatrix):
     """What the inputs of linears have in common with their errors: mean of (o - x) x', o from the original model.
 
-    Linears with few outputs only need W (o - x) x', which is a smaller matrix.
+    Linears with few outputs only need W (o - x) x', which is a smaller matrix. Split as a `Gram` may be.
 
     Args:
         weights: (N_i, K) of all linears that read the input, as they are until the mean is taken.
@@ -77,7 +88,7 @@ class CrossGram(_MeanMatrix):
         # By outputs each token costs a product more, so they must be at most half as many.
         self._sizes = sizes if 2 * sum(sizes) <= width else None
         self._weight = torch.cat(list(weights)) if self._sizes else None
-        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None)
+        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None, split=True)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
@@ -87,9 +98,12 @@ class CrossGram(_MeanMatrix):
             wrong = others.float() - values
             if not wrong.any():  # what enters the first layer
                 continue
-            if self._weight is not None:
-                wrong = linear(wrong.to(self._weight.dtype), self._weight).float()
-            self._sum.addmm_(wrong.T, values)
+            of_weights = None if self._weight is None else wrong.to(self._weight.dtype)
+            for panel in self._panels:
+                part = wrong[:, panel]
+                if self._weight is not None and of_weights is not None:
+                    part = linear(of_weights, self._weight[panel]).float()
+                self._sum[panel].addmm_(part.T, values)
         self.num_tokens += inputs.shape[0]
 
     def errors(self) -> Tensor | tuple[Tensor, ...]:

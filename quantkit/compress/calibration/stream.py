@@ -189,7 +189,7 @@ class Stream:
 
     def is_complete(self) -> bool:
         """Whether all outputs of the layer are kept, so that its weights are not needed any more."""
-        return self._store is not None and len(self._store) == sum("" in k.outputs for k in self._kept.values())
+        return self._store is not None and len(self._store.own) == sum("" in k.outputs for k in self._kept.values())
 
     def _next_ends(self, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
         """Of these linears those that a module ends in which has no other that changes, with that module."""

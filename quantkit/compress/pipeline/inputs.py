@@ -25,6 +25,7 @@ from quantkit.compress.pipeline.state import RunState
 from quantkit.compress.recipe.schema import CalibrationSection
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.dense_source import open_dense
+from quantkit.distributed import barrier, is_writer
 from quantkit.errors import ModelError
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
@@ -149,18 +150,20 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
             ActivationStore.restore(folder / name, mode, layer, own) for name, own in zip(names, digests, strict=True)
         ]
     # Left by a run that was killed before its first layer was recorded.
-    for name in names:
-        shutil.rmtree(folder / name, ignore_errors=True)
+    if is_writer():
+        for name in names:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    barrier()
     return [ActivationStore(folder / name, mode, embed(plan, samples)) for name in names]
 
 
-def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor) -> list[str]:
+def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor | None) -> list[str]:
     """Turn the states of both models into those before the next layer; their digests.
 
     Args:
         stores: of the quantized model, and of the original where a step compares with it.
         layer: in codes.
-        first: its output for the first sequence.
+        first: its output for the first sequence, in the process that has the first batch.
     """
     forwards: list[Callable[[int, Batch], Batch]] = [partial(layer.advance, first=first), layer.original_advance]
     # Where no step compares with the original there is but one store.

@@ -15,7 +15,7 @@ from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
-from quantkit.compress.algorithms.gptq import fitting_rounds
+from quantkit.compress.algorithms._gptq_jobs import fitting_rounds
 from quantkit.compress.calibration.expert_inputs import UNDER_CALIBRATED_TOKENS
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline import run as pipeline
