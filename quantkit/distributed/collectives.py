@@ -41,8 +41,8 @@ def broadcast(value: T, source: int = 0) -> T:
         return value
     packed = torch.empty(int(size), dtype=torch.uint8)
     fill(packed, source)
-    told: T = _unpacked(packed)
-    return told
+    received: T = _unpacked(packed)
+    return received
 
 
 def gather(value: T) -> list[T]:

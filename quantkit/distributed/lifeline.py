@@ -90,16 +90,16 @@ class Lifeline:
 
     def _heard(self, number: int, message: bytes) -> None:
         """The last that another process has said; nothing at all, if it was killed."""
-        told = json.loads(message) if message.endswith(b"\n") else None
-        if told == {} or not self._ending.acquire(blocking=False):
+        words = json.loads(message) if message.endswith(b"\n") else None
+        if words == {} or not self._ending.acquire(blocking=False):
             return
-        code, text = (told["code"], told["text"]) if told else (ResourceError.exit_code, f"{lost(number)}; {RESUME}")
+        code, text = (words["code"], words["text"]) if words else (ResourceError.exit_code, f"{lost(number)}; {RESUME}")
         if self.rank == 0:
             self._tell({"code": code, "text": text})
         # Once and no more: by the first process, or where that is gone by the next.
-        speaks = self.rank == 0 or (self.rank == 1 and told is None)
-        if speaks and (told is not None or LAUNCHED not in os.environ):
-            say(f"rank {number}: {text}" if told else text, self._stderr)
+        speaks = self.rank == 0 or (self.rank == 1 and words is None)
+        if speaks and (words is not None or LAUNCHED not in os.environ):
+            say(f"rank {number}: {text}" if words else text, self._stderr)
         os._exit(code)
 
 

@@ -66,20 +66,20 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
     ]
 
 
-def cut_rows(sizes: list[int], count: int, unit: int) -> list[list[tuple[int, slice]]]:
+def cut_rows(sizes: list[int], count: int, height: int) -> list[list[tuple[int, slice]]]:
     """Rows of several matrices in as many parts of about one size; none is empty.
 
     Args:
         sizes: rows of each.
         count: of the parts, at most.
-        unit: rows of a matrix that stay together.
+        height: rows of a matrix that stay together.
     Returns:
         number and rows of matrices, per part.
     """
     total, start = sum(sizes), 0
     parts: list[list[tuple[int, slice]]] = [[] for _ in range(count)]
     for number, size in enumerate(sizes):
-        inside = [(total * part // count - start) // unit * unit for part in range(1, count)]
+        inside = [(total * part // count - start) // height * height for part in range(1, count)]
         edges = [0, *(min(max(edge, 0), size) for edge in inside), size]
         for part, (low, high) in zip(parts, itertools.pairwise(edges), strict=True):
             if low < high:

@@ -179,8 +179,8 @@ class LayerContext:
         for number in own_turns(self.store):
             if number is not None:
                 run, needed = partial(self.forward, self.store[number]), seen | changing
-                look = partial(send, "input")
-                stream.run(number, run, tuple(observed), look, changing, needed, all_tokens=self.data.all_tokens)
+                shown, send_inputs = tuple(observed), partial(send, "input")
+                stream.run(number, run, shown, send_inputs, changing, needed, all_tokens=self.data.all_tokens)
                 # Both models' runs in turns, so that only one batch of inputs is held.
                 for original in others if compared else ():
                     run = partial(self.original_forward, original.batch(number))

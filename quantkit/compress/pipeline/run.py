@@ -153,9 +153,9 @@ def _assist(plan: Plan, *, activations: Mode, listener: Listener, **_: Any) -> C
     """
     samples = read_samples(plan)
     nothing: Any = None
-    told = broadcast(nothing)
-    if told is not None:
-        identity, state, work = told
+    started = broadcast(nothing)
+    if started is not None:
+        identity, state, work = started
         own = with_threads_of(identity, run_identity(plan, samples))
         refuse_changes(
             with_threads_of(identity, identity),
