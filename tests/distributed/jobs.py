@@ -47,7 +47,7 @@ def run(folder: Path, count: int, function: Callable[..., object], *arguments: A
 
 
 def command(arguments: list[str], batch_tokens: int, layers: int | None = None, killed: int | None = None) -> None:
-    """`quantkit ...` on small batches.
+    """`quantkit ...` on small batches, with matrices cut that are small.
 
     Args:
         arguments: of the command line.
@@ -55,10 +55,13 @@ def command(arguments: list[str], batch_tokens: int, layers: int | None = None, 
         layers: after which process `killed` dies.
     """
     from quantkit.cli import main
+    from quantkit.compress.algorithms import _gptq_jobs
+    from quantkit.compress.calibration import observers
     from quantkit.compress.pipeline import inputs
     from quantkit.compress.pipeline.state import RunState
 
     inputs._BATCH_TOKENS = batch_tokens
+    _gptq_jobs._SHORTEST, observers._PANEL = 32, 16
     if layers is not None and int(os.environ["RANK"]) == killed:
         _die_after(layers, RunState)
     main(arguments)

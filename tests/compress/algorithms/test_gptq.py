@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from quantkit.compress.algorithms import _gptq_jobs
+from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.algorithms.gptq import STEP, GptqStep, cholesky_factor, corrected, fit_scales, settle_columns
 from quantkit.compress.calibration.activations import ActivationStore
@@ -276,3 +278,25 @@ def test_one_hessian_per_set(make_layer, monkeypatch):
     with torch.inference_mode():
         GptqStep().apply(make_layer())
     assert [args[0] for args in made] == [64, 64, 64, 96]
+
+
+def test_rows_are_cut_into_parts_of_about_one_size():
+    assert cut_rows([100], 1, 16) == [[(0, slice(0, 100))]]
+    assert cut_rows([2048, 256, 256], 2, 64) == [
+        [(0, slice(0, 1280))],
+        [(0, slice(1280, 2048)), (1, slice(0, 256)), (2, slice(0, 256))],
+    ]
+    # Whole heights of each matrix, so fewer parts than asked for.
+    assert cut_rows([100, 100], 4, 64) == [[(0, slice(0, 64))], [(0, slice(64, 100))], [(1, slice(0, 100))]]
+
+
+def test_parts_of_a_matrix_are_solved_as_the_whole(make_layer, monkeypatch):
+    """On their own, with the same Hessian; products of fewer rows may differ in the last bit."""
+    whole, cut = make_layer(), make_layer()
+    with torch.inference_mode():
+        GptqStep().apply(whole)
+        monkeypatch.setattr(_gptq_jobs, "_SHORTEST", 32)
+        GptqStep().apply(cut)
+    for name, record in whole.chosen.records.items():
+        assert cut.chosen.quantized[name].shape == whole.chosen.quantized[name].shape
+        assert cut.chosen.records[name].error == pytest.approx(record.error, rel=0.02)
