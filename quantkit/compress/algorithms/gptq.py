@@ -107,11 +107,7 @@ class GptqStep:
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
         """The Gram matrix of the widest inputs, its factor, the cross Gram of asymmetric calibration; see `Step`."""
-        return StepBytes(
-            statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2,
-            # What is kept of the runs of a layer: outputs of modules, of each model.
-            hidden_states=(self.true_sequential + self.needs_original) * sizes.states_bytes,
-        )
+        return StepBytes(statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2)
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""

@@ -150,8 +150,8 @@ class LayerContext:
             for original in others if errors else ():
                 run = partial(self.original_forward, original.batch(number))
                 original.run(number, run, tuple(errors), compare, (), changing - seen)
-        if others and others[0].is_complete():
-            self._original.to("meta")
+        for name in others[0].complete() if others else ():
+            self._original.get_submodule(name).to("meta")
         release_freed_memory()
         for name, sample in samples.items():
             if not torch.isfinite(sample.rows).all():

@@ -76,7 +76,7 @@ class CrossGram(_MeanMatrix):
         sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
         # By outputs each token costs a product more, so they must be at most half as many.
         self._sizes = sizes if 2 * sum(sizes) <= width else None
-        self._weight = torch.cat(list(weights)) if self._sizes else None
+        self._weights = list(weights) if self._sizes else []
         super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
@@ -84,17 +84,18 @@ class CrossGram(_MeanMatrix):
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
             values = rows.float()
             # The difference first: of two sums o x' and x x' little but rounding would be left.
-            wrong = others.float() - values
+            wrong = others - values  # in float32
             if not wrong.any():  # what enters the first layer
                 continue
-            if self._weight is not None:
-                wrong = linear(wrong.to(self._weight.dtype), self._weight).float()
+            if self._weights:
+                wrong = wrong.to(self._weights[0].dtype)
+                wrong = torch.cat([linear(wrong, weight) for weight in self._weights], dim=1).float()
             self._sum.addmm_(wrong.T, values)
         self.num_tokens += inputs.shape[0]
 
     def errors(self) -> Tensor | tuple[Tensor, ...]:
         """The (K, K) mean, or (N_i, K) W times it of each linear; as `finish`."""
-        mean, self._weight = self.finish(), None
+        mean, self._weights = self.finish(), []
         return mean if self._sizes is None else torch.split(mean, self._sizes)
 
 

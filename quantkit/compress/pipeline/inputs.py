@@ -134,24 +134,26 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
         plan: of the run.
         samples: calibration data.
         state: of the run; after the first layer, states are those that it has saved.
-        mode: see `ActivationStore`.
+        mode: see `ActivationStore`; those of the original are looked at beside the others, so they stay on disk.
         folder: of the unfinished run.
     Raises:
         ResumeError: saved states are missing, or not what was written.
     """
-    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps.values()) else [])]
-    layer, size = len(state.records), len(state.activations) // len(names)
+    modes: dict[str, Mode] = {"activations": mode}
+    if needs_original(plan.recipe.steps.values()):
+        modes["activations-original"] = "disk"
+    layer, size = len(state.records), len(state.activations) // len(modes)
     if layer == plan.skeleton.num_layers:
         return []
     if layer:
-        digests = [list(state.activations[n * size : (n + 1) * size]) for n in range(len(names))]
         return [
-            ActivationStore.restore(folder / name, mode, layer, own) for name, own in zip(names, digests, strict=True)
+            ActivationStore.restore(folder / name, kind, layer, list(state.activations[n * size : (n + 1) * size]))
+            for n, (name, kind) in enumerate(modes.items())
         ]
     # Left by a run that was killed before its first layer was recorded.
-    for name in names:
+    for name in modes:
         shutil.rmtree(folder / name, ignore_errors=True)
-    return [ActivationStore(folder / name, mode, embed(plan, samples)) for name in names]
+    return [ActivationStore(folder / name, kind, embed(plan, samples)) for name, kind in modes.items()]
 
 
 def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor) -> list[str]:
