@@ -8,8 +8,9 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,12 +35,14 @@ ActOrder = Literal["none", "weight", "group"]
 _RUN = 32
 # Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted.
 _FIT_ELEMENTS = 1 << 22
+# Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
+_DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 # Rows of a Hessian copied at once into another order.
 _REORDERED = 256
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
-# Weights that go through the loop as one matrix, in float32: 1 GiB.
-_TALLEST = 1 << 28
+# Weights that go through the loop as one matrix, in float32: a GiB, which keeps a GPU busy, or 64 MiB.
+_TALLEST, _TALLEST_ON_CPU = 1 << 28, 1 << 24
 
 
 class Factor(NamedTuple):
@@ -65,6 +68,9 @@ Pending = tuple[LinearSet, tuple[str, ...]]
 
 Errors = Tensor | tuple[Tensor, ...]
 """Of a set: see `CrossGram.errors`."""
+
+Target = Callable[[], Tensor]
+"""Gives the weight (N, K) that a linear's codes are to come near to, made when it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,25 +143,25 @@ class GptqStep:
             layer.chosen.notes.append(
                 f"{listed}: damping raised to {factor.raised:.3g}, the Hessian is nearly singular"
             )
+        targets: dict[str, Target] = {name: partial(layer.weight, name) for name in names}
+        if error is not None:
+            weights = [layer.weight(name) for name in names]
+            targets = dict(zip(names, corrected(weights, error, factor, self.asymmetric_calibration), strict=True))
         for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
-            same = [name for name in names if layer.schemes[name].weight == scheme]
-            # Errors of outputs belong each to one linear.
-            own = tuple(error[names.index(name)] for name in same) if isinstance(error, tuple) else error
-            self._quantize_tall(layer, same, factor, own)
+            same = {name: target for name, target in targets.items() if layer.schemes[name].weight == scheme}
+            self._quantize_tall(layer, same, factor)
         release_freed_memory()
 
-    def _quantize_tall(self, layer: LayerContext, names: list[str], factor: Factor, error: Errors | None) -> None:
-        """Linears of one scheme as one tall matrix, or several where there are many: all experts of a layer."""
-        each = max(1, _TALLEST // layer.weight(names[0]).numel())
+    def _quantize_tall(self, layer: LayerContext, targets: dict[str, Target], factor: Factor) -> None:
+        """Linears of one scheme as one tall matrix, or several where that would be too large."""
+        names, largest = list(targets), _TALLEST_ON_CPU if layer.device.type == "cpu" else _TALLEST
+        each = max(1, largest // layer.weight(names[0]).numel())
         for start in range(0, len(names), each):
             members = names[start : start + each]
-            weights = [layer.weight(name) for name in members]
-            if error is not None:
-                own = error[start : start + each] if isinstance(error, tuple) else error
-                weights = corrected(weights, own, factor, self.asymmetric_calibration)
             grids = [layer.grid(name) for name in members]
-            for name, solved in zip(members, self._solve(weights, grids, factor), strict=True):
-                layer.commit(name, solved)
+            solved = self._solve([targets[name]() for name in members], grids, factor)
+            for name, weight in zip(members, solved, strict=True):
+                layer.commit(name, weight)
 
     def _solve(self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor) -> list[QuantizedTensor]:
         """Codes of (N, K) weights of one scheme and input, which are not modified."""
@@ -258,37 +264,47 @@ def settle_columns(
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
-def corrected(weights: list[Tensor], error: Errors, factor: Factor, strength: float) -> list[Tensor]:
+def corrected(weights: list[Tensor], error: Errors, factor: Factor, strength: float) -> list[Target]:
     """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
 
     Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
 
     Args:
         weights: (N_i, K) W each; not modified.
-        error: (K, K) mean of (o - x) x', or (N_i, K) each weight times it.
+        error: (K, K) mean of (o - x) x', or (N_i, K) each weight times it; used up, its memory is part of the result.
         factor: of X X'.
         strength: share of the correction.
     Returns:
-        (N_i, K) float32 each.
+        what makes each, (N_i, K) float32; to be called once.
     Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
     loop spreads the same correction over its columns.
     """
-    if isinstance(error, Tensor) and sum(map(len, weights)) > len(error):
-        # Dividing a matrix with fewer rows than the weights have together is the cheaper half of the work.
-        shift = _divided(error, factor).mul_(strength)
-        return [torch.addmm(weight.float(), weight.float(), shift) for weight in weights]
-    products = error if isinstance(error, tuple) else (weight.float() @ error for weight in weights)
-    return [
-        _divided(wrong, factor).mul_(strength).add_(weight) for wrong, weight in zip(products, weights, strict=True)
-    ]
+    if isinstance(error, Tensor):
+        shift = _divide(error, factor).mul_(strength)
+        return [partial(_plus_product, weight, shift) for weight in weights]
+    shifts = [_divide(wrong, factor).mul_(strength) for wrong in error]
+    return [partial(shift.add_, weight) for shift, weight in zip(shifts, weights, strict=True)]
 
 
-def _divided(matrix: Tensor, factor: Factor) -> Tensor:
-    """(N, K) matrix H^-1."""
-    # The factor is of the reordered Hessian, so columns enter in its order and leave in their own.
-    divided = torch.empty_like(matrix)
-    divided[:, factor.backwards] = torch.cholesky_solve(matrix[:, factor.backwards].T, factor.lower).T
-    return divided
+def _plus_product(weight: Tensor, shift: Tensor) -> Tensor:
+    values = weight.float()
+    return torch.addmm(values, values, shift)
+
+
+def _divide(matrix: Tensor, factor: Factor) -> Tensor:
+    """(N, K) matrix H^-1, in its place: by products for the most part, and without LAPACK's copy of the factor."""
+    lower, width = factor.lower, len(factor.lower)
+    blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]
+    for rows in torch.split(matrix, _DIVIDED_ROWS):
+        values = rows[:, factor.backwards]  # the factor is of the reordered Hessian
+        for own in blocks:
+            block = values[:, own].addmm_(values[:, : own.start], lower[own, : own.start].T, alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own].T, block, upper=True, left=False))
+        for own in reversed(blocks):
+            block = values[:, own].addmm_(values[:, own.stop :], lower[own.stop :, own], alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own], block, upper=False, left=False))
+        rows[:, factor.backwards] = values
+    return matrix
 
 
 def fit_scales(

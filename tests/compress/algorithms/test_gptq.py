@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from quantkit.compress.algorithms import gptq
 from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.algorithms.gptq import STEP, GptqStep, cholesky_factor, corrected, fit_scales, settle_columns
 from quantkit.compress.calibration.activations import ActivationStore
@@ -158,7 +159,9 @@ def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():
 
 
 @pytest.mark.parametrize("rows", [10, 60])  # fewer and more than inputs
-def test_the_corrected_target_is_the_least_squares_solution(rows):
+def test_the_corrected_target_is_the_least_squares_solution(rows, monkeypatch):
+    monkeypatch.setattr(gptq, "_DIVIDED_ROWS", 7)  # several blocks, the last ones smaller
+    monkeypatch.setattr(gptq, "_DIVIDED_COLUMNS", 20)
     weight, hessian = problem(rows=rows)
     torch.manual_seed(1)
     order, error = torch.randperm(48), torch.randn(48, 48) * 0.1
@@ -166,8 +169,10 @@ def test_the_corrected_target_is_the_least_squares_solution(rows):
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
     expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
     parts = [weight[:4], weight[4:]]
-    by_outputs = torch.cat(corrected(parts, tuple(part @ error for part in parts), factor, 0.5))
-    actual = torch.cat(corrected(parts, error, factor, 0.5))
+    products = tuple(part @ error for part in parts)
+    by_outputs, actual = (
+        torch.cat([target() for target in corrected(parts, wrong, factor, 0.5)]) for wrong in (products, error)
+    )
     torch.testing.assert_close(by_outputs, actual, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -205,7 +210,7 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
         (codes,) = settle_columns([target], factor, torch.zeros(32, dtype=torch.int64), [ranges], scheme, 128)
         return distance(codes * ranges[0])
 
-    ours = loop(corrected([weight], error, factor, 1.0)[0])
+    ours = loop(corrected([weight], error, factor, 1.0)[0]())
     assert ours < distance(gptaq(weight, hessian, error, scale)) < loop(weight)
 
 
