@@ -238,6 +238,17 @@ def test_upstream_errors_are_made_up_for(make_layer, options):
     assert run(1.0) < 0.8 * run(0.0)
 
 
+def test_matrices_go_through_the_loop_alone_as_they_do_together(make_layer, monkeypatch):
+    def codes(largest):
+        monkeypatch.setattr(gptq, "_TALLEST_ON_CPU", largest)
+        layer = with_original(make_layer(), noise=0.2)
+        with torch.inference_mode():
+            GptqStep(asymmetric_calibration=1.0).apply(layer)
+        return [layer.chosen.quantized[name].codes for name in layer.schemes]
+
+    assert all(torch.equal(a, b) for a, b in zip(codes(1), codes(1 << 24), strict=True))
+
+
 def test_nothing_upstream_is_nothing_to_make_up_for(make_layer):
     """Smoothing changes inputs and weights, but is no error: the inputs are compared as they were before it."""
     layer = with_original(make_layer(), noise=0.0)
