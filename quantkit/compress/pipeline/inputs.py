@@ -28,7 +28,7 @@ from quantkit.dense_source import open_dense
 from quantkit.errors import ModelError
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
-_BATCH_TOKENS = 2048
+_BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 2048, 1024
 
 
 def read_samples(plan: Plan) -> Samples | None:
@@ -121,9 +121,10 @@ def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch
     row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
     row_of[used] = torch.arange(len(used))
     ordered = sorted(samples, key=len, reverse=True)  # errors are measured on the first batches
+    tokens = _BATCH_TOKENS_ON_CPU if plan.skeleton.device.type == "cpu" else _BATCH_TOKENS
     for length, group in itertools.groupby(ordered, key=len):
         ids = torch.tensor(list(group))  # (B, T)
-        for batch in torch.split(ids, max(1, _BATCH_TOKENS // length)):
+        for batch in torch.split(ids, max(1, tokens // length)):
             yield plan.skeleton.embed(batch, table, row_of)
 
 
