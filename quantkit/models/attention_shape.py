@@ -30,9 +30,9 @@ ENTRY_BLOCK, ENTRY_EXPONENTS = 64, 8
 INDEX_BLOCK, INDEX_EXPONENTS = 32, 4
 
 
-def exponent_bytes(width: int, block: int, unit: int) -> int:
-    """Bytes of the exponents, one each block, of so many quantized channels; whole units."""
-    return math.ceil(math.ceil(width / block) / unit) * unit
+def exponent_bytes(width: int, block: int, multiple: int) -> int:
+    """Bytes of the exponents, one each block, of so many quantized channels, a multiple of so many."""
+    return math.ceil(math.ceil(width / block) / multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: compressed entries beside a window, whatever the chunks; bytes of its cache; names; what is quantized."""
+"""DeepSeek-V4: compressed entries beside a window, whatever the chunks; bytes of its cache, names, what is kept."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "hea
 KINDS = {"window": [WINDOW] * 2, "csa": [SPARSE] * 2, "hca": [HEAVY] * 2, "mixed": [HEAVY, SPARSE, WINDOW, SPARSE]}
 # Around where entries are complete (4 and 16 tokens), the window (8) is full, and an indexer has to pick (4 entries).
 LENGTHS = (1, 3, 4, 5, 8, 9, 15, 16, 17, 19, 20, 33, 60)
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-ASKED = prompts(40, 1, 7, 90, 23)
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+ASKED = prompts(40, 1, 7, 60, 23)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,13 @@ def models(tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="module")
+def expected(models):
+    """What transformers writes."""
+    llm = LLM(models("mixed"), backend="transformers", dtype="float32")
+    return [completion.token_ids for completion in llm.generate(ASKED, GREEDY)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_whatever_the_chunks(models, kind):
     sequences = prompts(*LENGTHS)
@@ -61,15 +68,14 @@ def test_logits_are_those_of_transformers_whatever_the_chunks(models, kind):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_sequences": 2, "token_budget": 33}, {"num_pages": 14, "page_size": 16, "token_budget": 64}],
+    [{}, {"max_sequences": 2, "token_budget": 33}, {"num_pages": 9, "page_size": 16, "token_budget": 64}],
     ids=["together", "two at a time", "few pages"],
 )
-def test_greedy_text_is_that_of_transformers(models, settings):
-    folder = models("mixed")
-    expected = [c.token_ids for c in LLM(folder, backend="transformers", dtype="float32").generate(ASKED, GREEDY)]
-    llm = LLM(folder, backend="native", dtype="float32", **settings)
-    for _ in range(2):  # the second time rows and pages hold what others left
-        assert [completion.token_ids for completion in llm.generate(ASKED, GREEDY)] == expected
+def test_greedy_text_is_that_of_transformers(models, expected, settings):
+    llm = LLM(models("mixed"), backend="native", dtype="float32", **settings)
+    # The second time rows and pages hold what others left.
+    for asked, texts in ((ASKED, expected), (ASKED[::-1], expected[::-1])):
+        assert [completion.token_ids for completion in llm.generate(asked, GREEDY)] == texts
     assert (llm.stats()["preemptions"] > 0) == ("num_pages" in settings)
     assert llm.stats()["prefix_hit_tokens"] == 0
     llm.engine.check_integrity()
@@ -82,12 +88,12 @@ def test_the_plan_counts_the_bytes_of_the_pool(tmp_path, name):
     assert llm.stats()["kv_bytes"] == 3 * kv_allocated_bytes(from_model(folder), 128, find_kv_form(name))
 
 
-@pytest.mark.parametrize(("name", "most"), [("fp8", 0.2), ("int8", 0.05), ("int4", 0.9)])
+@pytest.mark.parametrize(("name", "most"), [("fp8", 0.2), ("int8", 0.05), ("int4", 0.5)])
 def test_quantized_entries_are_close(models, name, most):
     sequences = prompts(33, 60)
     model = load_model(models("hca"), dtype="float32", backend="native")
-    exact = run(model, sequences, 7)
-    assert 0 < difference(run(model, sequences, 7, kv=name), exact) < most
+    exact, actual = (torch.cat(run(model, sequences, 7, kv=kv)) for kv in (None, name))
+    assert 0 < (actual - exact).norm() / exact.norm() < most
 
 
 @pytest.mark.parametrize("name", ["auto", "fp8", "int8", "int4"])
@@ -135,7 +141,9 @@ def test_published_and_own_names_are_one_model(models, tmp_path):
     assert from_model(folder).num_parameters == from_model(tmp_path / "own").num_parameters
 
 
-@pytest.mark.parametrize("recipe", ["gptq-int4", "fp8-block", "rtn-int8", "awq-int4"])
+@pytest.mark.parametrize(
+    "recipe", ["gptq-int4", "fp8-block", "rtn-int8", pytest.param("awq-int4", marks=pytest.mark.slow)]
+)
 def test_a_quantized_checkpoint_runs_as_in_transformers(models, tmp_path, recipe):
     folder, sequences = models("mixed"), prompts(33)
     tensors = load_file(folder / "model.safetensors")
@@ -146,6 +154,8 @@ def test_a_quantized_checkpoint_runs_as_in_transformers(models, tmp_path, recipe
         (source / path.name).write_text(path.read_text())
     save_file({**tensors, **drafts}, source / "model.safetensors", {"format": "pt"})
     overrides = {"weights.group_size": 16} if recipe.endswith("int4") else {}
+    if recipe == "fp8-block":  # whose experts transformers does not load
+        overrides = {"weights.group_size": "16x16", "activations.group_size": 16, "ignore": ["*.experts.[0-9]*"]}
     if recipe in ("gptq-int4", "awq-int4"):
         overrides |= {"calibration.samples": 2, "calibration.sequence_length": 32}
     quantize(source, recipe, tmp_path / "q", overrides=overrides)
@@ -155,10 +165,29 @@ def test_a_quantized_checkpoint_runs_as_in_transformers(models, tmp_path, recipe
     kept = ("compressor.wkv", "compressor.wgate", "weights_proj", "wo_a", "gate")
     assert codes
     assert not any(name.endswith(kept) for name in codes)
-    assert {"wq_a", "wq_b", "wkv", "wo_b", "w1", "w2", "w3"} <= {name.rpartition(".")[2] for name in codes}
+    experts = {"w1", "w2", "w3"} if recipe != "fp8-block" else {"wq_b"}
+    assert {"wq_a", "wq_b", "wkv", "wo_b", *experts} <= {name.rpartition(".")[2] for name in codes}
     expected = transformers_logits(tmp_path / "q", torch.tensor(sequences))[0]
     actual = run(load_model(tmp_path / "q", dtype="float32", backend="native"), sequences, 16)
-    assert difference(actual, [expected]) < 1e-4
+    close = 1e-4 if recipe != "fp8-block" else 0.1  # with inputs rounded to 8 bits, each at its own edges
+    assert difference(actual, [expected]) < close
+
+
+def test_a_published_config_says_the_same(tmp_path):
+    """The published names of keys, with YaRN around one base of wavelengths and without it around the other."""
+    types, yarn = [HEAVY, SPARSE, WINDOW], {"factor": 8.0, "original_max_position_embeddings": 64}
+    rates = {SPARSE: 4, HEAVY: 128}
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, **yarn}
+    folder, sequences = tmp_path / "model", prompts(150)
+    make_loud_model(folder, "deepseek_v4", layer_types=types, compress_rates=rates, rope_parameters=rope)
+    expected = reference_logits(folder, sequences)
+    assert difference(run(load_model(folder, dtype="float32", backend="native"), sequences, 33), expected) < 1e-4
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters", "partial_rotary_factor"):
+        del config[key]
+    config |= {"compress_ratios": [128, 4, 0], "num_hash_layers": 1, "rope_scaling": {"type": "yarn", **yarn}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert difference(run(load_model(folder, dtype="float32", backend="native"), sequences, 33), expected) < 1e-4
 
 
 def test_drafts_and_eviction_are_refused(models):

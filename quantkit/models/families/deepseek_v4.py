@@ -21,6 +21,8 @@ from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors, Matrix
 
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128, "sliding_attention": 0}
+_NORMS = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
+_SHARED = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 # What published files call the parts, in the order in which they are renamed.
 _RENAMED = (
     (r"^(layers|embed|norm|hc_head)", r"model.\1"),
@@ -44,8 +46,6 @@ _RENAMED = (
     (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
     (r"\.shared_experts\.w([123])\.", lambda match: f".shared_experts.{_SHARED[match[1]]}."),
 )
-_NORMS = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
-_SHARED = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 
 Sizes = list[tuple[str, int, int]]
 Vectors = dict[str, tuple[int, ...]]

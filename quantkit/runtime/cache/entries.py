@@ -33,7 +33,7 @@ from quantkit.numerics.dtype import FP8, INT4, DType
 _BIAS = 127  # of an exponent's byte
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EntryCodes:
     """How vectors (n, D) become bytes (n, B), and back.
 
@@ -41,7 +41,7 @@ class EntryCodes:
         width: D.
         rotated: of these, the last channels, which are never quantized.
         block: channels that share a power of two.
-        unit: bytes that exponents come in.
+        multiple: bytes that exponents come in.
         number: type of the codes; None = `dtype` is kept.
         dtype: of what is not quantized.
     Raises:
@@ -51,7 +51,7 @@ class EntryCodes:
     width: int
     rotated: int
     block: int
-    unit: int
+    multiple: int
     number: DType | None
     dtype: torch.dtype
 
@@ -69,7 +69,7 @@ class EntryCodes:
         """B."""
         if self.number is None:
             return self.width * self.dtype.itemsize
-        return self._code_bytes + 2 * self.rotated + exponent_bytes(self.plain, self.block, self.unit)
+        return self._code_bytes + 2 * self.rotated + exponent_bytes(self.plain, self.block, self.multiple)
 
     @property
     def _code_bytes(self) -> int:
@@ -80,11 +80,12 @@ class EntryCodes:
         if self.number is None:
             return values.to(self.dtype).contiguous().view(torch.uint8)
         plain, rotated = values.tensor_split((self.plain,), dim=1)
-        blocks = F.pad(plain.float(), (0, -self.plain % self.block)).unflatten(1, (-1, self.block))
+        padded = F.pad(plain.float(), (0, -self.plain % self.block))
+        blocks = padded.view(len(padded), -1, self.block)  # (n, G, block)
         limit = FP8.maximum if self.number is FP8 else self.number.maximum
         exponents = (blocks.abs().amax(-1) / limit).log2().ceil().clamp(-_BIAS, _BIAS)  # (n, G)
         numbers = (blocks * torch.exp2(-exponents).unsqueeze(-1)).flatten(1)[:, : self.plain].clamp(-limit, limit)
-        unused = exponent_bytes(self.plain, self.block, self.unit) - exponents.shape[1]
+        unused = exponent_bytes(self.plain, self.block, self.multiple) - exponents.shape[1]
         stored = F.pad((exponents + _BIAS).to(torch.uint8), (0, unused))
         kept = rotated.to(torch.bfloat16).contiguous().view(torch.uint8)
         return torch.cat([self._codes(numbers), kept, stored], dim=1)
@@ -124,14 +125,11 @@ class EntryPool:
     """
 
     def __init__(self, layout: EntryLayout, num_pages: int, num_rows: int, device: torch.device) -> None:
-        shape, kept = layout.shape, {"number": layout.scheme.key.dtype, "dtype": layout.dtype}
-        self._entry = EntryCodes(
-            width=shape.key_dim, rotated=shape.rope_dim, block=ENTRY_BLOCK, unit=ENTRY_EXPONENTS, **kept
-        )
+        shape, kept = layout.shape, (layout.scheme.key.dtype, layout.dtype)
+        self._entry = EntryCodes(shape.key_dim, shape.rope_dim, ENTRY_BLOCK, ENTRY_EXPONENTS, *kept)
         self._codes = [self._entry]
         if shape.index_dim:
-            index = EntryCodes(width=shape.index_dim, rotated=0, block=INDEX_BLOCK, unit=INDEX_EXPONENTS, **kept)
-            self._codes.append(index)
+            self._codes.append(EntryCodes(shape.index_dim, 0, INDEX_BLOCK, INDEX_EXPONENTS, *kept))
         sizes = shape.page_parts(layout.form, layout.page_size)
         self._pages = [torch.empty(num_pages, size, dtype=torch.uint8, device=device) for size in sizes]
         window, past = shape.window or 0, (num_rows, shape.past_tokens, shape.past_width)
@@ -181,5 +179,5 @@ class EntryPool:
         """Store entries (n, D) from number `first` on, then their indexer's keys."""
         for codes, pool, values in zip(self._codes, self._pages, entries, strict=False):
             stored = codes.encode(values).view(-1)
-            places = torch.arange(len(stored), device=stored.device) + first * codes.num_bytes
-            pool[pages[places // pool.shape[1]], places % pool.shape[1]] = stored
+            offsets = torch.arange(len(stored), device=stored.device) + first * codes.num_bytes
+            pool[pages[offsets // pool.shape[1]], offsets % pool.shape[1]] = stored

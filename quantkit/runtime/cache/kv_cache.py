@@ -111,8 +111,8 @@ class KVCache:
         """Bytes of what each sequence has beside its pages: its newest keys, newest queries, states."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
         queries = sum(rows.num_bytes for rows in self._newest.values())
-        rows = (*self.states.values(), *self.entries.values())
-        return windows + queries + sum(pool.num_bytes for pool in rows)
+        rows = sum(pool.num_bytes for pool in self.states.values())
+        return windows + queries + rows + sum(pool.num_bytes for pool in self.entries.values())
 
     def keys_of(self, pages: Sequence[int], row: int, observed: range) -> Iterator[LayerKeys]:
         """What each layer that sees a whole sequence has of it, for a policy.

@@ -64,7 +64,7 @@ class Compressor:
         value, gate = tokens[max(0, begin) - start : last * rate - start].chunk(2, dim=1)
         before = max(0, -begin)  # the first entry has no tokens before its own
         value, gate = F.pad(value, (0, 0, before, 0)), F.pad(gate.float(), (0, 0, before, 0), value=-torch.inf)
-        value, gate = (one.unflatten(0, (-1, rate)) for one in (value, gate))  # (E + overlaps, r, S D)
+        value, gate = (one.view(-1, *self.bias.shape) for one in (value, gate))  # (E + overlaps, r, S D)
         gate = gate + self.bias
         if overlaps:
             value, gate = (torch.cat([o[:-1, :, : self.width], o[1:, :, self.width :]], dim=1) for o in (value, gate))
@@ -91,7 +91,7 @@ class Indexer:
 
     def scored(self, x: Tensor, narrow: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Queries (T, heads, D) and weights (T, heads) of inputs (T, H) and narrow queries (T, rank)."""
-        query = turned(self.query(narrow).unflatten(1, (self.num_heads, -1)), angles)
+        query = turned(self.query(narrow).view(len(x), self.num_heads, -1), angles)
         return query, self.weight(x).float() * self.num_heads**-0.5
 
     def pick(self, query: Tensor, weight: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ class CompressedAttention:
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """See `Attention`."""
         assert angles is not None, "all layers have positions"
-        narrow, key = self.qkv(x).split((self.qkv.out_features - self.shape.key_dim, self.shape.key_dim), 1)
+        narrow, key = self.qkv(x).tensor_split((-self.shape.key_dim,), dim=1)
         narrow = self.query_norm(narrow.contiguous())[0]
-        query = self.query_up(narrow).unflatten(1, (self.shape.num_heads, -1))
+        query = self.query_up(narrow).view(len(x), self.shape.num_heads, -1)
         query = query * torch.rsqrt(query.float().square().mean(-1, keepdim=True) + self.eps).to(query.dtype)
         query, key = turned(query, angles), turned(self.key_norm(key.contiguous())[0], angles)
         past = None if self.past is None else self.past(x)
@@ -267,7 +267,7 @@ def _build_attention(weights: Weights, index: int, prefix: str, rope: RopeConfig
     config, shape = weights.config, weights.config.attention(index)
     assert isinstance(shape, AttentionShape)
     owners = [f"{prefix}compressor.", f"{prefix}compressor.indexer."][: shape.series if shape.ratio else 0]
-    groups = config.entries.count("o_groups")
+    groups, grouped = config.entries.count("o_groups"), weights.dense(f"{prefix}o_a_proj")
     return CompressedAttention(
         layer=index,
         shape=shape,
@@ -275,7 +275,7 @@ def _build_attention(weights: Weights, index: int, prefix: str, rope: RopeConfig
         query_norm=weights.norm(f"{prefix}q_a_norm"),
         query_up=weights.linear([f"{prefix}q_b_proj"]),
         key_norm=weights.norm(f"{prefix}kv_norm"),
-        grouped=weights.dense(f"{prefix}o_a_proj").unflatten(0, (groups, -1)),
+        grouped=grouped.view(groups, -1, grouped.shape[1]),
         output=weights.linear([f"{prefix}o_b_proj"]),
         options=AttentionOptions(
             scale=config.attention_scale, window=shape.window, sinks=weights.tensor(f"{prefix}sinks", torch.float32)
