@@ -13,6 +13,7 @@ from quantkit.errors import ModelError, RequestError
 from quantkit.kernels.layouts import EntryLayout, kv_scheme
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import find_kv_form
+from quantkit.models.config import NotNative
 from quantkit.models.families import family_for_counting, find
 from quantkit.numerics.scheme import KVScheme
 from quantkit.planning.memory import kv_allocated_bytes
@@ -188,6 +189,18 @@ def test_a_published_config_says_the_same(tmp_path):
     config |= {"compress_ratios": [128, 4, 0], "num_hash_layers": 1, "rope_scaling": {"type": "yarn", **yarn}}
     (folder / "config.json").write_text(json.dumps(config))
     assert difference(run(load_model(folder, dtype="float32", backend="native"), sequences, 33), expected) < 1e-4
+
+
+def test_codes_as_published_are_left_to_transformers(models, tmp_path):
+    tensors = load_tensors(models("csa"))
+    name = next(name for name in tensors if name.endswith("wq_a.weight"))
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), name.replace(".weight", ".scale"): torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((models("csa") / "config.json").read_text())
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    with pytest.raises(NotNative, match="fp8, scales under names of their own"):
+        load_model(tmp_path, dtype="float32", backend="native")
 
 
 def test_drafts_and_eviction_are_refused(models):

@@ -196,6 +196,10 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
         raise NotNative(f"quantization of this kind ({error})") from error
     if format_ is not None and format_.is_stacked:
         raise NotNative(f"quantization of this kind ({format_.name}, experts in a stack)")
+    # As DeepSeek-V4 was published, with experts of two codes in a byte: parts are built from names that formats write.
+    scales = (name.removesuffix("scale") for name in reader.names if name.endswith(".scale"))
+    if format_ is not None and any(f"{module}weight" in reader for module in scales):
+        raise NotNative(f"quantization of this kind ({format_.name}, scales under names of their own)")
     return format_, scheme
 
 
