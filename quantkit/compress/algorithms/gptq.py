@@ -35,6 +35,8 @@ ActOrder = Literal["none", "weight", "group"]
 _RUN = 32
 # Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted.
 _FIT_ELEMENTS = 1 << 22
+# Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
+_DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 # Rows of a Hessian copied at once into another order.
 _REORDERED = 256
 _DAMPING_FACTOR = 3.0
@@ -106,11 +108,7 @@ class GptqStep:
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
         """The Gram matrix of the widest inputs, its factor, the cross Gram of asymmetric calibration; see `Step`."""
-        return StepBytes(
-            statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2,
-            # What is kept of the runs of a layer: outputs of modules, of each model.
-            hidden_states=(self.true_sequential + self.needs_original) * sizes.states_bytes,
-        )
+        return StepBytes(statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2)
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
@@ -145,7 +143,10 @@ class GptqStep:
                 factors.clear()
                 # Taken out, so that a set's matrices are free again once its linears are settled.
                 hessian, error = statistics.pop(job.set)
-                factors[job.set] = self._factor(hessian), error
+                factor = self._factor(hessian)
+                if isinstance(error, Tensor):
+                    error = correction(error, factor, self.asymmetric_calibration)
+                factors[job.set] = factor, error
             factor, error = factors[job.set]
             return self._solve_job(layer, job, factor, error), factor.raised
 
@@ -172,10 +173,10 @@ class GptqStep:
 
     def _solve_job(self, layer: LayerContext, job: Job, factor: Factor, error: Errors | None) -> list[QuantizedTensor]:
         weights = [layer.weight(name)[rows] for name, rows in job.rows]
-        if error is not None:
-            # Errors of outputs belong each to one linear.
-            own = tuple(error[job.set.index(name)][rows] for name, rows in job.rows) if type(error) is tuple else error
-            weights = corrected(weights, own, factor, self.asymmetric_calibration)
+        if isinstance(error, tuple):  # of outputs, each of which belongs to one linear
+            own = (error[job.set.index(name)][rows] for name, rows in job.rows)
+            error = tuple(correction(part, factor, self.asymmetric_calibration) for part in own)
+        weights = weights if error is None else corrected(weights, error)
         return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor)
 
     def _solve(self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor) -> list[QuantizedTensor]:
@@ -254,37 +255,43 @@ def settle_columns(
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
-def corrected(weights: list[Tensor], error: Errors, factor: Factor, strength: float) -> list[Tensor]:
+def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
     """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
 
     Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
 
     Args:
         weights: (N_i, K) W each; not modified.
-        error: (K, K) mean of (o - x) x', or (N_i, K) each weight times it.
-        factor: of X X'.
-        strength: share of the correction.
+        shift: (K, K) (O - X) X' (X X')^-1, see `correction`, or (N_i, K) each weight times it, which is used up.
     Returns:
         (N_i, K) float32 each.
     Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
     loop spreads the same correction over its columns.
     """
-    if isinstance(error, Tensor) and sum(map(len, weights)) > len(error):
-        # Dividing a matrix with fewer rows than the weights have together is the cheaper half of the work.
-        shift = _divided(error, factor).mul_(strength)
-        return [torch.addmm(weight.float(), weight.float(), shift) for weight in weights]
-    products = error if isinstance(error, tuple) else (weight.float() @ error for weight in weights)
-    return [
-        _divided(wrong, factor).mul_(strength).add_(weight) for wrong, weight in zip(products, weights, strict=True)
-    ]
+    if not isinstance(shift, Tensor):
+        return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
+    return [torch.addmm(values, values, shift) for values in (weight.float() for weight in weights)]
 
 
-def _divided(matrix: Tensor, factor: Factor) -> Tensor:
-    """(N, K) matrix H^-1."""
-    # The factor is of the reordered Hessian, so columns enter in its order and leave in their own.
-    divided = torch.empty_like(matrix)
-    divided[:, factor.backwards] = torch.cholesky_solve(matrix[:, factor.backwards].T, factor.lower).T
-    return divided
+def correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
+    """A share of (N, K) error (X X')^-1, in its place; the factor is of X X'."""
+    return _divide(error, factor).mul_(strength)
+
+
+def _divide(matrix: Tensor, factor: Factor) -> Tensor:
+    """(N, K) matrix H^-1, in its place: by products for the most part, and without LAPACK's copy of the factor."""
+    lower, width = factor.lower, len(factor.lower)
+    blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]
+    for rows in torch.split(matrix, _DIVIDED_ROWS):
+        values = rows[:, factor.backwards]  # the factor is of the reordered Hessian
+        for own in blocks:
+            block = values[:, own].addmm_(values[:, : own.start], lower[own, : own.start].T, alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own].T, block, upper=True, left=False))
+        for own in reversed(blocks):
+            block = values[:, own].addmm_(values[:, own.stop :], lower[own.stop :, own], alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own], block, upper=False, left=False))
+        rows[:, factor.backwards] = values
+    return matrix
 
 
 def fit_scales(

@@ -186,8 +186,8 @@ class LayerContext:
                     run = partial(self.original_forward, original.batch(number))
                     original.run(number, run, tuple(compared), partial(send, "original"), (), changing - seen)
             rows.deliver()
-        if others and others[0].is_complete():
-            self._original.to("meta")
+        for name in others[0].complete() if others else ():
+            self._original.get_submodule(name).to("meta")
         release_freed_memory()
 
     def _open_streams(self) -> None:

@@ -1,6 +1,7 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -87,7 +88,7 @@ class CrossGram(_MeanMatrix):
         sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
         # By outputs each token costs a product more, so they must be at most half as many.
         self._sizes = sizes if 2 * sum(sizes) <= width else None
-        self._weight = torch.cat(list(weights)) if self._sizes else None
+        self._weights = list(weights) if self._sizes else []
         super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None, split=True)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
@@ -95,20 +96,28 @@ class CrossGram(_MeanMatrix):
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
             values = rows.float()
             # The difference first: of two sums o x' and x x' little but rounding would be left.
-            wrong = others.float() - values
+            wrong = others - values  # in float32
             if not wrong.any():  # what enters the first layer
                 continue
-            of_weights = None if self._weight is None else wrong.to(self._weight.dtype)
+            of_weights = wrong.to(self._weights[0].dtype) if self._weights else wrong
             for panel in self._panels:
-                part = wrong[:, panel]
-                if self._weight is not None and of_weights is not None:
-                    part = linear(of_weights, self._weight[panel]).float()
+                part = linear(of_weights, self._rows(panel)).float() if self._weights else wrong[:, panel]
                 self._sum[panel].addmm_(part.T, values)
         self.num_tokens += inputs.shape[0]
 
+    def _rows(self, panel: slice) -> Tensor:
+        """These rows of all weights, one below the other: a copy of no more than a panel."""
+        starts = accumulate((len(weight) for weight in self._weights[:-1]), initial=0)
+        return torch.cat(
+            [
+                weight[max(0, panel.start - start) : max(0, panel.stop - start)]
+                for weight, start in zip(self._weights, starts, strict=True)
+            ]
+        )
+
     def errors(self) -> Tensor | tuple[Tensor, ...]:
         """The (K, K) mean, or (N_i, K) W times it of each linear; as `finish`."""
-        mean, self._weight = self.finish(), None
+        mean, self._weights = self.finish(), []
         return mean if self._sizes is None else torch.split(mean, self._sizes)
 
 

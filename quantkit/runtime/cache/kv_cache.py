@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.layouts import KVLayout, Layout, StateLayout, page_bytes, residual_bytes
+from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, StateLayout, page_bytes, residual_bytes
 from quantkit.kernels.ops.attention import paged_attention
 from quantkit.kernels.reference.attention import page_keys
+from quantkit.runtime.cache.entries import EntryPool
 from quantkit.runtime.cache.newest_queries import NewestQueries
 from quantkit.runtime.cache.policies.base import LayerKeys
 from quantkit.runtime.cache.states import StatePool
@@ -43,6 +44,7 @@ class KVCache:
         attention: by number of the layer: of its new tokens to what is cached and to each other; then they are cached
             too.
         states: by number of the layer: of recurrent layers, which have no pages.
+        entries: by number of the layer: of layers whose entries each stand for several tokens.
     Raises:
         ResourceError: the memory is not there; the message gives the bytes.
     """
@@ -67,6 +69,11 @@ class KVCache:
                 n: StatePool(layout.shape, max_sequences, self.device)
                 for n, layout in enumerate(self.layouts)
                 if isinstance(layout, StateLayout)
+            }
+            self.entries = {
+                n: EntryPool(layout, num_pages, max_sequences, self.device)
+                for n, layout in enumerate(self.layouts)
+                if isinstance(layout, EntryLayout)
             }
         except RuntimeError as error:
             # Allocators of the host and of CUDA both end here: torch.cuda.OutOfMemoryError is a RuntimeError.
@@ -97,14 +104,15 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all pages."""
-        return sum(pool.nbytes for pool in self._pools)
+        return sum(pool.nbytes for pool in self._pools) + sum(pool.num_page_bytes for pool in self.entries.values())
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what each sequence has beside its pages: its newest keys unquantized, newest queries, states."""
+        """Bytes of what each sequence has beside its pages: its newest keys, newest queries, states."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
         queries = sum(rows.num_bytes for rows in self._newest.values())
-        return windows + queries + sum(pool.num_bytes for pool in self.states.values())
+        rows = sum(pool.num_bytes for pool in self.states.values())
+        return windows + queries + rows + sum(pool.num_bytes for pool in self.entries.values())
 
     def keys_of(self, pages: Sequence[int], row: int, observed: range) -> Iterator[LayerKeys]:
         """What each layer that sees a whole sequence has of it, for a policy.
