@@ -47,6 +47,19 @@ def option_group(argument: str, settings: Settings, shown: Mapping[str, str] | N
     return decorate
 
 
+def as_arguments(settings: Settings, given: Mapping[str, Any]) -> list[str]:
+    """The words that give a command these values, as `option_group` read them."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = _flags(settings[name])[0][-1]
+        on, _, off = flag.partition("/")
+        if _is_flag(settings[name]):
+            words += filter(None, [on if value else off])
+        else:
+            words += [word for each in (value if isinstance(value, tuple) else (value,)) for word in (on, str(each))]
+    return words
+
+
 def _identifier(name: str) -> str:
     return name.replace(".", "_")  # a recipe field's path is no keyword
 
