@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import stamp
 
-RECIPES = "rtn-int4,rtn-int8,gptq-int4,gptq-int8,awq-int4,autoround-int4"
+RECIPES = "rtn-int4,rtn-int8,gptq-int4,gptq-int8,awq-int4,awq-gptq-int4"
 MODELS = "demo,../shared/models/babyllama-361"
-FEW = ("weights.group_size=32", "calibration.samples=8", "calibration.sequence_length=128")
+FEW = ("weights.group_size=32", "calibration.samples=8", "calibration.sequence_length=64")
+TEXT = "The small fox walks along the river and sleeps. " * 40
 TIMED = ("seconds", "created", "peak_bytes", "benchmark", "baseline_benchmark", "diagnosis", "command")
-ASKED = ("--suite", "none", "--text", "demo", "--no-bench", "--device", "cpu", "--threads", "1")
+ASKED = ("--suite", "none", "--no-bench", "--device", "cpu", "--threads", "1")
 
 
 def main() -> int:
@@ -52,7 +53,10 @@ def main() -> int:
 def compare(recipes: str, models: str, changes: list[str] | tuple[str, ...], work: Path) -> dict[str, Any]:
     """Both sweeps, and in what they differ."""
     settings = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "quantkit", "sweep", recipes, models, *settings, *ASKED, "--json"]
+    text = work / "text"
+    text.write_text(TEXT)
+    command = [sys.executable, "-m", "quantkit", "sweep", recipes, models, *settings, *ASKED]
+    command += ["--text", str(text), "--json"]
     began = time.monotonic()
     local = finished(subprocess.Popen([*command, "-o", str(work / "local")], stdout=subprocess.PIPE, text=True))
     middle = time.monotonic()

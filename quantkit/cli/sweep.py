@@ -67,7 +67,9 @@ def command(
     from quantkit.sweep import SweepOptions, compare_trials, sweep
 
     options = SweepOptions(**{"output": Path("sweep"), **how}, verify=tuple(as_arguments(_VERIFY, verify)))
-    records = sweep([_recipe(name, changes) for name in _listed(recipes)], _listed(models), options, progress=output_to.tell)
+    records = sweep(
+        [_recipe(name, changes) for name in _listed(recipes)], _listed(models), options, progress=output_to.tell
+    )
     compared = compare_trials(records)
     failed = [record for record in records if record.report is None]
     output_to.result(
