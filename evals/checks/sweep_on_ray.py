@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import stamp
+from provenance import plain, stamp
 
 RECIPES = "rtn-int4,rtn-int8,gptq-int4,gptq-int8,awq-int4,awq-gptq-int4"
 MODELS = "demo,../shared/models/babyllama-361"
@@ -43,7 +43,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         result = compare(options.recipes, options.models, options.changes or FEW, Path(work))
-    text = json.dumps({**result, "stamp": vars(stamp())}, indent=1, default=str) + "\n"
+    text = json.dumps({**result, "stamp": plain(stamp())}, indent=1) + "\n"
     print(text)
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")

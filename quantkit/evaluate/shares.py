@@ -15,8 +15,9 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText
 
 _PARTS = 4  # batches come in fours, so that two and four ranks have equally much to do
-_TOKENS = 4096  # of a batch of prompts that are computed as wholes, a few steps of the engine
-_ROWS = {"scored": 32, "generated": 64}  # of a batch that is computed token by token, at most
+# Of a batch, at least where there is so much, and at most: tokens of prompts that are computed as wholes, in a few
+# steps of the engine; rows that are computed token by token, of which few take nearly as long as many.
+_TOKENS, _SCORED, _GENERATED = (1024, 4096), (8, 32), (16, 64)
 
 
 def score_in_turns(
@@ -32,7 +33,7 @@ def score_in_turns(
     # As the engine sorts them: neighbours share their beginnings, which a batch computes once.
     order = sorted(range(len(texts)), key=lambda number: texts[number].ids)
     weights = [1] * len(texts) if chunk_size == 1 else _new_tokens([texts[number].ids for number in order])
-    batches = cut(weights, _ROWS["scored"] if chunk_size == 1 else _TOKENS)
+    batches = cut(weights, *(_SCORED if chunk_size == 1 else _TOKENS))
 
     def score(batch: range) -> list[PromptScores]:
         forget(llm)
@@ -56,19 +57,19 @@ def generate_in_turns(
         forget(llm)
         return llm.generate([prompts[at] for at in batch], [seeded[at] for at in batch])
 
-    batches = cut([1] * len(prompts), _ROWS["generated"])
+    batches = cut([1] * len(prompts), *_GENERATED)
     return list(chain.from_iterable(share_out(batches, generate)))
 
 
-def cut(weights: Sequence[int], most: int) -> list[range]:
+def cut(weights: Sequence[int], least: int, most: int) -> list[range]:
     """Items in neighbouring batches of about equal weight.
 
     Args:
         weights: of the items.
-        most: of a batch, about.
+        least, most: of a batch, about.
     """
     total = sum(weights)
-    count = min(len(weights), _PARTS * max(1, -(-total // (_PARTS * most))))
+    count = min(len(weights), max(1, total // least), _PARTS * -(-total // (_PARTS * most)))
     # An item belongs to the batch in which its middle lies, one without weight to that of the item before.
     ends = zip(accumulate(weights), weights, strict=True)
     owners = [min(count - 1, (2 * end - weight - 1) * count // (2 * total)) for end, weight in ends]

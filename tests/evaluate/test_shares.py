@@ -14,19 +14,20 @@ from quantkit.runtime.types import SamplingParams, ScoredText
 
 
 @pytest.mark.parametrize(
-    ("weights", "most", "sizes"),
+    ("weights", "least", "most", "sizes"),
     [
-        ([], 8, []),
-        ([5], 8, [1]),
-        ([1] * 3, 8, [1, 1, 1]),
-        ([1] * 40, 32, [10] * 4),
-        ([1] * 130, 32, [17, 16, 16, 16, 17, 16, 16, 16]),
-        ([9, 1, 1, 1], 64, [1, 3]),
-        ([4, 0, 0, 4, 4, 4], 64, [3, 1, 1, 1]),
+        ([], 1, 8, []),
+        ([5], 1, 8, [1]),
+        ([1] * 3, 1, 8, [1, 1, 1]),
+        ([1] * 40, 8, 32, [10] * 4),
+        ([1] * 20, 8, 32, [10] * 2),
+        ([1] * 130, 8, 32, [17, 16, 16, 16, 17, 16, 16, 16]),
+        ([9, 1, 1, 1], 1, 64, [1, 3]),
+        ([4, 0, 0, 4, 4, 4], 1, 64, [3, 1, 1, 1]),
     ],
 )
-def test_batches_are_about_as_heavy_and_leave_nothing_out(weights, most, sizes):
-    batches = cut(weights, most)
+def test_batches_are_about_as_heavy_and_leave_nothing_out(weights, least, most, sizes):
+    batches = cut(weights, least, most)
     assert [len(batch) for batch in batches] == sizes
     assert [at for batch in batches for at in batch] == list(range(len(weights)))
 
@@ -39,7 +40,7 @@ def llm(tiny_llama):
 @pytest.fixture
 def small(monkeypatch):
     """Batches of a few tokens, as longer texts would have."""
-    monkeypatch.setattr(shares, "_TOKENS", 64)
+    monkeypatch.setattr(shares, "_TOKENS", (16, 64))
 
 
 def backwards(items, compute, costs=()):
