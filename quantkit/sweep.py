@@ -161,8 +161,8 @@ class _Sweep:
 
     def _trial(self, record: TrialRecord) -> Trial:
         """What a record takes to make; its recipe is written down as it is now."""
-        place, checkpoint = self._folder / "trials", self._folder / record.name
-        recipe = place / record.name / f"{record.recipe}.yaml"
+        folder, checkpoint = self._folder / "trials", self._folder / record.name
+        recipe = folder / record.name / f"{record.recipe}.yaml"
         recipe.parent.mkdir(exist_ok=True)
         write_json(recipe, record.identity["recipe"])  # JSON is YAML
         model = [] if record.model == DEMO else [record.model]
@@ -176,7 +176,7 @@ class _Sweep:
                 Command(arguments=quantize, made=checkpoint),
                 Command(arguments=("verify", str(checkpoint), *baseline, *how), made=checkpoint / "report.json"),
             ),
-            log=place / f"{record.name}.log",
+            log=folder / f"{record.name}.log",
             threads=threads,
             device=self.options.device,
             num_bytes=planned_bytes(model[0] if model else None, recipe),

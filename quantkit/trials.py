@@ -100,10 +100,10 @@ def check_place(on: str) -> None:
     Raises:
         InputError: it is no place, or Ray is not installed.
     """
-    place, colon, address = on.partition(":")
-    if place not in ("local", "ray") or (colon and (place == "local" or not address)):
+    runner, colon, address = on.partition(":")
+    if runner not in ("local", "ray") or (colon and (runner == "local" or not address)):
         raise InputError(f"--on {on!r} is no place to run trials; use local, ray or ray:ADDRESS")
-    if place == "ray":
+    if runner == "ray":
         _import_ray()
 
 
@@ -131,8 +131,8 @@ def run_trials(trials: Sequence[Trial], on: str = "local", jobs: int = 1) -> Gen
         InputError: as `check_place`, or there is no cluster at the address.
     """
     check_place(on)
-    place, _, address = on.partition(":")
-    return _on_ray(trials, address) if place == "ray" else _locally(trials, jobs)
+    runner, _, address = on.partition(":")
+    return _on_ray(trials, address) if runner == "ray" else _locally(trials, jobs)
 
 
 def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, None]:

@@ -2,7 +2,7 @@
 
     python evals/checks/sweep_on_ray.py [--recipes A,B] [--models demo,DIR] [--set FIELD=VALUE] [-o FILE.json]
 
-Two workers of one CPU each. The worker is killed while a trial of the second half compresses; that trial must be begun
+Two workers of one CPU each. The worker is killed while it runs a trial of the second half; that trial must be begun
 again, all others once. Compared are the SHA-256 of every file of weights and all of report.json but times, peaks of
 memory and where the sweep lies. Needs ray. Ends with exit code 1 if anything differs or a trial failed.
 """
@@ -97,21 +97,22 @@ class cluster:
 
 
 def kill_worker(sweep: subprocess.Popen[str], folder: Path, after: int) -> str:
-    """Kill the worker of the first trial that compresses once so many have ended; its name."""
+    """Kill the worker of a trial that runs once so many have ended; its name."""
     while sweep.poll() is None:
         records = [json.loads(path.read_text()) for path in (folder / "trials").glob("*.json")]
         if sum(record["report"] is not None for record in records) >= after:
             for process in Path("/proc").glob("[0-9]*"):
                 try:
                     words = (process / "cmdline").read_bytes().decode().split("\0")
-                    if "quantize" not in words or str(folder) not in " ".join(words):
+                    if words[1:3] != ["-m", "quantkit"] or words[3] not in ("quantize", "verify"):
                         continue
                     status = (process / "status").read_text()
                 except OSError:
                     continue
-                if words[1:4] == ["-m", "quantkit", "quantize"]:
+                checkpoint = Path(words[words.index("-o") + 1] if words[3] == "quantize" else words[4])
+                if checkpoint.parent == folder:
                     os.kill(int(re.search(r"PPid:\s+(\d+)", status)[1]), signal.SIGKILL)  # type: ignore[index]
-                    return Path(words[words.index("-o") + 1]).name
+                    return checkpoint.name
         time.sleep(0.02)
     return ""
 

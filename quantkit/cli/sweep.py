@@ -88,8 +88,8 @@ def _recipe(name: str, changes: Sequence[str]) -> Recipe:
     """With changes of the calibration only where there is one."""
     from quantkit.compress.recipe import load
 
-    looks = load(name).calibration is not None
-    return load(name, [change for change in changes if looks or not change.startswith("calibration.")])
+    reads_data = load(name).calibration is not None
+    return load(name, [change for change in changes if reads_data or not change.startswith("calibration.")])
 
 
 def _listed(text: str) -> list[str]:
