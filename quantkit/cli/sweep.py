@@ -61,8 +61,8 @@ def command(
     \b
     Examples:
       quantkit sweep rtn-int4,gptq-int4,awq-int4
-      quantkit sweep gptq-int4,awq-int4 demo,./my-model --set calibration.samples=32
-      quantkit sweep gptq-int4,awq-int4 ./my-model --on ray --suite none --no-bench
+      quantkit sweep gptq-int4,awq-int4 demo,./my-model --jobs 2 -o compared
+      quantkit sweep gptq-int4,awq-int4 --on ray --suite none --no-bench
     """
     from quantkit.sweep import SweepOptions, compare_trials, sweep
 
