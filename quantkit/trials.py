@@ -7,6 +7,7 @@ raises nothing. The same commands run with the same number of threads wherever t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -150,7 +151,12 @@ def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, Non
 
 
 def _on_ray(trials: Sequence[Trial], address: str) -> Generator[Outcome, None, None]:
-    ray = _import_ray()
+    # Ray tells of lost workers by printing, and stdout is for results.
+    with contextlib.redirect_stdout(sys.stderr):
+        yield from _outcomes_on_ray(_import_ray(), trials, address)
+
+
+def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generator[Outcome, None, None]:
     is_guest = ray.is_initialized()
     if not is_guest:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -96,10 +96,11 @@ class Ray:
         return True
 
     def nodes(self):
+        print("(raylet) a worker died")  # as Ray itself does
         return [{"Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
 
 
-def test_what_no_machine_of_the_cluster_has_is_refused_and_not_waited_for(trial, monkeypatch):
+def test_what_no_machine_of_the_cluster_has_is_refused_and_not_waited_for(trial, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", Ray())
     large = [
         trial("make", name="threads"),
@@ -110,3 +111,4 @@ def test_what_no_machine_of_the_cluster_has_is_refused_and_not_waited_for(trial,
     assert {outcome.exit_code for outcome in outcomes.values()} == {ResourceError.exit_code}
     assert "no machine of the cluster has what it needs: {'CPU': 3, 'memory': 0}" in outcomes["threads"].reason
     assert len(outcomes) == 3
+    assert capsys.readouterr().out == ""
