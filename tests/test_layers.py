@@ -19,12 +19,14 @@ LAYERS = {
     "__main__": 12,  # python -m quantkit
     "cli": 11,
     "api": 11,
+    "sweep": 10,  # recipes times models, by trials
     "bit_search": 10,  # compresses and runs to find what to compress to
     "evaluate.verify": 10,  # asks everything below what a checkpoint is worth
     "server": 10,  # HTTP around the engine
     "": 9,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "evaluate": 9,
     "benchmark": 9,
+    "trials": 8,  # commands as children, here or on Ray
     "runtime": 8,
     "vllm_engine": 8,  # vLLM as one object
     "planning": 7,

@@ -88,6 +88,13 @@ class PagePool:
         """The page with these contents, free or not."""
         return self._page_of.get(key)
 
+    def forget(self) -> None:
+        """Forget what free pages hold; without a page that is held, the pool is as new."""
+        for page in self._cached:
+            del self._page_of[self._key_of.pop(page)]
+        self._blank = sorted([*self._blank, *self._cached], reverse=True)
+        self._cached = {}
+
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Compare the pool with itself and with the sequences that hold pages.
 
