@@ -77,6 +77,16 @@ def serve(page: str) -> str:
     return section(page, "measured", generator("serve/page.py").render())
 
 
+def runtime(page: str) -> str:
+    """docs/runtime.md."""
+    return section(page, "eviction", generator("checks/eviction_page.py").table())
+
+
+def eviction_plot(_: str) -> str:
+    """docs/eviction.svg."""
+    return str(generator("checks/eviction_page.py").plot())
+
+
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
     checks = generator("checks/models_page.py")
@@ -92,6 +102,8 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/promises.md": promises,
     "docs/models.md": models,
     "docs/serve.md": serve,
+    "docs/runtime.md": runtime,
+    "docs/eviction.svg": eviction_plot,
 }
 
 

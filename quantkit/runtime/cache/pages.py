@@ -54,6 +54,17 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def is_private(self, page: int) -> bool:
+        """Whether a held page may be written: nobody else holds it or finds it by a key."""
+        return self._counts[page] == 1 and page not in self._key_of
+
+    def withdraw(self, page: int) -> bool:
+        """Make a held page with a key private, so that nobody finds it any more; False = others hold it too."""
+        if self._counts[page] > 1:
+            return False
+        del self._page_of[self._key_of.pop(page)]
+        return True
+
     def share(self, page: int) -> None:
         """One more reference to a page; a free one is taken off the free list."""
         if self._counts[page] == 0:
