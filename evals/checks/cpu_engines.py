@@ -19,8 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import provenance
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import provenance
 import vllm_cpu
 import vllm_cpu_models as models
 
