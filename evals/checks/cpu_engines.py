@@ -52,7 +52,7 @@ def main() -> None:
     rows = []
     for case in CASES:
         checkpoint, dense = _checkpoint(case, source, folder)
-        answer = _ask(options, checkpoint, texts, folder / f"{options.engine}-{case.replace(' ', '-')}.answer.json")
+        answer = _ask(options, checkpoint, texts, folder / f"{options.engine}-{checkpoint.name}.answer.json")
         rows.append({"case": case or "unquantized", **judge(answer, dense, json.loads(texts.read_text()))})
         print(json.dumps(rows[-1]), flush=True)
     made = {"commit": provenance.commit(), "engine": _version(options)}

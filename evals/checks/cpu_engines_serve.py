@@ -85,14 +85,15 @@ def _openvino_gguf(checkpoint: Path, ids: list[list[int]]) -> Answer:
 
 def _onnxruntime(checkpoint: Path, ids: list[list[int]], work: Path) -> Answer:
     import onnxruntime_genai as og
-    from onnxruntime_genai.models.builder import create_model
+    from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
     work.mkdir(exist_ok=True)
     is_file = checkpoint.suffix == ".gguf"
     quantized = is_file or "quantization_config" in json.loads((checkpoint / "config.json").read_text())
     # With a checkpoint that has codes, int4 means those.
     precision = "int4" if quantized else "fp32"
-    create_model(None, str(checkpoint), str(work), precision, "cpu", str(work / "cache"))
+    arguments = (None, str(checkpoint), str(work), precision, "cpu", str(work / "cache"))
+    create_model(*arguments, **parse_extra_options(*arguments, []))
     model = og.Model(str(work))
 
     def logits(tokens: list[int]) -> Any:
