@@ -30,8 +30,8 @@ import vllm_cpu_models as models
 SERVE = Path(__file__).with_name("cpu_engines_serve.py")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu_engines"
 CASES = (
-    *("", "gptq-int4 as dense", "gptq-int4", "gptq-int4 as gptq", "awq-int4", "awq-int4 as awq", "rtn-int4 as gguf"),
-    *("rtn-int8", "w8a8-int8", "fp8-dynamic", "nvfp4", "mxfp4"),
+    *("", "gptq-int4", "gptq-int4 as gptq", "awq-int4 as awq", "rtn-int4 as gguf", "gptq-int4 as dense"),
+    *("w8a8-int8", "fp8-dynamic", "nvfp4", "mxfp4"),
 )
 GAP, NEAR = 0.2, 0.02
 LIMIT_S = 900
@@ -55,10 +55,7 @@ def main() -> None:
         answer = _ask(options, checkpoint, texts, folder / f"{options.engine}-{checkpoint.name}.answer.json")
         rows.append({"case": case or "unquantized", **judge(answer, dense, json.loads(texts.read_text()))})
         print(json.dumps(rows[-1]), flush=True)
-    made = {"commit": provenance.commit(), "engine": _version(options)}
-    RESULTS.mkdir(exist_ok=True)
-    lines = ",\n".join(map(json.dumps, rows))
-    (RESULTS / f"{options.engine}.json").write_text(f'{{"made": {json.dumps(made)},\n"rows": [\n{lines}\n]}}\n')
+        _write(options.engine, {"commit": provenance.commit(), "engine": _version(options)}, rows)
     sys.exit(any(row["verdict"] == "other numbers" for row in rows))
 
 
@@ -111,6 +108,12 @@ def judge(answer: dict[str, Any], dense: Path, texts: list[list[int]]) -> dict[s
         row["difference"] = round(float((known - torch.tensor(answer["logprobs"])).abs().mean()), 4)
     is_right = row["gap"] <= GAP and row.get("difference", 0) <= NEAR
     return {"verdict": "agrees" if is_right else "other numbers", **row}
+
+
+def _write(engine: str, made: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
+    (RESULTS / f"{engine}.json").write_text(f'{{"made": {json.dumps(made)},\n"rows": [\n{lines}\n]}}\n')
 
 
 def _version(options: argparse.Namespace) -> str:
