@@ -13,8 +13,9 @@ rounded activations or cache: mean log-likelihoods are within `NLL`. Where greed
 token by no more than two engines can differ in that: the writer holds its own token for no less likely than the
 other, so transformers' preference is at most twice the largest difference of a log-probability, which is taken from
 the texts (of weights alone: of the unquantized model; with rounded activations or cache, of the checkpoint itself),
-and is never asked to be less than `GAP`. What the CPU build has no kernel for must be refused, as `quantkit.engines`
-says beforehand, with the error that stands there. Scales of an FP8 cache are used if other scales give another text.
+and is never asked to be less than `GAP`; with experts, which noise may choose, the unquantized model's own gap counts
+too. What the CPU build has no kernel for must be refused, as `quantkit.engines` says beforehand, with the error that
+stands there. Scales of an FP8 cache are used if other scales give another text.
 """
 
 from __future__ import annotations
@@ -226,7 +227,9 @@ def judge(case: Case, answer: dict[str, Any], base: References) -> dict[str, Any
     greedy = [text[:PROMPT] + written for text, written in zip(texts, answer["greedy"], strict=True)]
     gap = worst_gap(base.logprobs(case, greedy)[0], greedy)
     if not case.name:
-        base.noise, base.largest = difference, largest
+        # Where a router holds two experts for nearly alike, noise chooses: the gap itself says how far that goes.
+        has_experts = "num_experts_per_tok" in models.MODELS[case.model]
+        base.noise, base.largest = difference, max(largest, gap / 2 if has_experts else 0)
     rounds = "dense" not in by and bool(case.name)
     row |= {
         "reference": by,

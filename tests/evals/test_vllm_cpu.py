@@ -39,7 +39,6 @@ def test_rules_say_of_every_row_what_vllm_did(load, tmp_path):
         if row["verdict"] != "refused by us" and (said.is_right != ran or not explained):
             differ.append((row["model"], row["case"], row["verdict"], said.reads, said.reason))
     assert not differ
-    assert {row["model"] for row in rows} == set(models.MODELS)
 
 
 def test_nvfp4_files_must_share_global_scales_and_have_no_negative_ones(load, tmp_path):
