@@ -87,6 +87,14 @@ def eviction_plot(_: str) -> str:
     return str(generator("checks/eviction_page.py").plot())
 
 
+def formats(page: str) -> str:
+    """docs/formats.md."""
+    engines = generator("checks/engines_page.py")
+    for name in ("rules", "vllm", "others"):
+        page = section(page, name, getattr(engines, name)())
+    return page
+
+
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
     checks = generator("checks/models_page.py")
@@ -98,6 +106,7 @@ def readme(page: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
+    "docs/formats.md": formats,
     "docs/performance.md": performance,
     "docs/promises.md": promises,
     "docs/models.md": models,

@@ -50,9 +50,9 @@ _NPROC = setting(
 )
 _ENGINE = setting(
     None,
-    "Engine that is to read the result: vllm, sglang, transformers, llama.cpp, tensorrt-llm or tgi. What it cannot "
-    "read is refused at once.",
-    flag="--for ENGINE",
+    "Engine that is to read the result, on which device if that is known: vllm, vllm:h100, vllm:cpu, sglang, "
+    "transformers, llama.cpp, tensorrt-llm or tgi. What it cannot read is refused at once.",
+    flag="--for ENGINE[:DEVICE]",
 )
 
 
@@ -91,7 +91,7 @@ def command(
       quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
       quantkit quantize --recipe gptq-int4 --samples 16 --nproc 2 -o demo-shared
       quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
-      quantkit quantize --recipe rtn-int4 --for vllm -o demo-vllm
+      quantkit quantize --recipe rtn-int4 --for vllm:h100 -o demo-vllm
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     from quantkit import distributed

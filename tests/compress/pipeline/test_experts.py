@@ -216,6 +216,8 @@ def test_experts_with_zero_points_are_for_engines_that_take_them(mixtral, tmp_pa
     assert any(name.endswith("zero_point") for name in load_tensors(tmp_path / "vllm"))
     with pytest.raises(SchemeError, match=r"transformers 5\.23\.0: no, .* set weights.symmetric=true"):
         quantize(mixtral, "rtn-int4", tmp_path / "no", overrides=asymmetric, engine="transformers")
+    with pytest.raises(SchemeError, match=r"vLLM 0\.32\.0: no, experts with zero points have no CPU kernel"):
+        quantize(mixtral, "rtn-int4", tmp_path / "no", overrides=asymmetric, engine="vllm:cpu")
     assert not (tmp_path / "no").exists()
 
 
