@@ -106,14 +106,15 @@ class AutoRoundStep:
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
         sequences = _shuffled(examples.sequences, f"{layer.seed}/{layer.name}")
         for iteration in range(self.iterations):
-            for _ in range(self.batch_size):
-                if not math.isfinite(block.backward(*examples.batch(*next(sequences)))):
-                    return False
             rate = first * (1 - iteration / self.iterations)
-            for name, weight in block.weights.items():
-                if weight.grad is not None:  # an expert may have seen no token
-                    tuned[name].step(weight.grad, weight.data, rate)
-                    weight.grad = None
+
+            def step(name: str, gradient: Tensor, values: Tensor, rate: float = rate) -> None:
+                tuned[name].step(gradient, values.data, rate)
+
+            for left in reversed(range(self.batch_size)):
+                batch = examples.batch(*next(sequences))
+                if not math.isfinite(block.backward(*batch, None if left else step)):
+                    return False
         return True
 
 
