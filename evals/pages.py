@@ -77,6 +77,24 @@ def serve(page: str) -> str:
     return section(page, "measured", generator("serve/page.py").render())
 
 
+def runtime(page: str) -> str:
+    """docs/runtime.md."""
+    return section(page, "eviction", generator("checks/eviction_page.py").table())
+
+
+def eviction_plot(_: str) -> str:
+    """docs/eviction.svg."""
+    return str(generator("checks/eviction_page.py").plot())
+
+
+def formats(page: str) -> str:
+    """docs/formats.md."""
+    engines = generator("checks/engines_page.py")
+    for name in ("rules", "vllm", "others"):
+        page = section(page, name, getattr(engines, name)())
+    return page
+
+
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
     checks = generator("checks/models_page.py")
@@ -88,10 +106,13 @@ def readme(page: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
+    "docs/formats.md": formats,
     "docs/performance.md": performance,
     "docs/promises.md": promises,
     "docs/models.md": models,
     "docs/serve.md": serve,
+    "docs/runtime.md": runtime,
+    "docs/eviction.svg": eviction_plot,
 }
 
 

@@ -38,7 +38,12 @@ class Usage:
 
 
 def run_measured(
-    command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None, limit_s: float = 3600
+    command: Sequence[str],
+    log: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    limit_s: float = 3600,
 ) -> Usage:
     """Run a command, its output in a file.
 
@@ -46,13 +51,16 @@ def run_measured(
         command: with its arguments.
         log: of standard output and error; written anew.
         environment: variables beside those of this process; empty ones are removed.
+        folder: in which it runs; None = this process's own, of which Python may import modules.
         limit_s: after which it is killed.
     """
     variables = {**os.environ, **(environment or {})}
     variables = {name: value for name, value in variables.items() if value}
     busy, started = _busy_seconds(), time.monotonic()
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=variables, cwd=folder, start_new_session=True
+        )
     timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
     timer.start()
     try:

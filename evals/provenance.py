@@ -95,6 +95,11 @@ def plain(value: Stamp | None) -> dict[str, Any] | None:
     return None if value is None else asdict(value)
 
 
+def digest(recipe: Mapping[str, Any]) -> str:
+    """One digest of a recipe and of the code behind it."""
+    return _digest(json.dumps([recipe_digest(recipe), code_digests(recipe)], sort_keys=True))
+
+
 def recipe_digest(recipe: Mapping[str, Any]) -> str:
     """Of all that decides codes: not of names, words, gates, or where a calibration file was."""
     kept = {key: value for key, value in recipe.items() if key not in ("name", "description", "gates")}

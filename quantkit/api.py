@@ -44,7 +44,8 @@ def quantize(
         activations: where hidden states are kept between layers; "disk" when they do not fit in memory.
         resume: go on where an interrupted run with the same inputs stopped.
         overwrite: replace an existing output directory.
-        engine: that is to read the result, "vllm" or another of `quantkit.engines`; what it cannot read is refused.
+        engine: that is to read the result, "vllm", "vllm:h100" or another of `quantkit.engines`; what it cannot read is
+            refused.
         listener: told about progress.
     Returns:
         what was done: sizes, errors per linear, times.

@@ -19,12 +19,14 @@ LAYERS = {
     "__main__": 12,  # python -m quantkit
     "cli": 11,
     "api": 11,
+    "sweep": 10,  # recipes times models, by trials
     "bit_search": 10,  # compresses and runs to find what to compress to
     "evaluate.verify": 10,  # asks everything below what a checkpoint is worth
     "server": 10,  # HTTP around the engine
     "": 9,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "evaluate": 9,
     "benchmark": 9,
+    "trials": 8,  # commands as children, here or on Ray
     "runtime": 8,
     "vllm_engine": 8,  # vLLM as one object
     "planning": 7,
@@ -71,6 +73,7 @@ LAYERS = {
     "registry": 0,
     "settings": 0,
     "child": 0,  # work that may not end
+    "distributed": 0,  # work that several processes share
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data

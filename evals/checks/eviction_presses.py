@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,12 @@ import kvpress
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import plain, stamp, version
+
 RESULT = Path(__file__).parents[1] / "results/eviction/presses.json"
+ABOUT = plain(stamp(versions={name: version(name) for name in ("kvpress", "torch", "transformers")}))
 PRESSES = {
     "StreamingLLM": lambda ratio: kvpress.StreamingLLMPress(compression_ratio=ratio),
     "KeyDiff": lambda ratio: kvpress.KeyDiffPress(compression_ratio=ratio),
@@ -39,7 +45,7 @@ def main() -> None:
     parser.add_argument("--shares", default="0.5,0.25,0.125")
     parser.add_argument("--presses", default=",".join(PRESSES))
     options = parser.parse_args()
-    rows = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     done = {(row["model"], row["task"], row["press"], row["share"]) for row in rows}
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     for task in json.loads((options.work / "cases.json").read_text()):
@@ -55,7 +61,7 @@ def main() -> None:
                 # A press that does not do these sizes, or this version of transformers.
                 print(name, share, type(error).__name__, str(error)[:100], flush=True)
                 continue
-            RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+            RESULT.write_text(json.dumps({"about": ABOUT, "rows": rows}, indent=1) + "\n")
             print(json.dumps(rows[-1]), flush=True)
 
 

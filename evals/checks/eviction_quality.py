@@ -15,11 +15,16 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import plain, stamp
 
 from quantkit.demo import DEMO_MODEL
 from quantkit.runtime.config import KV_POLICIES, EngineConfig
@@ -30,12 +35,13 @@ from quantkit.runtime.types import PromptScoring, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "results/eviction/ours.json"
+ABOUT = plain(stamp())
 NAMES = ("model", "task", "kv_cache", "policy", "page_size", "share")
 RECALL, TEXT = ROOT / "tasks/demo/demo_recall.jsonl", ROOT / "tasks/demo/demo_text.txt"
 SCORED = 32
 LEAST_PAGES = 4  # of a budget
-TYPES = ("auto", "int8", "int4")
-PAGES = {"auto": (4, 16), "int8": (4, 16), "int4": (16,)}  # small ones, as the contexts are
+TYPES = ("bf16", "int8", "int4")
+PAGES = {"bf16": (4,), "int8": (4,), "int4": (16, 8)}  # small ones, as the contexts are: the first that fits
 
 
 def main() -> None:
@@ -96,7 +102,7 @@ def windows(name: str, path: Path, text: Path, length: int, count: int) -> dict[
 
 def measure(tasks: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """A row for each model, task, KV type, policy, page size and share; those that are there already are kept."""
-    rows = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     done = {tuple(row[name] for name in NAMES) for row in rows}
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     for task in tasks:
@@ -104,7 +110,7 @@ def measure(tasks: list[dict[str, Any]], options: argparse.Namespace) -> None:
         for kind, policy, page_size, share in choices(task, options):
             if (task["model"], task["task"], kind, policy or "full", page_size, share) not in done:
                 rows.append(run(model, task, kind, policy, page_size, share))
-                RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+                RESULT.write_text(json.dumps({"about": ABOUT, "rows": rows}, indent=1) + "\n")
                 print(json.dumps(rows[-1]), flush=True)
 
 
@@ -112,10 +118,10 @@ def choices(task: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple
     """KV type, policy, page size and share, as far as the budget holds what is never evicted."""
     for kind in options.types.split(","):
         yield kind, None, 16, 1.0
-        for policy, page_size in itertools.product(options.policies.split(","), PAGES[kind]):
-            for share in map(float, options.shares.split(",")):
-                if all(share * case["chunk"] >= LEAST_PAGES * page_size for case in task["cases"]):
-                    yield kind, policy, page_size, share
+        least = min(case["chunk"] for case in task["cases"])
+        for policy, share in itertools.product(options.policies.split(","), map(float, options.shares.split(","))):
+            fitting = [size for size in PAGES[kind] if share * least >= LEAST_PAGES * size]
+            yield from ((kind, policy, size, share) for size in fitting[:1])
 
 
 def run(

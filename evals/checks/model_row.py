@@ -26,7 +26,7 @@ EXACT = 1e-3  # largest difference of logits, of their standard deviation: float
 NOISY = 0.97  # median correlation of logits at least where activations are rounded, of 8 bits
 KEPT = 0.8  # the same for the source and a checkpoint of 8 bits, whatever moved between tensors
 ONLY_ROUND = {"gptq"}  # steps that change nothing but the codes
-UNREAD = "transformers does not load"  # what a run says of a checkpoint that only engines read
+UNREAD = re.compile(r"transformers( [\d.]+:| does not load)")  # of a checkpoint that only engines read
 _NEEDS = r"required positional|have to specify|must specify|has to be not-None|is required|be provided"
 ROUNDED = {4: 0.2, 8: 0.05}  # relative error of a matrix of normal numbers at most, by bits, rounded to the nearest
 SAMPLES = {"calibration.samples": 4, "calibration.sequence_length": 32}
@@ -254,7 +254,7 @@ def _concluded(entry: Mapping[str, Any], recipe: Any, warnings: Iterable[str]) -
     if bits == 8 and entry["to source"] < KEPT:
         return {"verdict": "wrong", "why": f"a correlation of {entry['to source']} with the source, of 8 bits"}
     run = entry["run"]
-    said = next((warning for warning in warnings if warning.startswith(UNREAD)), None)
+    said = next((warning for warning in warnings if UNREAD.match(warning)), None)
     if "why" in entry and (said is None or run["verdict"] != "right"):
         return {"verdict": "wrong", "why": entry["why"]}
     if run["verdict"] != "right":

@@ -2,16 +2,20 @@
 
     python evals/checks/vllm_cpu.py WORK [--python PYTHON] [--models demo,qwen3] [--recipes gptq-int4] [--breaches]
 
-WORK: folder to work in; what is there is not made again. PYTHON: of an environment with vLLM; without it one is made
-in WORK from vllm_cpu.lock. Every recipe of every model and its exports become rows in evals/results/vllm; --breaches
-plants faults in checkpoints of the demo model instead, each of which must be noticed. Exit code 1 if a row is wrong.
+WORK: folder to work in; what is there is not made again: checkpoints by the digest of recipe and code, what vLLM said
+by that of the checkpoint's files. PYTHON: of an environment with vLLM; without it one is made in WORK from
+vllm_cpu.lock. Every recipe of every model and its exports become rows in evals/results/vllm; --breaches plants faults
+in checkpoints of the demo model instead, each of which must be noticed. Exit code 1 if a row is wrong.
 
 Both sides compute in bfloat16, on 10 texts of 60 tokens that the model wrote itself. Of weights alone: the mean
 difference of log-probabilities of the texts' tokens is at most twice that of the unquantized model (`NOISE`). With
-rounded activations or cache: mean log-likelihoods are within `NLL`. Always: where greedy texts part, transformers holds
-the two tokens for nearly alike (`GAP`, or `GAP_NOISES` times the noise, where random weights make logits louder than
-those of a trained model). The CPU build lacks kernels; such a checkpoint must be refused for the reason
-that stands in `REFUSED`. Scales of an FP8 cache are used if other scales give another text.
+rounded activations or cache: mean log-likelihoods are within `NLL`. Where greedy texts part, transformers prefers its
+token by no more than two engines can differ in that: the writer holds its own token for no less likely than the
+other, so transformers' preference is at most twice the largest difference of a log-probability, which is taken from
+the texts (of weights alone: of the unquantized model; with rounded activations or cache, of the checkpoint itself),
+and is never asked to be less than `GAP`; with experts, which noise may choose, the unquantized model's own gap counts
+too. What the CPU build has no kernel for must be refused, as `quantkit.engines` says beforehand, with the error that
+stands there. Scales of an FP8 cache are used if other scales give another text.
 """
 
 from __future__ import annotations
@@ -31,29 +35,15 @@ import torch
 import vllm_cpu_models as models
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import provenance
+
 HERE = Path(__file__).resolve().parent
 LOCK, SERVE = HERE / "vllm_cpu.lock", HERE / "vllm_cpu_serve.py"
 RESULTS = HERE.parent / "results" / "vllm"
 TEXTS, LENGTH, PROMPT = 10, 60, 20
 NOISE, NLL, GAP = 2.0, 0.02, 0.2
-GAP_NOISES = 20
-# Case, and what vLLM's CPU build must say of it.
-REFUSED: tuple[tuple[str, str], ...] = (
-    (r"(gptq|rtn)-int8", "Quant type (uint8b128) not"),
-    (r"fp8-static", "static_scaled_fp8_quant"),
-    (r"fp8-block", "requires AMX tile support"),
-    (r"mxfp4", "Failed to find a kernel that can implement the MXFP4 linear layer"),
-    (r"nvfp4-a4", "Failed to find a kernel that can implement the NVFP4 linear layer"),
-    (r"nvfp4", "Marlin FP4 not available"),
-    (r"w4a8-fp8", "No compressed-tensors compatible scheme was found"),
-    (r"awq-int4 as gptq-v2", "Unsupported quantization config: bits=4, sym=False"),
-)
-# And of any case of a model with experts.
-REFUSED_EXPERTS = (
-    "No WNA16 MoE backend supports the deployment configuration",
-    "No Int8 MoE backend supports the deployment configuration",
-    "Unsupported FP8 MoE backend: NONE",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +55,19 @@ class Case:
         name: of the recipe, `NAME as FORMAT` of an export, "" of the model itself.
         checkpoint: its folder.
         intact: what the reference is computed of; another one where `checkpoint` is broken on purpose.
+        code: digest of the recipe and of the code behind it.
     """
 
     model: str
     name: str
     checkpoint: Path
     intact: Path
+    code: str = ""
 
     @property
     def key(self) -> str:
         """Name of its files."""
-        return re.sub(r"\W+", "-", f"{self.model} {self.name or 'source'} {self.checkpoint.name}")
+        return re.sub(r"\W+", "-", f"{self.model} {self.name or 'source'}")
 
 
 def main() -> None:
@@ -121,23 +113,14 @@ def _model_rows(name: str, work: Path, python: Path, recipes: list[str]) -> list
     source = models.write_source(name, folder / "source")
     cases, rows = [Case(model=name, name="", checkpoint=source, intact=source)], []
     for recipe in recipes or api.list_recipes():
-        target = folder / recipe
-        why = models.make_checkpoint(source, recipe, target)
-        if why:
-            rows.append(
-                {"model": name, "case": recipe, "verdict": "refused by us", "reason": why.replace(f"{work}/", "")}
-            )
-            continue
-        cases.append(Case(model=name, name=recipe, checkpoint=target, intact=target))
-        for export in models.EXPORTS.get(recipe, ()):
-            copy, label = folder / f"{recipe}-as-{export}", f"{recipe} as {export}"
-            why = models.convert_to(target, export, copy)
+        code = provenance.digest(api.load_recipe(recipe).source)
+        target = folder / f"{recipe}-{code}"
+        for case, checkpoint, why in models.checkpoints(source, recipe, target):
             if why:
-                rows.append(
-                    {"model": name, "case": label, "verdict": "refused by us", "reason": why.replace(f"{work}/", "")}
-                )
+                reason = why.replace(f"{work}/", "")
+                rows.append({"model": name, "case": case, "verdict": "refused by us", "reason": reason, "code": code})
             else:
-                cases.append(Case(model=name, name=label, checkpoint=copy, intact=target))
+                cases.append(Case(model=name, name=case, checkpoint=checkpoint, intact=target, code=code))
     answers = serve(cases, source, work, python)
     base = References(source, folder)
     served = [judge(case, answer, base) for case, answer in zip(cases, answers, strict=True)]
@@ -147,7 +130,7 @@ def _model_rows(name: str, work: Path, python: Path, recipes: list[str]) -> list
 def serve(cases: list[Case], source: Path, work: Path, python: Path) -> list[dict[str, Any]]:
     """What vLLM says of each; answers that are there are kept."""
     texts = write_texts(source, work / f"{cases[0].model}.json")
-    files = [work / f"{case.key}.answer.json" for case in cases]
+    files = [work / f"{case.key}-{models.digest(case.checkpoint, texts)}.answer.json" for case in cases]
     asked = [
         {
             "checkpoint": str(case.checkpoint),
@@ -169,7 +152,7 @@ def serve(cases: list[Case], source: Path, work: Path, python: Path) -> list[dic
 def write_texts(source: Path, file: Path) -> Path:
     """Texts that the model writes, drawn by its own probabilities."""
     if not file.exists():
-        model = _load(source)
+        model = load(source)
         torch.manual_seed(0)
         first = torch.full((TEXTS, 1), model.config.bos_token_id or 0)
         settings = {"max_new_tokens": LENGTH - 1, "min_new_tokens": LENGTH - 1, "do_sample": True, "top_k": 0}
@@ -178,10 +161,11 @@ def write_texts(source: Path, file: Path) -> Path:
     return file
 
 
-def _load(folder: Path) -> Any:
+def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """An ordinary model in transformers."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 class References:
@@ -194,17 +178,17 @@ class References:
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.source, self.folder = source, folder
-        self.noise = self.gap = 0.0  # known when the model itself has been compared
+        self.noise = self.largest = 0.0  # known when the model itself has been compared
 
     def logprobs(self, case: Case, texts: list[list[int]]) -> tuple[Tensor, str]:
         """(B, T, V) log-probabilities of the next token, and by what they were computed."""
         if case.intact == self.source or case.name == "kv-fp8":
-            return _logprobs(_load(self.source), texts), "transformers"
+            return logprobs(load(self.source), texts), "transformers"
         dense = self.folder / f"{case.intact.name}-as-dense"
         if not models.convert_to(case.intact, "dense", dense):
-            return _logprobs(_load(dense), texts), "transformers, dense values"
+            return logprobs(load(dense), texts), "transformers, dense values"
         try:
-            return _logprobs(_load(case.intact), texts), "transformers with compressed-tensors"
+            return logprobs(load(case.intact), texts), "transformers with compressed-tensors"
         except Exception:  # of experts that it does not read
             from quantkit import LLM
 
@@ -213,7 +197,8 @@ class References:
 
 
 @torch.no_grad()
-def _logprobs(model: Any, texts: list[list[int]]) -> Tensor:
+def logprobs(model: Any, texts: list[list[int]]) -> Tensor:
+    """(B, T, V) log-probabilities of the next token."""
     ids = torch.tensor(texts)
     result: Tensor = model(ids, attention_mask=torch.ones_like(ids)).logits.float().log_softmax(-1)
     del model
@@ -223,48 +208,51 @@ def _logprobs(model: Any, texts: list[list[int]]) -> Tensor:
 
 def judge(case: Case, answer: dict[str, Any], base: References) -> dict[str, Any]:
     """The row of one checkpoint; its model itself must have been judged before."""
-    row: dict[str, Any] = {"model": case.model, "case": case.name or "unquantized"}
-    has_experts = "num_experts_per_tok" in models.MODELS[case.model]
+    row: dict[str, Any] = {"model": case.model, "case": case.name or "unquantized", "code": case.code}
     faults = models.file_faults(case.checkpoint)
     if faults:
         return {**row, "verdict": "wrong", "reason": "; ".join(faults[:3])}
+    said = models.foretold(None if case.model == "demo" else base.source / "config.json", case.name)
     if "error" in answer:
-        known = any(re.fullmatch(names, case.name) and reason in answer["error"] for names, reason in REFUSED)
-        known |= has_experts and bool(case.name) and any(reason in answer["error"] for reason in REFUSED_EXPERTS)
-        return {**row, "verdict": "refused by vLLM" if known else "wrong", "reason": answer["error"]}
+        known = said.reads == "no" and bool(said.error) and said.error in answer["error"]
+        verdict = "refused by vLLM" if known else "wrong"
+        return {**row, "verdict": verdict, "reason": answer["error"], "ours": f"{said.reads}: {said.reason}"}
     texts = json.loads((base.folder.parent / f"{case.model}.json").read_text())
-    logprobs, by = base.logprobs(case, texts)
-    chosen = logprobs[:, :-1].gather(-1, torch.tensor(texts)[:, 1:, None])[..., 0]
+    expected, by = base.logprobs(case, texts)
+    chosen = expected[:, :-1].gather(-1, torch.tensor(texts)[:, 1:, None])[..., 0]
     served = torch.tensor(answer["logprobs"])
-    difference = float((chosen - served).abs().mean())
+    differences = (chosen - served).abs()
+    difference, largest = float(differences.mean()), float(differences.max())
     nll = float(chosen.mean() - served.mean())
     greedy = [text[:PROMPT] + written for text, written in zip(texts, answer["greedy"], strict=True)]
-    gap = _worst_gap(base.logprobs(case, greedy)[0], greedy)
+    gap = worst_gap(base.logprobs(case, greedy)[0], greedy)
     if not case.name:
-        base.noise = difference
-        # Where routers hold two experts for nearly alike, noise chooses, and what follows differs by more than noise.
-        base.gap = max(GAP, GAP_NOISES * difference, gap if has_experts else 0)
+        # Where a router holds two experts for nearly alike, noise chooses: the gap itself says how far that goes.
+        has_experts = "num_experts_per_tok" in models.MODELS[case.model]
+        base.noise, base.largest = difference, max(largest, gap / 2 if has_experts else 0)
+    rounds = "dense" not in by and bool(case.name)
     row |= {
         "reference": by,
         "difference": round(difference, 4),
         "noise": round(base.noise, 4),
+        "largest": round(largest, 3),
         "nll": round(-float(served.mean()), 4),
         "nll difference": round(nll, 4),
         "gap": round(gap, 3),
         "cache": answer["cache"],
     }
-    wrong = []
-    if "dense" in by or not case.name:
-        if difference > NOISE * base.noise:
-            wrong.append(f"log-probabilities differ by {difference:.4f}, of the model itself by {base.noise:.4f}")
-    elif abs(nll) > NLL:
+    wrong = [] if said.is_right else [f"the rules say {said.reads}: {said.reason}"]
+    if not rounds and difference > NOISE * base.noise:
+        wrong.append(f"log-probabilities differ by {difference:.4f}, of the model itself by {base.noise:.4f}")
+    if rounds and abs(nll) > NLL:
         wrong.append(f"mean log-likelihoods differ by {nll:.4f}")
-    if gap > base.gap:
-        wrong.append(f"a greedy text parts where transformers prefers the other token by {gap:.2f}")
+    allowed = max(GAP, 2 * (max(largest, base.largest) if rounds else base.largest))
+    if gap > allowed:
+        wrong.append(f"a greedy text parts where transformers prefers the other token by {gap:.2f}, over {allowed:.2f}")
     return {**row, "verdict": "wrong" if wrong else "agrees", **({"reason": "; ".join(wrong)} if wrong else {})}
 
 
-def _worst_gap(logprobs: Tensor, texts: list[list[int]]) -> float:
+def worst_gap(logprobs: Tensor, texts: list[list[int]]) -> float:
     """Where a text first leaves what the reference would write: how much more likely that was; the largest of all."""
     worst = 0.0
     for rows, text in zip(logprobs, texts, strict=True):
@@ -296,22 +284,19 @@ def _probe(
 
 def _breaches(work: Path, python: Path) -> list[dict[str, Any]]:
     """Each planted fault, and whether the rows show it."""
+    from quantkit import api
+
     folder = work / "demo"
     folder.mkdir(exist_ok=True)
     source = models.write_source("demo", folder / "source")
     cases = [Case(model="demo", name="", checkpoint=source, intact=source)]
     for number, (name, change) in enumerate(models.BREACHES.values()):
-        recipe, _, export = name.partition(" as ")
-        intact = folder / recipe
-        models.make_checkpoint(source, recipe, intact)
-        checkpoint = intact
-        if export:
-            checkpoint = folder / f"{recipe}-as-{export}"
-            models.convert_to(intact, export, checkpoint)
+        recipe = name.partition(" as ")[0]
+        code = provenance.digest(api.load_recipe(recipe).source)
+        intact = folder / f"{recipe}-{code}"
+        checkpoint = {case: path for case, path, _ in models.checkpoints(source, recipe, intact)}[name]
         broken = models.break_copy(checkpoint, folder / f"broken-{number}", change)
-        cases.append(Case(model="demo", name=name, checkpoint=broken, intact=intact))
-    for case in cases[1:]:
-        (work / f"{case.key}.answer.json").unlink(missing_ok=True)
+        cases.append(Case(model="demo", name=name, checkpoint=broken, intact=intact, code=code))
     base = References(source, folder)
     judged = [judge(case, answer, base) for case, answer in zip(cases, serve(cases, source, work, python), strict=True)]
     rows = [{**row, "breach": breach} for row, breach in zip(judged[1:], models.BREACHES, strict=True)]
@@ -326,9 +311,9 @@ def write(rows: list[dict[str, Any]], python: Path, name: str) -> None:
     import compressed_tensors
     import transformers
 
-    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=HERE, text=True).strip()
+    commit = provenance.commit()
     made = {
-        "commit": commit[:12],
+        "commit": commit,
         "vllm": f"{vllm} (vllm-cpu)",
         "torch": torch_version,
         "reference": f"transformers {transformers.__version__}, compressed-tensors {compressed_tensors.__version__}",
@@ -338,7 +323,7 @@ def write(rows: list[dict[str, Any]], python: Path, name: str) -> None:
     old = json.loads(file.read_text())["rows"] if file.exists() else []
     new = {
         (row["model"], row.get("breach", row["case"])): row
-        for row in [*old, *({**row, "commit": commit[:12]} for row in rows)]
+        for row in [*old, *({**row, "commit": commit} for row in rows)]
     }
     lines = ",\n".join(json.dumps(new[key]) for key in sorted(new))
     file.write_text(f'{{"made": {json.dumps(made)},\n"rows": [\n{lines}\n]}}\n')

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tokenizer
 from torch import Tensor
+
+from quantkit.engines import StoredModel, judge
+from quantkit.planning import estimate
+from quantkit.results import EngineReading
 
 _SIZES = {
     "vocab_size": 384,
@@ -61,6 +68,16 @@ def write_source(name: str, folder: Path) -> Path:
     return folder
 
 
+def write_config(name: str, file: Path) -> Path | None:
+    """A model's config.json alone, for those who plan; None for the demo model."""
+    if name == "demo":
+        return None
+    title = "".join(part.capitalize() for part in name.removesuffix("_text").split("_"))
+    config = {"model_type": name, "architectures": [f"{title}ForCausalLM"], **_SIZES, **MODELS[name]}
+    file.write_text(json.dumps(config))
+    return file
+
+
 def _fill(model: Any) -> None:
     """Weights whose logits tell tokens apart: a deviation of about 3."""
     generator = torch.Generator().manual_seed(1)
@@ -104,6 +121,42 @@ def convert_to(checkpoint: Path, name: str, folder: Path) -> str:
     except QuantkitError as error:
         return " ".join(str(error).split())
     return ""
+
+
+def checkpoints(source: Path, recipe: str, folder: Path) -> Iterator[tuple[str, Path, str]]:
+    """What a recipe makes and its exports: name of the case, folder, and why it was refused, or ""."""
+    why = make_checkpoint(source, recipe, folder)
+    yield recipe, folder, why
+    for export in EXPORTS.get(recipe, ()) if not why else ():
+        copy = folder.with_name(f"{folder.name}-as-{export}")
+        yield f"{recipe} as {export}", copy, convert_to(folder, export, copy)
+
+
+def digest(checkpoint: Path, texts: Path) -> str:
+    """Of all that an answer of vLLM rests on."""
+    files = [*sorted(checkpoint.glob("*.safetensors")), checkpoint / "config.json", texts]
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:10]
+
+
+def foretold(config: Path | None, case: str, engine: str = "vllm:cpu") -> EngineReading:
+    """What the rules say of a case before anything is made.
+
+    Args:
+        config: the model's config.json; None = the demo model.
+        case: a recipe, `RECIPE as FORMAT`, or "" of the model itself.
+        engine: who is asked.
+    """
+    return judge(engine, _stored(config, case))
+
+
+@functools.cache
+def _stored(config: Path | None, case: str) -> StoredModel:
+    recipe, _, export = case.partition(" as ")
+    if not recipe:
+        return StoredModel(format="dense")
+    planned = estimate(shape_file=config, recipe=recipe).recipe
+    assert planned is not None
+    return replace(planned.stored, format=export or planned.format)
 
 
 def file_faults(checkpoint: Path) -> list[str]:
@@ -191,9 +244,3 @@ BREACHES: dict[str, tuple[str, Callable[[dict[str, Tensor]], None]]] = {
     "neighbouring codes exchanged": ("awq-int4 as awq", swap_nibbles),
 }
 """What is planted in which checkpoint of the demo model."""
-
-
-def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """What config.json says of the numbers."""
-    section = json.loads((checkpoint / "config.json").read_text()).get("quantization_config") or {}
-    return {"method": section.get("quant_method", ""), "cache": section.get("kv_cache_scheme") is not None}

@@ -77,9 +77,9 @@ class Bed:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, command: list[str], name: str) -> Usage:
-        """Run a process; what it said is raised if it fails."""
+        """Run a process in the folder, where no other quantkit can be imported; what it said is raised if it fails."""
         log = self.folder / f"{name.replace(' ', '-')}.txt"
-        usage = run_measured(command, log, environment=ALONE, limit_s=self.limit_s)
+        usage = run_measured(command, log, environment=ALONE, folder=self.folder, limit_s=self.limit_s)
         if usage.code:
             raise Failed(f"{name}: exit code {usage.code}: {usage.said} ({log})")
         return usage
@@ -121,7 +121,8 @@ class Bed:
         if tool == OURS:
             return stamp(recipe_of(work))
         code = "import quantkit; print(quantkit.__file__)"
-        file = subprocess.run([self.pythons[tool], "-c", code], capture_output=True, text=True, check=True).stdout
+        command = [self.pythons[tool], "-c", code]
+        file = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=True).stdout
         now = stamp(versions={})
         return Stamp(commit=commit(Path(file.strip()).parent), date=now.date, machine=now.machine)
 
@@ -196,6 +197,11 @@ def changed(entry: Entry, work: Work) -> list[str]:
     return [] if taken is None or entry["tool"] != OURS else taken.changed(recipe_of(work))
 
 
+def _whole(program: str) -> str:
+    """Its path, which is good in another folder too; symbolic links stay, by which a Python finds its environment."""
+    return str(Path(shutil.which(program) or program).absolute())
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -206,9 +212,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="of one process")
     parser.add_argument("--rehearse", default="", metavar="SHAPE", help="another model for all; kept in --work")
     parser.add_argument("--samples", type=int, default=0, help="of a rehearsal")
-    parser.add_argument("--before", default="", metavar="PYTHON", help="of an environment with an earlier quantkit")
+    python: dict[str, Any] = {"metavar": "PYTHON", "type": _whole}
+    parser.add_argument("--before", help="of an environment with an earlier quantkit", **python)
     for tool in TOOLS:
-        parser.add_argument(f"--{tool.lower()}", dest=tool, metavar="PYTHON", help=f"of an environment with {tool}")
+        parser.add_argument(f"--{tool.lower()}", dest=tool, help=f"of an environment with {tool}", **python)
     args = parser.parse_args()
     if args.results is None:
         args.results = args.work / "rehearsal.json" if args.rehearse or args.samples else RESULTS

@@ -123,7 +123,7 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
             window=window,
         )
         if isinstance(layout, KVLayout)
-        else LayerCost(state_bytes=layout.residual_bytes)
+        else LayerCost(token_bytes=layout.page_bytes / layout.page_size, state_bytes=layout.residual_bytes)
         for layout, window in zip(layouts, config.windows, strict=True)
     ]
     return Cost(

@@ -22,6 +22,7 @@ class SearchOptions:
 
     Args:
         recipe: to start from: its steps, calibration, format and what it ignores stay.
+        on, jobs: of one at a time, locally, each is compressed by this process.
         work: without it they are kept beside the output, until done.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         engine: keywords of `LLM`; the arithmetic is float32 unless given.
@@ -48,6 +49,8 @@ class SearchOptions:
     checkpoint: Path | None = setting(
         None, "Folder for the compressed model that is measured at the end.", flag="--checkpoint DIR", kind=Path
     )
+    on: str = setting("local", "Where trials run: local, ray or ray:ADDRESS.", flag="--on PLACE")
+    jobs: int = setting(1, "Trials at a time, locally.", flag="--jobs", minimum=1)
     device: str = "auto"
     engine: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = True

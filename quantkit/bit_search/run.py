@@ -8,6 +8,8 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from quantkit.bit_search.candidates import (
     changed,
     default_candidates,
     read_candidates,
+    trial,
     usable,
 )
 from quantkit.bit_search.choose import Progress, within_budget, within_kl
@@ -33,7 +36,8 @@ from quantkit.bit_search.solve import Choice
 from quantkit.bit_search.state import SearchState
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.pipeline.identity import describe_versions
+from quantkit.checkpoints.writer import write_json
+from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, GateFailure, InputError, RecipeError
@@ -44,6 +48,7 @@ from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.numerics.dtype import find_dtype
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
+from quantkit.trials import Command, Trial, check_place, planned_bytes, run_trials
 
 _REFERENCE_BYTES = 2 << 30  # of the original's logits on them
 _TRIES = 3  # recipes that are made and measured before a target is given up
@@ -66,6 +71,7 @@ def search_recipe(
         GateFailure: no choice can meet the target.
     """
     started = time.perf_counter()
+    check_place(options.on)
     name = "demo" if model is None else Path(model).name or Path(model).resolve().name
     output = options.output or Path(f"{name}-{re.sub(r'[<>]=', '-', target.text)}.yaml")  # ./demo-bits-4.5.yaml
     with open_outputs(output, options) as outputs:
@@ -119,6 +125,8 @@ class _Search:
             engine=engine,
             progress=progress,
         )
+        if (options.on, options.jobs) != ("local", 1):
+            _compress_ahead(self.runner, self.candidates, state.threads, options)
         probe = Probe(self.original, used)
         self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state)
 
@@ -239,6 +247,35 @@ class _Search:
         )
 
 
+def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], threads: int, options: SearchOptions) -> None:
+    """Compress by the candidates that nobody has compressed by yet, several at a time; what that gives is kept."""
+    trials = []
+    for recipe in (trial(runner.base, candidate) for candidate in candidates):
+        made = (runner.folder / recipe.name).resolve()
+        if made.exists():
+            continue
+        file = made.with_name(f"{recipe.name}.yaml")
+        write_json(file, recipe.source)  # JSON is YAML
+        model = () if runner.model is None else (runner.model,)
+        arguments = ("quantize", *model, "--recipe", str(file), "-o", str(made), "--device", runner.device)
+        trials.append(
+            Trial(
+                name=recipe.name,
+                commands=(Command(arguments=arguments, made=made),),
+                log=made.with_name(f"{recipe.name}.log"),
+                threads=threads,
+                device=runner.device,
+                num_bytes=planned_bytes(runner.model, file),
+                folder=Path.cwd(),
+            )
+        )
+    with closing(run_trials(trials, options.on, options.jobs)) as outcomes:
+        for outcome in outcomes:
+            if outcome.exit_code:
+                raise outcome.error
+            runner.progress(f"compressed with {outcome.name}")
+
+
 def _candidates(
     model: str | None, options: SearchOptions, bits: float | None
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
@@ -277,10 +314,9 @@ def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> 
     """Everything that decides the numbers that are kept."""
     # What candidates set is no part of it, so that numbers of one search serve another with other candidates.
     source = {key: value for key, value in recipe.source.items() if key not in ("name", "weights", "overrides")}
-    data = None if recipe.calibration is None else Path(recipe.calibration.data)
     return {
         "recipe": source,
-        "calibration": hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None,
+        "calibration": calibration_digest(recipe),
         "source": CheckpointReader(folder).digests,
         "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
         "versions": describe_versions(),

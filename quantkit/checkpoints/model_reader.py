@@ -228,6 +228,8 @@ class ModelReader(CheckpointReader):
         return self._read_tensor(info)
 
     def _view(self, family: Family) -> None:
+        published = None if family.published is None else family.published(tuple(self._tensors))
+        family = family if published is None else replace(family, stored_names=published)
         self._family = family
         self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, StoredPart] = {}

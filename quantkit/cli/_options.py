@@ -5,6 +5,7 @@ A command gets what the user gave, and nothing else: defaults are those of the c
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any
@@ -45,6 +46,19 @@ def option_group(argument: str, settings: Settings, shown: Mapping[str, str] | N
         return result
 
     return decorate
+
+
+def as_arguments(settings: Settings, given: Mapping[str, Any]) -> list[str]:
+    """The words that give a command these values, as `option_group` read them."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = _flags(settings[name])[0][-1]
+        on, _, off = flag.partition("/")
+        if _is_flag(settings[name]):
+            words += filter(None, [on if value else off])
+        else:
+            words += [word for each in (value if isinstance(value, tuple) else (value,)) for word in (on, str(each))]
+    return words
 
 
 def _identifier(name: str) -> str:
@@ -172,6 +186,41 @@ def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
             raise click.UsageError("--engine-option is for --engine vllm")
         vllm = None if engine_name == "quantkit" else dict(map(_engine_option, engine_options))
         function(*args, vllm=vllm, **values)
+
+    return command
+
+
+def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[..., None]:
+    """`--nproc`: as so many processes of this machine; what torchrun has started joins the others likewise.
+
+    Args:
+        function: the command.
+        refusal: why it is not for several; empty = it is.
+    """
+
+    @click.option(
+        "--nproc", type=click.IntRange(1), metavar="N", help="Share the work among N processes.  [default: 1]"
+    )
+    @functools.wraps(function)
+    def command(*args: Any, nproc: int | None, **values: Any) -> None:
+        from quantkit.cli._errors import explain
+        from quantkit.distributed import is_launched, is_writer, joined, launch
+        from quantkit.errors import GateFailure
+
+        verdict: Exception | None = None
+        with joined(explain):
+            several = is_launched() or (nproc or 1) > 1
+            if several and (refusal or values.get("vllm") is not None):
+                raise click.UsageError(refusal or "--engine vllm has its own processes: tensor_parallel_size=N")
+            if several and not is_launched():
+                click.get_current_context().exit(launch(nproc or 1, sys.argv[1:]))
+            try:
+                function(*args, **values)
+            except (GateFailure, click.exceptions.Exit) as error:
+                # A result, not the end of the others: the first of them may still be writing what it is about.
+                verdict = error if is_writer() else None
+        if verdict is not None:
+            raise verdict
 
     return command
 

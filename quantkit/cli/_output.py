@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from quantkit.cli._errors import say
+from quantkit.distributed import is_writer
 from quantkit.errors import GateFailure
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Output:
     @property
     def shows_progress(self) -> bool:
         """Whether progress and warnings go to stderr."""
-        return not (self.as_json or self.quiet)
+        return is_writer() and not (self.as_json or self.quiet)
 
     def tell(self, text: str) -> None:
         """A line of progress, or a warning, if wanted."""
@@ -45,12 +46,14 @@ class Output:
             say(text, self.stream)
 
     def result(self, data: Callable[[], Any], *shown: Callable[[], Table | RenderableType | None]) -> None:
-        """Print a result, as JSON or for people.
+        """Print a result, as JSON or for people; of several processes one does.
 
         Args:
             data: builds the object for --json.
             shown: build what people see, one below the other with a blank line between; None shows nothing.
         """
+        if not is_writer():
+            return
         if self.as_json:
             click.echo(json.dumps(data(), ensure_ascii=False))
             return

@@ -1,16 +1,21 @@
 """`quantkit bench`: latency, throughput and memory of a checkpoint, and what binds."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import click
 
 from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
 from quantkit.cli import _bench as show
-from quantkit.cli._options import engine_choice, option_group, runtime_options, settings_of
+from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
+ONE_MODEL = (
+    "bench is of one model that has its device to itself, not of replicas beside each other; leave --nproc and "
+    "torchrun out, or serve the replicas and give their address as --url"
+)
 
 
 @click.command(
@@ -27,6 +32,7 @@ NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
 @engine_choice
+@partial(ranks_option, refusal=ONE_MODEL)
 def command(
     output_to: Output,
     *,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import Settings, engine_choice, option_group, settings_of
+from quantkit.cli._options import Settings, engine_choice, option_group, ranks_option, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.report.table import Column, Table
@@ -30,6 +30,7 @@ _ENGINE: Settings = {
 @option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
 @engine_choice
+@ranks_option
 def command(
     output_to: Output,
     *,
@@ -53,7 +54,6 @@ def command(
       quantkit eval
       quantkit eval demo-awq-int4 --baseline quantkit/demo/model --suite standard
       quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
-      quantkit eval --suite long-context
       quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
       quantkit eval my-model --tasks hellaswag --engine vllm
       quantkit eval my-model --text book.txt

@@ -83,8 +83,8 @@ _ESTIMATE: Settings = {
     "head": setting(None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head TYPE"),
     "engine": setting(
         None,
-        "Which engine is to read what the recipe makes: vllm, sglang, transformers, llama.cpp, ...; without it all.",
-        flag="--engine NAME",
+        "Which engine is to read what the recipe makes: vllm, vllm:cpu, sglang, transformers, ...; without it all.",
+        flag="--engine NAME[:DEVICE]",
     ),
 }
 

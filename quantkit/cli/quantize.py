@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import _verify
+from quantkit.cli._errors import explain
 from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
 from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, elapsed
@@ -15,6 +18,7 @@ from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
+    from quantkit.compress.recipe import Recipe
     from quantkit.results import CompressionResult
 
 
@@ -38,11 +42,17 @@ _FIELDS: Settings = {
 _ACTIVATIONS = setting(
     "ram", "Where hidden states are kept between layers.", flag="--activations", choices=("ram", "disk")
 )
+_NPROC = setting(
+    1,
+    "Processes of this machine that share the work; the result is the same for any number.",
+    flag="--nproc N",
+    minimum=1,
+)
 _ENGINE = setting(
     None,
-    "Engine that is to read the result: vllm, sglang, transformers, llama.cpp, tensorrt-llm or tgi. What it cannot "
-    "read is refused at once.",
-    flag="--for ENGINE",
+    "Engine that is to read the result, on which device if that is known: vllm, vllm:h100, vllm:cpu, sglang, "
+    "transformers, llama.cpp, tensorrt-llm or tgi. What it cannot read is refused at once.",
+    flag="--for ENGINE[:DEVICE]",
 )
 
 
@@ -52,7 +62,7 @@ _ENGINE = setting(
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
 @set_option
 @option_group("fields", _FIELDS)
-@option_group("how", {**RUN, "activations": _ACTIVATIONS, "engine": _ENGINE})
+@option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
 @push_option
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
@@ -79,20 +89,23 @@ def command(
       quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
       quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
       quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
+      quantkit quantize --recipe gptq-int4 --samples 16 --nproc 2 -o demo-shared
       quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
-      quantkit quantize --recipe rtn-int4 --for vllm -o demo-vllm
+      quantkit quantize --recipe rtn-int4 --for vllm:h100 -o demo-vllm
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
-    import quantkit.compress.pipeline as pipeline
-    from quantkit.cli._progress import listening
+    from quantkit import distributed
     from quantkit.compress.recipe import load
 
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
     plan = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
     if verify:
         _verify.check_before(plan, gates)
-    with listening(output_to) as listener:
-        result = pipeline.quantize(model, plan, output, listener=listener, **how)
+    if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
+        click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:]))
+    result = _compressed(model, plan, output, output_to, how)
+    if result is None:
+        return
     if verify:  # a checkpoint that fails goes nowhere
         _verify.verify_result(output_to, result, model, gates, how, lambda: _summary(result))
     if push_to_hub:
@@ -100,12 +113,31 @@ def command(
 
         push(result.output, push_to_hub, origin=find_origin(model))
     if not verify:
-        output_to.result(
-            result.to_dict,
-            lambda: _summary(result),
-            lambda: _worst(result) if result.num_quantized else None,
-            lambda: f"next: quantkit inspect {result.output}",
-        )
+        _show(output_to, result)
+
+
+def _compressed(
+    model: str | None, recipe: Recipe, output: str | None, output_to: Output, how: dict[str, Any]
+) -> CompressionResult | None:
+    """In the one process that there is, or in the first of several; None in another, which has nothing to say."""
+    import quantkit.compress.pipeline as pipeline
+    from quantkit import distributed
+    from quantkit.cli._progress import listening
+
+    with distributed.joined(explain):
+        is_writer = distributed.is_writer()
+        with listening(output_to if is_writer else replace(output_to, quiet=True)) as listener:
+            result = pipeline.quantize(model, recipe, output, listener=listener, **how)
+    return result if is_writer else None
+
+
+def _show(output_to: Output, result: CompressionResult) -> None:
+    output_to.result(
+        result.to_dict,
+        lambda: _summary(result),
+        lambda: _worst(result) if result.num_quantized else None,
+        lambda: f"next: quantkit inspect {result.output}",
+    )
 
 
 def _summary(result: CompressionResult) -> Table:

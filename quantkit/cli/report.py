@@ -70,11 +70,11 @@ def _show_one(output_to: Output, report: Report, output: Path | None, **how: Any
 
 
 def _show_many(output_to: Output, reports: list[Report], output: Path | None, **how: Any) -> None:
-    from quantkit.report.compare import checkpoints_table, compare_reports, comparison_sentence, render_comparison
+    from quantkit.report.compare import checkpoints_table, compare_reports, comparison_sentence, render_comparisons
 
     comparison = compare_reports(reports)
     if output is not None:
-        _write_page(output, lambda: render_comparison(comparison), **how)
+        _write_page(output, lambda: render_comparisons({"Size, quality, speed": comparison}), **how)
     for warning in comparison.warnings:
         output_to.tell(f"warning: {warning}")
     output_to.result(

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from quantkit.cli import _verify
-from quantkit.cli._options import engine_choice, option_group, runtime_options, settings_of
+from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 
@@ -28,6 +28,7 @@ ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @runtime_options
 @engine_choice
+@ranks_option
 def command(
     output_to: Output,
     *,
@@ -55,6 +56,7 @@ def command(
       quantkit verify demo-awq-int4 --engine vllm
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
+    from quantkit.distributed import is_writer
     from quantkit.evaluate.verify.files import write_files
     from quantkit.evaluate.verify.pair import check_output, check_pair
     from quantkit.evaluate.verify.run import check_options, verify_pair
@@ -65,5 +67,5 @@ def command(
     folder = pair.path if output is None else Path(output)
     check_output(folder)
     report = verify_pair(pair, options, progress=output_to.tell)
-    files, problem = write_files(report, folder)
+    files, problem = write_files(report, folder) if is_writer() else ({}, "")
     _verify.finish(output_to, report, files, problem)

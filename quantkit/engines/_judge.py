@@ -5,37 +5,49 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from quantkit.engines.base import CAPABILITIES, Engine, Reads, Rule, StoredLinear, StoredModel
+from quantkit.engines._devices import find_capability
+from quantkit.engines.base import CAPABILITIES, CPU, Engine, Reads, Rule, StoredLinear, StoredModel
+from quantkit.errors import InputError
 from quantkit.registry import Registry
 from quantkit.results import EngineReading
 
 REGISTRY = Registry(package="quantkit.engines", attribute="ENGINE", noun="engine")
 _ORDER = [str(reads) for reads in Reads]
-_UNKNOWN = Rule(reads=Reads.NO, reason="nothing is known of {linear} in format {format} there", source="")
+_NO_RULE = Rule(reads=Reads.UNKNOWN, reason="no rule known for {linear} in format {format}", source="")
+_NO_RULES = Rule(reads=Reads.UNKNOWN, reason="no rule known for this device", source="")
 
 
-def find_engine(name: str) -> Engine:
-    """The engine called `name`.
+def find_engine(name: str) -> tuple[Engine, int | None]:
+    """The engine of a name, `vllm`, or of one with a device, `vllm:h100`, and what rules know of that.
 
     Raises:
-        InputError: no such engine; lists them.
+        InputError: no such engine or device; lists them. Or no rule of the engine is about the device.
     """
-    engine: Engine = REGISTRY.load(name.replace(".", "-"))
-    return engine
+    own, _, device = name.partition(":")
+    engine: Engine = REGISTRY.load(own.replace(".", "-"))
+    if not device:
+        return engine, None
+    capability = find_capability(device)
+    if engine.devices and not any(rule.covers(capability) for rule in engine.rules):
+        raise InputError(
+            f"no rule known for {engine.title} {engine.release} on {device}; leave the device out for what is known"
+        )
+    return engine, capability
 
 
 def judge(name: str, model: StoredModel, capability: int | None = None) -> EngineReading:
     """How an engine takes a checkpoint.
 
     Args:
-        name: of the engine.
+        name: of the engine, or of it and a device, see `find_engine`.
         model: what is stored.
-        capability: compute capability times ten, 90 for an H100, or `CPU`; None = the best of all NVIDIA GPUs, with the
-            reasons of each.
+        capability: compute capability times ten, 90 for an H100, or `CPU`, `AMX`, `OTHER`, if the name has no device;
+            None = the best of all NVIDIA GPUs, with the reasons of each.
     Raises:
-        InputError: no such engine.
+        InputError: no such engine or device.
     """
-    engine = find_engine(name)
+    engine, own = find_engine(name)
+    capability = (capability if own is None else own) if engine.devices else CPU
     if capability is not None:
         return _judge_on(engine, model, capability)
     by_device = [(device, _judge_on(engine, model, device)) for device in CAPABILITIES]
@@ -57,6 +69,7 @@ def judge_all(model: StoredModel, capability: int | None = None) -> list[EngineR
 def _judge_on(engine: Engine, model: StoredModel, capability: int) -> EngineReading:
     rules = [(linear, _rule_of(engine, linear, model, capability)) for linear in model.linears]
     whole = next((rule for rule in engine.rules if rule.is_about_format(model.format)), engine.ordinary)
+    whole = whole if whole.covers(capability) else _NO_RULES
     linear, rule = max(rules, key=lambda pair: _ORDER.index(pair[1].reads), default=(None, whole))
     values = {"linear": "" if linear is None else linear.describe(), "format": model.format}
     return EngineReading(
@@ -66,11 +79,13 @@ def _judge_on(engine: Engine, model: StoredModel, capability: int) -> EngineRead
         reason=rule.reason.format(**values),
         source=rule.source,
         cache=engine.caches.get(model.cache, ""),
+        error=rule.error,
     )
 
 
 def _rule_of(engine: Engine, linear: StoredLinear, model: StoredModel, capability: int) -> Rule:
-    return next((rule for rule in engine.rules if rule.applies(linear, model, capability)), _UNKNOWN)
+    unknown = _NO_RULE if any(rule.covers(capability) for rule in engine.rules) else _NO_RULES
+    return next((rule for rule in engine.rules if rule.applies(linear, model, capability)), unknown)
 
 
 def _on_devices(run: list[tuple[int, EngineReading]], usual: str) -> str:

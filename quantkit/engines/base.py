@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from quantkit.numerics.scheme import LinearScheme
 
-CPU = 0
-"""In place of a compute capability."""
+CPU, AMX, OTHER = 0, 1, -1
+"""In place of a compute capability: any CPU, one with AMX tiles, and a device that no rule is about."""
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 """Compute capabilities of NVIDIA GPUs times ten that rules tell apart."""
+GPU = 10
+"""The least of all GPUs."""
 
 Groups = int | Literal["channel", "tensor", "block"]
 Cache = Literal["", "fp8", "own"]
@@ -28,6 +30,7 @@ class Reads(StrEnum):
 
     FAST = "fast"
     SLOW = "slow"
+    UNKNOWN = "unknown"  # no rule is about it
     WRONG = "wrong"  # it loads and computes other numbers
     NO = "no"
 
@@ -97,9 +100,10 @@ class Rule:
         besides: group sizes that it is not about.
         zero_points, experts, static, group_order, compressed_experts: True or False = only of models
             with or without; None = of both. `static`: inputs with calibrated scales.
-        capability: lowest and highest, both included.
+        capability: lowest and highest, both included; without it, all NVIDIA GPUs.
         multiples: of N and K, where it is about linears of such sizes only.
         hidden: what the model's width is a multiple of.
+        error: what the engine says where it refuses, as far as that is always the same; "" = not known.
     """
 
     reads: Reads
@@ -115,9 +119,10 @@ class Rule:
     static: bool | None = None
     group_order: bool | None = None
     compressed_experts: bool | None = None
-    capability: tuple[int, int] = (1, 999)
+    capability: tuple[int, int] = (GPU, 999)
     multiples: tuple[int, int] = (1, 1)
     hidden: int = 1
+    error: str = ""
 
     def is_about_format(self, name: str) -> bool:
         """Whether it is about all that is in this format, whatever the linears are."""
@@ -132,6 +137,10 @@ class Rule:
         asked = (self.zero_points, self.experts, self.static, self.group_order, self.compressed_experts)
         return name in self.format and not any(narrow) and all(flag is None for flag in asked)
 
+    def covers(self, capability: int) -> bool:
+        """Whether it is about a device."""
+        return self.capability[0] <= capability <= self.capability[1]
+
     def applies(self, linear: StoredLinear, model: StoredModel, capability: int) -> bool:
         """Whether it is about this linear of a model on a device; sizes that are not known fit."""
         weight, activation = linear.scheme.weight, linear.scheme.activation
@@ -145,7 +154,7 @@ class Rule:
             (self.compressed_experts, model.compressed_experts),
         )
         return (
-            self.capability[0] <= capability <= self.capability[1]
+            self.covers(capability)
             and all(not names or name in names for names, name in named)
             and (not self.groups or linear.groups in self.groups)
             and linear.groups not in self.besides

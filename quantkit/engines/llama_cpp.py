@@ -20,7 +20,12 @@ ENGINE = Engine(
             source="src/llama-model-loader.cpp",
         ),
     ),
-    ordinary=Rule(reads=Reads.FAST, reason="after convert_hf_to_gguf.py", source="convert_hf_to_gguf.py"),
+    ordinary=Rule(
+        reads=Reads.FAST,
+        reason="after convert_hf_to_gguf.py",
+        source="convert_hf_to_gguf.py",
+        capability=(CPU, 999),
+    ),
     caches={
         "own": "a GGUF file says nothing of the cache: 16-bit keys and values",
         "fp8": "a GGUF file says nothing of the cache: 16-bit keys and values",

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from quantkit.engines.base import Engine, Groups, Reads, Rule
+from quantkit.engines.base import GPU, Engine, Groups, Reads, Rule
 
 _CT = "quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
 _MOE = "quantization/compressed_tensors/compressed_tensors.py: get_moe_scheme"
@@ -58,7 +58,7 @@ _COMPRESSED_TENSORS = (
         source=_CT,
     ),
     _no(
-        capability=(1, 79),
+        capability=(GPU, 79),
         reason="its kernels for compressed-tensors are for compute capability 8.0 and later",
         source=_WNA16 + ": get_min_capability",
     ),

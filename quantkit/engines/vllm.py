@@ -1,11 +1,12 @@
-"""vLLM 0.32.0. GPU rules are from reading its sources; those of its CPU build were also run.
+"""vLLM 0.32.0 on GPUs, from reading its sources; its CPU build has rules of its own.
 
 `layers` is `vllm/model_executor/layers`, `kernels` is `vllm/model_executor/kernels/linear`.
 """
 
 from functools import partial
 
-from quantkit.engines.base import CPU, Engine, Groups, Reads, Rule
+from quantkit.engines._vllm_cpu import ON_CPU
+from quantkit.engines.base import CPU, GPU, Engine, Groups, Reads, Rule
 
 _CT = "layers/quantization/compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
 _MOE = "layers/quantization/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py: get_moe_method"
@@ -19,8 +20,6 @@ _INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int8")
 
 _fast, _slow = partial(Rule, reads=Reads.FAST), partial(Rule, reads=Reads.SLOW)
 _wrong, _no = partial(Rule, reads=Reads.WRONG), partial(Rule, reads=Reads.NO)
-
-_cpu_fast, _cpu_slow, _cpu_no = (partial(rule, capability=(CPU, CPU)) for rule in (_fast, _slow, _no))
 
 _REFUSED = (
     _no(
@@ -48,6 +47,7 @@ _REFUSED = (
         reason="GPTQ with zero points is refused (sym=false); set weights.symmetric=true, or format to awq or "
         "compressed-tensors",
         source=_GPTQ,
+        error="sym=False",
         capability=(CPU, 999),
     ),
     _no(
@@ -72,58 +72,7 @@ _REFUSED = (
         source=_MARLIN,
         capability=(CPU, 999),
     ),
-    _no(capability=(1, 74), reason="kernels of {linear} are for compute capability 7.5 and later", source=_CT),
-)
-
-_ON_CPU = (
-    _cpu_no(
-        weights=("int4",),
-        inputs=("",),
-        experts=True,
-        zero_points=True,
-        reason="experts with zero points have no CPU kernel",
-        source="layers/fused_moe/experts/cpu_moe.py: CPUExpertsInt4",
-    ),
-    _cpu_slow(
-        weights=("int4",),
-        inputs=("",),
-        experts=True,
-        groups=("channel", 64, 128, 256),
-        reason="experts of int4 on CPUs with AMX",
-        source="layers/fused_moe/experts/cpu_moe.py: CPUExpertsInt4",
-    ),
-    _cpu_fast(
-        weights=("int4",),
-        inputs=("",),
-        experts=False,
-        multiples=(32, 32),
-        reason="CPU kernels for 4-bit integers",
-        source="kernels/mixed_precision/cpu.py: CPUWNA16LinearKernel.can_implement",
-    ),
-    _cpu_fast(
-        weights=("int4",),
-        inputs=("int8",),
-        reason="4-bit products of torch, int8 activations",
-        source="kernels/mixed_precision/dynamic_4bit.py: can_implement",
-    ),
-    _cpu_fast(
-        weights=("int8",),
-        inputs=("int8",),
-        reason="int8 products",
-        source="kernels/scaled_mm/cpu.py: CPUInt8ScaledMMLinearKernel",
-    ),
-    _cpu_slow(
-        weights=("fp8",),
-        inputs=("fp8",),
-        groups=("channel",),
-        static=False,
-        reason="fp8 products of torch",
-        source="kernels/scaled_mm/pytorch.py: ChannelWiseTorchFP8ScaledMMLinearKernel",
-    ),
-    _cpu_no(
-        reason="the CPU build has no kernel for {linear}",
-        source="kernels/__init__.py: _POSSIBLE_KERNELS, _POSSIBLE_FP8_KERNELS, _POSSIBLE_NVFP4_KERNELS",
-    ),
+    _no(capability=(GPU, 74), reason="kernels of {linear} are for compute capability 7.5 and later", source=_CT),
 )
 
 _OTHER_FORMATS = (
@@ -342,7 +291,7 @@ _WEIGHTS_ONLY = (
 ENGINE = Engine(
     title="vLLM",
     release="0.32.0",
-    rules=(*_REFUSED, *_ON_CPU, *_OTHER_FORMATS, *_FLOATS, *_INTEGER_PRODUCTS, *_WEIGHTS_ONLY),
-    ordinary=_fast(reason="an ordinary checkpoint, as large as the original", source=""),
+    rules=(*_REFUSED, *ON_CPU, *_OTHER_FORMATS, *_FLOATS, *_INTEGER_PRODUCTS, *_WEIGHTS_ONLY),
+    ordinary=_fast(reason="an ordinary checkpoint, as large as the original", source="", capability=(CPU, 999)),
     caches={"own": "the cache's own entry (quantkit_kv_cache) is ignored without a word: 16-bit keys and values"},
 )

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantkit.checkpoints.source import resolve
+from quantkit.distributed import broadcast, world
+from quantkit.runtime.engine.threads import choose_threads
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.cache_schemes import follows_checkpoint
 from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText
@@ -50,6 +52,8 @@ def load_llm(path: str | None = None, **settings: Any) -> LLM:
         QuantkitError: as `LLM`.
     """
     given = {name: value for name, value in settings.items() if value is not None}
+    if world() > 1:  # measured by each for itself they would differ, and with them the last bits
+        given["threads"] = broadcast(choose_threads(given.get("threads")).threads)
     # Scales of quantized keys may be per page, so there the page is the one that serving uses.
     asked = given.get("kv_cache", "auto")
     # `auto` is whatever the checkpoint declares, which may be a quantized cache.

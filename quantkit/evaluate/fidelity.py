@@ -7,13 +7,16 @@ Greedy texts are compared token by token: the first that differs is where the tw
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError
 from quantkit.evaluate.engine import UNQUANTIZED, Evaluated
 from quantkit.evaluate.perplexity import leading_bos, token_ids
+from quantkit.evaluate.shares import forget
 from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM
@@ -95,12 +98,12 @@ def fidelity(
         RequestError: a window does not fit the context of one of them.
     """
     check_vocabulary(llm, original)
-    parts = [
-        distances(p, q)
-        # Grouped by the original's step and used for both, so that windows stay paired.
-        for group in batches(original, windows)
-        for p, q in zip(window_logits(original, group), window_logits(llm, group), strict=True)
-    ]
+
+    def compare(group: Windows) -> list[Distances]:
+        return list(map(distances, window_logits(original, group), window_logits(llm, group)))
+
+    # Grouped by the original's step and used for both, so that windows stay paired.
+    parts = list(chain.from_iterable(share_out(list(batches(original, windows)), compare)))
     every = join_distances(parts)
     return FidelityResult(
         data=data,
@@ -171,7 +174,7 @@ def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple
     longest = min(llm.capacity, original.capacity) - count
     if count < 1 or longest < 1:
         return ()
-    return divergences(*(greedy_texts(side, windows, count, longest) for side in (llm, original)))
+    return divergences(*share_out([llm, original], lambda side: greedy_texts(side, windows, count, longest)))
 
 
 Texts = list[tuple[int, ...]]
@@ -189,6 +192,7 @@ def greedy_texts(llm: Evaluated, windows: Windows, count: int, longest: int) -> 
     prompts = [list(ids[: min(GREEDY_CONTEXT, longest)]) for ids in windows[:GREEDY_PROMPTS]]
     # Past EOS too, so that both texts have the same length and can be compared by position.
     params = SamplingParams(max_tokens=count, ignore_eos=True)
+    forget(llm)
     return [done.token_ids for done in llm.generate(prompts, params)]
 
 

@@ -18,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from quantkit.errors import RequestError
 from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.shares import generate_in_turns, score_in_turns
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import PromptScores, SamplingParams, ScoredText
 
@@ -181,7 +182,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             # One token more than the context holds: the last one is scored but never read.
             ids = (context + continuation)[-(self.max_length + 1) :]
             texts.append(ScoredText(ids=tuple(ids), num_scored=len(continuation)))
-        return self.llm.score_tokens(texts, progress=self.answered)
+        return score_in_turns(self.llm, texts, progress=self.answered)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """See lm-eval's `LM`: log-probability of whole texts, in windows that score every token once."""
@@ -203,7 +204,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         prompts = self._encode([request.args[0] for request in requests])
         # As HFLM from the left: the question stands at the end of a prompt.
         kept = [ids[-(self.max_length - each.max_tokens) :] for ids, each in zip(prompts, generations, strict=True)]
-        completions = self.llm.generate(kept, [each.params for each in generations]) if requests else []
+        completions = generate_in_turns(self.llm, kept, [each.params for each in generations])
         texts = [self.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in completions]
         answers = [each.cut(text) for each, text in zip(generations, texts, strict=True)]
         if self.answered is not None:

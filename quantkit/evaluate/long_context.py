@@ -18,6 +18,7 @@ from pathlib import Path
 
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.shares import generate_in_turns
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.types import SamplingParams
 
@@ -98,7 +99,7 @@ def _ask(llm: Evaluated, task: str, needles: Sequence[Needle]) -> TaskResult:
     """Generate all answers and compare."""
     # A fact ends at the first punctuation, so generating further only takes time.
     params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
-    completions = llm.generate([needle.prompt for needle in needles], params)
+    completions = generate_in_turns(llm, [needle.prompt for needle in needles], [params] * len(needles))
     records = tuple(
         SampleRecord(
             task=task,

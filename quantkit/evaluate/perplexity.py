@@ -20,6 +20,7 @@ from typing import Any
 
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.shares import score_in_turns
 from quantkit.results import PerplexityResult, Through
 from quantkit.runtime.types import ScoredText
 
@@ -69,7 +70,7 @@ def perplexity(
     windows = cut_windows(token_ids(llm, text), num_text=num_text, stride=stride, bos=bos)[:max_windows]
     if not windows:
         raise DataError(f"the text {data!r} is too short to score: give at least two tokens")
-    scores = llm.score_tokens(windows, chunk_size=_CHUNKS[through])
+    scores = score_in_turns(llm, windows, chunk_size=_CHUNKS[through])
     return PerplexityResult(
         data=data,
         window=window,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -173,7 +174,8 @@ def _run_tasks(
     with _quiet():
         loaded = load_tasks(asked.tasks, options)
         model: Any = _language_model(llm, options, say)
-        results = _simple_evaluate(model, loaded, asked.limit, options, seed)
+        with _only_rank():
+            results = _simple_evaluate(model, loaded, asked.limit, options, seed)
     # Lengths of answers without BOS: special tokens were not generated.
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
 
@@ -226,6 +228,17 @@ def _counter(say: Progress) -> Callable[[int], None]:
             last = time.monotonic()
 
     return add
+
+
+@contextlib.contextmanager
+def _only_rank() -> Iterator[None]:
+    """Every rank has all answers and works out all results, which lm-eval gives only where torchrun counts no other."""
+    local = os.environ.pop("LOCAL_RANK", None)
+    try:
+        yield
+    finally:
+        if local is not None:
+            os.environ["LOCAL_RANK"] = local
 
 
 @contextlib.contextmanager

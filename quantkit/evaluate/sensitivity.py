@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from quantkit.distributed import share_out, world
 from quantkit.errors import InputError
 from quantkit.evaluate.fidelity import (
     Distances,
@@ -81,21 +82,28 @@ def sensitivity_map(
     check_vocabulary(llm, original)
     groups = find_fused_groups(llm, original)
     probe = Probe(original, few(windows, original.model.vocab_size))
-    records = []
-    for number, group in enumerate(groups, start=1):
-        progress(f"sensitivity map: group {number} of {len(groups)}, layer {group.layer} {group.name}")
-        records.append(
-            SensitivityRecord(
-                layer=group.layer,
-                group=group.name,
-                modules=group.modules,
-                kl=probe.measure([group]).mean,
-                quantized_bytes=group.quantized_bytes,
-                dense_bytes=group.dense_bytes,
-            )
+
+    def measure(number: int) -> float:
+        group = groups[number]
+        progress(f"sensitivity map: group {number + 1} of {len(groups)}, layer {group.layer} {group.name}")
+        return probe.measure([group]).mean
+
+    # Neighbours to one rank: what runs before both of them is run once.
+    owners = [number * world() // len(groups) for number in range(len(groups))]
+    kls = share_out(range(len(groups)), measure, owners=owners)
+    records = tuple(
+        SensitivityRecord(
+            layer=group.layer,
+            group=group.name,
+            modules=group.modules,
+            kl=kl,
+            quantized_bytes=group.quantized_bytes,
+            dense_bytes=group.dense_bytes,
         )
+        for group, kl in zip(groups, kls, strict=True)
+    )
     whole = probe.compare(llm)
-    measured = SensitivityMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
+    measured = SensitivityMap(data=data, num_tokens=len(whole.kl), records=records, total_kl=whole.mean)
     if goal is None or goal.reached(whole):
         return measured
     progress("sensitivity map: searching the fewest bytes that mend it")

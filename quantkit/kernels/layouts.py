@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import (
     DEFAULT_PAGE_SIZE,
+    KV_FORMS,
+    KVForm,
     PageArray,
     Side,
     padded_bytes,
@@ -255,7 +258,42 @@ class StateLayout:
         return self.shape.num_bytes
 
 
-Layout = KVLayout | StateLayout
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryLayout:
+    """How one layer keeps entries that each stand for several tokens: in pages, with the keys of their indexer.
+
+    Beside them, in a row for each sequence that runs: a window of raw tokens, and what the next entries are made of.
+
+    Args:
+        shape: of the layer; its `has_rows` is true.
+        page_size: tokens per page.
+        dtype: of what is not quantized.
+        scheme: number types; entries and raw tokens are both kept as its keys.
+    """
+
+    shape: AttentionShape
+    page_size: int
+    dtype: torch.dtype
+    scheme: KVScheme
+
+    @property
+    def form(self) -> KVForm:
+        """The same for those who count bytes."""
+        number = self.scheme.key.dtype
+        return KV_FORMS["fp32" if self.dtype.itemsize == 4 else "bf16"] if number is None else KV_FORMS[number.name]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of this layer."""
+        return self.shape.page_bytes(self.form, self.page_size)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of what one sequence has beside its pages."""
+        return self.shape.row_bytes(self.form, self.dtype.itemsize)
+
+
+Layout = KVLayout | StateLayout | EntryLayout
 
 
 def kv_scheme(name: str) -> KVScheme | None:

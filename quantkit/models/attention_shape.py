@@ -9,6 +9,7 @@ L tokens of context. What an entry of the cache holds, and how many entries ther
     csa      w + L / r       one shared vector; r tokens make an entry with an indexer key; `top_k` are read (V4)
     hca      w + L / r       as csa with a large r and no indexer: all entries are read
 
+Of V4, entries are in pages; the window and what the next entries are made of are beside them, a row of each sequence.
 Not for state-space or linear-attention layers.
 
 Sources: the formulas of csa and hca are those of DeepSeek-V4's technical report (9.62 GiB at 1,048,576 tokens for 30
@@ -22,6 +23,16 @@ from typing import Literal
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
 
 LATENT = ("mla", "dsa", "csa", "hca")
+
+# Channels that share a power of two in quantized entries of csa and hca, in keys of their indexer; bytes of exponents
+# come in as many as these.
+ENTRY_BLOCK, ENTRY_EXPONENTS = 64, 8
+INDEX_BLOCK, INDEX_EXPONENTS = 32, 4
+
+
+def exponent_bytes(width: int, block: int, multiple: int) -> int:
+    """Bytes of the exponents, one each block, of so many quantized channels, a multiple of so many."""
+    return math.ceil(math.ceil(width / block) / multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +77,27 @@ class AttentionShape:
     @property
     def is_paged(self) -> bool:
         """Whether the bundled runtime has pages for it."""
-        return self.kind not in LATENT or self.kind == "mla"
+        return self.kind != "dsa"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its newest tokens are in a row of each sequence in place of pages: all layers of V4."""
+        return self.window is not None and not self.value_dim
+
+    @property
+    def series(self) -> int:
+        """Entries that a token is part of: those of csa overlap."""
+        return 2 if self.index_dim else 1
+
+    @property
+    def past_tokens(self) -> int:
+        """Tokens before the next one that entries may still be made of."""
+        return max(0, self.series * self.ratio - 1)
+
+    @property
+    def past_width(self) -> int:
+        """Numbers that are kept of each: a value and a gate of each channel of entries and of the indexer's keys."""
+        return 2 * self.series * (self.key_dim + self.index_dim)
 
     def describe(self) -> str:
         """Short form for tables, e.g. `GQA 32/8 x 128` or `window 1024, GQA 32/8 x 128`."""
@@ -86,28 +117,38 @@ class AttentionShape:
     def offers(self, form: KVForm) -> bool:
         """Whether engines keep this kind of layer in that form.
 
-        The latent kinds come in 16 (32) bits and fp8 only; the bundled runtime keeps that without indexer or window in
-        int8 too.
+        Latent attention comes in 16 (32) bits and fp8 only; the bundled runtime keeps that without indexer in int8 too.
         """
-        if self.kind not in LATENT or form.bits >= 16:
+        if self.kind not in ("mla", "dsa") or form.bits >= 16:
             return True
         return form.name == "fp8" or (self.kind == "mla" and form.name == "int8")
 
     def entry_bytes(self, form: KVForm) -> float:
         """Bytes of one entry, the indexer's key not counted."""
-        if self.is_paged or form.bits >= 16:
-            form = self._kept(form)
+        form, plain = self._kept(form), self.key_dim - self.rope_dim
+        if self.kind not in ("dsa", "csa", "hca") or form.bits >= 16:
             return self.num_kv_heads * (form.key.token_bytes(self.key_dim) + form.value.token_bytes(self.value_dim))
-        plain = self.key_dim - self.rope_dim
         if self.kind == "dsa":
             return plain + 4 * math.ceil(plain / 128) + 2 * self.rope_dim
-        return plain + 2 * self.rope_dim + 8  # csa, hca: 8 bytes of block exponents
+        exponents = exponent_bytes(plain, ENTRY_BLOCK, ENTRY_EXPONENTS)
+        return math.ceil(plain * form.bits / 8) + 2 * self.rope_dim + exponents
 
-    def page_bytes(self, form: KVForm) -> int:
+    def page_bytes(self, form: KVForm, page_size: int = DEFAULT_PAGE_SIZE) -> int:
         """Bytes of one page of this layer in the bundled runtime; of kinds that it pages."""
+        if self.has_rows:
+            return sum(self.page_parts(form, page_size))
         form = self._kept(form)
         dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
-        return padded_bytes(page_arrays(form.key, form.value, **dims))
+        return padded_bytes(page_arrays(form.key, form.value, **dims, page_size=page_size))
+
+    def page_parts(self, form: KVForm, page_size: int) -> tuple[int, int]:
+        """Bytes of a page of V4's entries, and of their indexer's keys; an entry may be in several pages."""
+        share = page_size / self.ratio if self.ratio else 0.0
+        return math.ceil(self.entry_bytes(form) * share), math.ceil(self.index_bytes(form) * share)
+
+    def row_bytes(self, form: KVForm, dtype_bytes: int) -> int:
+        """Bytes that one sequence takes beside its pages of V4's entries: its window, and what entries are made of."""
+        return int((self.window or 0) * self.entry_bytes(form)) + self.past_tokens * self.past_width * dtype_bytes
 
     def allocated_bytes(self, tokens: int, form: KVForm, dtype_bytes: int = 2) -> float:
         """Bytes that one sequence of this length takes from the pool: whole pages, and the residual window's.
@@ -117,21 +158,23 @@ class AttentionShape:
         Args:
             tokens: length.
             form: of the cache.
-            dtype_bytes: of one element of the residual window.
+            dtype_bytes: of one element of the residual window, and of what entries are made of.
         """
         if not self.is_paged:
             return self.cached_bytes(tokens, form)
         pages = math.ceil(tokens / DEFAULT_PAGE_SIZE)
+        if self.has_rows:
+            return pages * self.page_bytes(form) + self.row_bytes(form, dtype_bytes)
         if self.window is not None:
             pages = min(pages, math.ceil(self.window / DEFAULT_PAGE_SIZE) + 1)  # a window lies across one page more
         residual = residual_tokens(self._kept(form).key) * self.num_kv_heads * self.key_dim * dtype_bytes
         return pages * self.page_bytes(form) + residual
 
     def index_bytes(self, form: KVForm) -> int:
-        """Bytes of one key of the indexer; 8-bit ones carry a float32 scale per 128."""
+        """Bytes of one key of the indexer; quantized ones carry 4 bytes of scales per 128."""
         if form.bits >= 16:
             return self.index_dim * form.bits // 8
-        return self.index_dim + 4 * math.ceil(self.index_dim / 128)
+        return math.ceil(self.index_dim * form.bits / 8) + 4 * math.ceil(self.index_dim / 128)
 
     def token_bytes(self, form: KVForm) -> float:
         """Bytes that one more token adds to a short context, before a window is full."""

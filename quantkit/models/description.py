@@ -39,7 +39,7 @@ class ExpertsShape:
     width: int
     normalize: bool
     shared_width: int | None
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     num_groups: int = 1
     chosen_groups: int = 1
     group_rule: Literal["best", "two"] = "two"
@@ -122,8 +122,8 @@ class ModelDescription:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether there are layers that keep a state."""
-        return any(self.recurrent)
+        """Whether there are layers that keep a state, in place of all keys and values or beside entries."""
+        return any(self.recurrent) or self.family.block is not None
 
     @property
     def num_layers(self) -> int:

@@ -5,7 +5,7 @@ with a config.json it becomes a `ModelDescription`. Torch-free. Names are those 
 config.json.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -108,6 +108,9 @@ class Rope:
         layers: "all" rotate; "window": only those with one; "local": the same, but all of a model without windows;
             "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, n being
             `no_rope_layer_interval`; "named": all, if `position_embedding_type` is "rope".
+        by_layer: what entries of layers without and with a window stand under, where each have their own.
+        theta_key: key of the base in layers without a window, where their entries are not their own.
+        attention_factor: of YaRN, where its entries say none; None = it follows from the factor.
     """
 
     theta: float = 10000.0
@@ -119,6 +122,9 @@ class Rope:
     grows: bool = False
     fixed_alpha: bool = False
     layers: Literal["all", "window", "local", "listed", "named"] = "all"
+    by_layer: tuple[str, str] = ("full_attention", "sliding_attention")
+    theta_key: str | None = None
+    attention_factor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +196,7 @@ class Experts:
     smooth_down: bool = True
     balance: str | None = None
     balance_rows: int = 0
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     groups: Literal["best", "two"] | None = None
     scale: str | None = None
     exact: bool = False
@@ -270,6 +276,7 @@ class Family:
         latent: multi-head latent attention.
         layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
         stored_names: what files call each tensor, where a loader renames more than the prefix of the backbone.
+        published: names of files -> what they call the tensors, where that is not as transformers does; None = it is.
         stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
         hands_on: layers hand on more than hidden states, or see token ids: they are run in the model's own order.
         parts: modules of a layer.
@@ -281,7 +288,7 @@ class Family:
         window, rope, multipliers, experts: see there.
         biases: see there.
         recurrent: layers that keep a state in place of keys and values; None = there are none.
-        vectors: other parameters of each layer by name; their shapes are numbers or keys.
+        vectors: other parameters of each layer by name; their sizes are numbers, keys, or products of keys.
         sinks: of these, the score of nothing at all that each head adds to its others; None = there is none.
         outside: the same of parameters beside the layers, e.g. learned positions.
         multi_query: key that says that all heads share one key/value head.
@@ -318,6 +325,7 @@ class Family:
     latent: bool = False
     layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
     stored_names: StoredNames | None = None
+    published: Callable[[Sequence[str]], StoredNames | None] | None = None
     stored_prefix: str | None = None
     hands_on: bool = False
     parts: Parts = Parts()

@@ -1,12 +1,12 @@
 """How many tokens of a sequence the KV cache keeps, and when it lets go of the rest: numbers only. Torch-free.
 
-After n tokens have been computed and while there is one more to come, whole pages of S tokens are evicted until the
-next token fits into the budget of B:
+After n tokens have been computed and while there is one more to come, tokens are evicted, as many as whole pages of S
+hold, until the next token fits into the budget of B:
 
     evicted(n) = S * ceil(max(0, n + 1 - B) / S)        kept(n) = n - evicted(n) <= B - 1
 
-Pages are looked at where a chunk of the prompt ends (multiples of `chunk`, and the prompt's end), and after every token
-that is generated: points that depend on positions alone, so a sequence loses the same pages alone, in a batch, and when
+That is looked at where a chunk of the prompt ends (multiples of `chunk`, and the prompt's end), and after every token
+that is generated: points that depend on positions alone, so a sequence loses as many tokens alone, in a batch, and when
 it is computed again. Between two points nothing is evicted: a chunk sees itself and all that was kept before it.
 """
 
@@ -25,7 +25,7 @@ SINK_TOKENS = 4
 """At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
 
 RECENT_TOKENS = 32
-"""At the end, that no policy judges: at most, and a quarter of the budget where that is less."""
+"""At the end, that no policy judges: at most, and an eighth of the budget where that is less."""
 
 
 def kept_tokens(budget: int | float | None, length: int) -> int:
@@ -77,7 +77,7 @@ class KVBudget:
         return self._recent(self.tokens)
 
     def _recent(self, budget: int) -> int:
-        return max(self.window, min(RECENT_TOKENS, budget // 4))
+        return max(self.window, min(RECENT_TOKENS, budget // 8))
 
     @property
     def first_candidate(self) -> int:

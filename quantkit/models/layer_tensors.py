@@ -5,6 +5,7 @@ D hidden, H query heads, J key/value heads, d channels of a head, E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +59,12 @@ def outer_tensors(model: ModelDescription) -> Shapes:
 
 
 def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, ...]]) -> Shapes:
-    """Shapes whose sizes are numbers or keys of config.json."""
-    return {
-        name: tuple(model.entries.count(size) if isinstance(size, str) else size for size in shape)
-        for name, shape in shapes.items()
-    }
+    """Shapes whose sizes are numbers, keys of config.json, or products of keys."""
+
+    def number(size: int | str) -> int:
+        return size if isinstance(size, int) else math.prod(map(model.entries.count, size.split("*")))
+
+    return {name: tuple(map(number, shape)) for name, shape in shapes.items()}
 
 
 def norm_names(model: ModelDescription) -> tuple[str | None, ...]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from quantkit.errors import ModelError
+from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import Family
 
@@ -46,7 +47,8 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
     """
     count = count_layers(read)
     if family.block is not None:
-        return (None,) * count  # which says it layer by layer
+        shapes = [family.block(read, index).attention for index in range(count)]
+        return tuple(s.window if isinstance(s, AttentionShape) and s.kind == "window" else None for s in shapes)
     model_type = read.get("model_type")
     if family.recurrent is None and (model_type in _STATE_SPACE or read.flag("is_attention_free")):
         raise ModelError(

@@ -9,7 +9,6 @@ from quantkit.errors import ModelError
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.family import Rope
 
-_BY_LAYER_TYPE = ("full_attention", "sliding_attention")
 # The first configs of Phi-3 call LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope", "none": "default"}
 
@@ -91,6 +90,8 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     if kind not in get_args(Kind):
         raise NotNative(f"rope_type {kind!r} (there are: {', '.join(get_args(Kind))})")
     settings = _scaling(kind, read, config, width, length)
+    if kind == "yarn" and family.attention_factor is not None:
+        settings["attention_factor"] = read.number("attention_factor", default=family.attention_factor)
     if family.grows and read.get("llama_4_scaling_beta"):
         settings["growth"] = read.number("llama_4_scaling_beta")
         settings["original_length"] = read.count("original_max_position_embeddings")
@@ -109,8 +110,8 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
     settings = config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; mend it")
-    if any(isinstance(settings.get(kind), Mapping) for kind in _BY_LAYER_TYPE):
-        return settings.get(_BY_LAYER_TYPE[local]) or {}
+    if any(isinstance(settings.get(kind), Mapping) for kind in family.by_layer):
+        return settings.get(family.by_layer[local]) or {}
     if local and (family.local_theta is not None or not family.local_scaled):
         return {}  # what is scaled is only the other layers
     return settings
@@ -120,6 +121,8 @@ def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
     """The base of the wavelengths, where the RoPE entries do not have it."""
     if local and family.local_theta is not None:
         return config.number("rope_local_base_freq", default=family.local_theta)
+    if not local and family.theta_key is not None:
+        return config.number(family.theta_key)
     return config.number("rope_theta", default=family.theta)
 
 

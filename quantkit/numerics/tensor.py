@@ -3,6 +3,7 @@
 Shapes: N outputs, K inputs, G scales per row, g = K / G.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +69,10 @@ class QuantizedTensor:
             zero_point=None if self.zero_point is None else self.zero_point[rows],
         )
 
+    def decoded(self, rows: slice) -> Tensor:
+        """Values of some outputs as a loader in the model's dtype computes them."""
+        return self.take_rows(rows).dequantize(self.values_dtype)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values that the codes stand for.
 
@@ -91,3 +96,17 @@ class QuantizedTensor:
         if self.zero_point is not None:
             values -= self.zero_point.float()[of_codes]
         return values.mul_(self.scale.float()[of_codes]).view(self.shape).to(dtype)
+
+
+def join_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """The weight that these are some outputs of each, in order; they share all but codes, scales and zero points."""
+    if len(parts) == 1:
+        return parts[0]
+    storage = parts[0].codes.dtype
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes.view(torch.uint8) for part in parts]).view(storage),  # as in `take_rows`
+        scale=torch.cat([part.scale for part in parts]),
+        zero_point=torch.cat(zeros) if zeros else None,
+    )

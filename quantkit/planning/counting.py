@@ -134,7 +134,9 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
     sizes: Counter[tuple[str, int, int]] = Counter()
     vectors: dict[str, tuple[int, ...]] = {}
     data, recurrent = model.family.experts, model.family.recurrent
-    gates = set() if recurrent is None else {recurrent.name(part) for part in recurrent.gates}
+    ignored = set() if recurrent is None else {recurrent.name(part) for part in recurrent.gates}
+    if model.family.block is not None:
+        ignored |= {matrix.name for matrix in model.tensors(index).matrices if not matrix.quantizable}
     for local, stored in tensors:
         linears = _matrix_sizes(local, stored.shape, transposed=data is not None and data.transposed)
         if not linears:
@@ -147,7 +149,7 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
             in_features=columns,
             copies=count,
             active=min(active, count) if "experts" in name.split(".") else count,
-            quantizable=name.rpartition(".")[2] not in _ROUTERS and name not in gates,
+            quantizable=name.rpartition(".")[2] not in _ROUTERS and name not in ignored,
         )
         for (name, rows, columns), count in sizes.items()
     )

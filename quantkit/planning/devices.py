@@ -6,6 +6,8 @@ the peak. Give measured ones with --bandwidth and --peak. A test checks that eve
 
 from dataclasses import dataclass, replace
 
+from quantkit.engines import DEVICES as CAPABILITIES
+from quantkit.engines import device_key
 from quantkit.errors import InputError, suggestion
 
 MIB, GB, TFLOP = 2**20, 10**9, 10**12
@@ -22,7 +24,7 @@ class Device:
         bandwidth: bytes per second.
         peaks: operations per second by number type, without sparsity; a type that is missing has no units.
         source: where the figures are from.
-        capability: compute capability of an NVIDIA GPU times ten; None = not known, or another maker's.
+        capability: what rules of engines know of it, see `quantkit.engines`; None = not said.
     """
 
     name: str
@@ -38,19 +40,6 @@ class Device:
         return self.peaks.get(compute, self.peaks["bf16"])
 
 
-# Of NVIDIA's documentation, "CUDA GPUs".
-_CAPABILITIES = {
-    100: ("b200",),
-    120: ("5090",),
-    90: ("h200", "gh200", "h100", "h100-nvl", "h100-pcie", "h20"),
-    89: ("l40s", "l4", "4090", "4080"),
-    86: ("a10", "a6000", "3090"),
-    80: ("a100", "a100-pcie", "a100-40gb"),
-    75: ("t4",),
-    70: ("v100",),
-}
-
-
 def _device(name: str, title: str, mib: int, gb_per_s: float, source: str, **teraflops: float) -> Device:
     return Device(
         name=name,
@@ -59,7 +48,7 @@ def _device(name: str, title: str, mib: int, gb_per_s: float, source: str, **ter
         bandwidth=gb_per_s * GB,
         peaks={key: value * TFLOP for key, value in teraflops.items()},
         source=source,
-        capability=next((capability for capability, names in _CAPABILITIES.items() if name in names), None),
+        capability=CAPABILITIES.get(name),
     )
 
 
@@ -93,13 +82,12 @@ DEVICES = {device.name: device for device in _ROWS}
 
 
 def find_device(name: str) -> Device:
-    """The device called `name`; upper case and a maker's name in front do not matter.
+    """The device called `name`, see `device_key`.
 
     Raises:
         InputError: no such device; suggests the nearest, and says how to plan for another.
     """
-    key = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
-    key = key.removeprefix("rtx-").removeprefix("rtx")
+    key = device_key(name)
     if key not in DEVICES:
         raise InputError(
             f"unknown device {name!r}{suggestion(key, DEVICES)}; there are: {', '.join(DEVICES)}; "

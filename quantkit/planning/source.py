@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.folder import checked_names, find_tensors, weight_files
+from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.source import download, is_hub_id, resolve
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import ModelError, SchemeError, suggestion
@@ -111,8 +112,14 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
     elif _has_codes(data):
         shape = _quantized(model, name, folder)
     else:
-        shape = from_headers(model, name, find_tensors(folder)[0])
+        shape = from_headers(model, name, _own_names(model, find_tensors(folder)[0]))
     return replace(shape, cache=_cache(data, shape))
+
+
+def _own_names(model: ModelDescription, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Headers by the names of the model, where files have those under which it was published."""
+    names = None if model.family.published is None else model.family.published(tuple(tensors))
+    return tensors if names is None else {own: tensors[name] for name, own in names.own(tuple(tensors)).items()}
 
 
 def _has_codes(data: dict[str, Any]) -> bool:

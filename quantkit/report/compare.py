@@ -80,12 +80,12 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
     """Put checkpoints side by side, their originals included.
 
     Args:
-        reports: at least two.
+        reports: two, or one with its original.
     Raises:
-        ReportError: fewer than two.
+        ReportError: there is nothing to compare.
     """
-    if len(reports) < 2:
-        raise ReportError(f"a comparison needs two reports or more, found {len(reports)}")
+    if len(reports) < 2 and not any(report.baseline_model for report in reports):
+        raise ReportError(f"a comparison needs two reports or more, or an original, found {len(reports)}")
     metrics = [gate_numbers(report) for report in reports]
     # The first number that all reports have: entries that are ranked by different ones share no axis.
     quality, label, higher = next((q for q in QUALITIES if all(q[0] in values for values in metrics)), QUALITIES[0])
@@ -163,35 +163,51 @@ def comparison_sentence(comparison: CheckpointComparison) -> str:
     return f"{len(chosen)} of {len(comparison.entries)} are beaten by no other: {', '.join(chosen)}."
 
 
-def render_comparison(comparison: CheckpointComparison) -> str:
-    """The comparison as a page.
+def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks: Sequence[str] = ()) -> str:
+    """Comparisons as a page.
 
+    Args:
+        comparisons: by the heading of their section.
+        remarks: sentences above all of them.
     Raises:
         ReportError: matplotlib or jinja2 is not installed.
     """
-    drawn = [
-        _plot(comparison, "by-size", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
-        _plot(comparison, "by-speed", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
+    sections = [
+        _page_section(f"-{number}" if number else "", title, comparison, () if number else remarks)
+        for number, (title, comparison) in enumerate(comparisons.items())
     ]
-    section = PageSection(
-        name="comparison",
-        title="Size, quality, speed",
+    named = len(comparisons) > 1
+    return render_page(
+        title="Checkpoints compared",
+        subtitle=", ".join(entry.name for comparison in comparisons.values() for entry in comparison.entries),
+        verdict=" ".join(
+            f"{title}: {comparison_sentence(comparison)}" if named else comparison_sentence(comparison)
+            for title, comparison in comparisons.items()
+        ),
+        held=None,
+        gates=(),
+        key_figures=(),
+        sections=sections,
+    )
+
+
+def _page_section(end: str, title: str, comparison: CheckpointComparison, remarks: Sequence[str]) -> PageSection:
+    """One comparison; `end` keeps its names apart from those of others on the page."""
+    drawn = [
+        _plot(comparison, f"by-size{end}", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
+        _plot(comparison, f"by-speed{end}", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
+    ]
+    return PageSection(
+        name=f"comparison{end}",
+        title=title,
         text=[
+            *remarks,
             *comparison.warnings,
             "A checkpoint is on the front when no other is as good in size, quality and speed and better in one.",
             "Numbers in the plots are those of the table; each plot joins the front of its two axes.",
         ],
         figures=[figure for figure in drawn if figure is not None],
         tables=[checkpoints_table(comparison)],
-    )
-    return render_page(
-        title="Checkpoints compared",
-        subtitle=", ".join(entry.name for entry in comparison.entries),
-        verdict=comparison_sentence(comparison),
-        held=None,
-        gates=(),
-        key_figures=(),
-        sections=[section],
     )
 
 

@@ -99,10 +99,13 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
         ("greedy text agrees for, tokens (median)", _first_divergence),
         ("greedy text agrees throughout, prompts", _agree_throughout),
     )
+    rows = [(name, show(fidelity), None if noise is None else show(noise)) for name, show in kinds]
+    if noise is not None:
+        rows.insert(1, ("mean KL in an arithmetic as close", " to ".join(map(number, fidelity.within(noise))), None))
     return Table(
         title=f"On {fidelity.data}, {fidelity.num_tokens:,} tokens",
         columns=(Column(), Column("model", str), Column("original, other arithmetic", str)),
-        rows=tuple((name, show(fidelity), None if noise is None else show(noise)) for name, show in kinds),
+        rows=tuple(rows),
         note="" if fidelity.top is None else _known_tokens(fidelity),
     )
 

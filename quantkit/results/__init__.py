@@ -40,3 +40,4 @@ from quantkit.results.report import Verdict as Verdict
 from quantkit.results.search import CandidateRecord as CandidateRecord
 from quantkit.results.search import GroupChoice as GroupChoice
 from quantkit.results.search import SearchResult as SearchResult
+from quantkit.results.sweep import TrialRecord as TrialRecord

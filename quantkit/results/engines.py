@@ -11,10 +11,12 @@ class EngineReading(Record):
 
     Args:
         engine, release: of which it is said.
-        reads: "fast", "slow", "wrong" (it loads and computes other numbers) or "no": of the linear that it takes worst.
+        reads: "fast", "slow", "unknown" (no rule is about it), "wrong" (it loads and computes other numbers) or "no":
+            of the linear that it takes worst.
         reason: why, or by which kernel.
         source: file and function of the release.
         cache: what becomes of the KV cache, where it is not what the checkpoint asks for.
+        error: what the engine itself says where it refuses; "" = not known.
     """
 
     engine: str
@@ -23,6 +25,7 @@ class EngineReading(Record):
     reason: str
     source: str = ""
     cache: str = ""
+    error: str = ""
 
     @property
     def is_right(self) -> bool:

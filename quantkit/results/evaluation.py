@@ -6,7 +6,7 @@ models can be compared sample by sample. Nothing here computes a statistic: see 
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from quantkit.results._record import Record
 
@@ -172,6 +172,17 @@ class FidelityResult(Record):
     mean_kl_low: float | None = None
     top: int | None = None
     remainder: float | None = None
+
+    def within(self, noise: Self) -> tuple[float, float]:
+        """Least and most that `mean_kl` can be in an arithmetic that is as far from this one as `noise` says.
+
+        A small KL is half a squared distance, and distances add at most: so do the roots of KL.
+
+        Args:
+            noise: of the original in another arithmetic.
+        """
+        low, step = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low, math.sqrt(noise.mean_kl)
+        return max(0.0, math.sqrt(low) - step) ** 2, (math.sqrt(self.mean_kl) + step) ** 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,10 +100,10 @@ class Sequence:
     # Kept through preemptions: the tokens of a full page are final, and so is its key.
     page_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
-    # Tokens before the kept ones whose pages it gave up; and which pages, by number of tokens computed, which is kept
-    # through preemptions: computed again, it loses the same ones.
+    # Tokens that each head gave up; and which, by number of tokens computed, layer and head, which is kept through
+    # preemptions: computed again, it loses the same ones.
     num_evicted: int = 0
-    evictions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    evictions: dict[int, dict[int, Array]] = field(default_factory=dict)
     num_cached: int = 0
     num_preemptions: int = 0
     drafts: list[int] = field(default_factory=list)

@@ -10,16 +10,18 @@ import pytest
 
 import quantkit
 from quantkit.bit_search import run as module
+from quantkit.bit_search import sensitivities
 from quantkit.bit_search.candidates import Candidate, default_candidates, read_candidates, trial, uniform, usable
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.recipe_file import _patterns
 from quantkit.bit_search.recovery import Judge
 from quantkit.bit_search.run import search_recipe
 from quantkit.compress.recipe import load
-from quantkit.errors import GateFailure, OutputError, RecipeError, ResumeError
+from quantkit.errors import GateFailure, OutputError, RecipeError, ResourceError, ResumeError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.results import SearchResult
+from quantkit.trials import Outcome
 from tests.helpers import TEXT
 
 ENGINE = {"dtype": "float32", "threads": 1}
@@ -102,6 +104,37 @@ def test_the_file_says_what_was_expected_and_measured(searched):
     assert f"Measured after compressing: {result.measured_kl:.5f}" in content
     assert re.search(r"# layer \d (q/k/v|o|gate/up|down): KL [\d.e-]+ alone\n      - model\.layers\.", content)
     assert load(folder / "mine.yaml").name == "mine"
+
+
+def test_candidates_that_trials_compress_are_those_of_the_search(searched, tiny_llama, options, tmp_path, monkeypatch):
+    result, _ = searched
+    places, made = [], []
+    monkeypatch.setattr(module, "check_place", lambda on: None)
+
+    def elsewhere(trials, on, jobs):
+        places.append((on, jobs))
+        for one in trials:
+            _, model, _, recipe, _, output, _, device = one.commands[0].arguments
+            quantkit.quantize(model, recipe, output, device=device)
+            yield Outcome(name=one.name)
+
+    def counted(*args, **options):
+        made.append(args[1].name)
+        return quantkit.quantize(*args, **options)
+
+    monkeypatch.setattr(module, "run_trials", elsewhere)
+    monkeypatch.setattr(sensitivities, "quantize", counted)
+    again = search_recipe(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml", on="ray", jobs=2))
+    assert places == [("ray", 2)]
+    assert made == ["mine"]  # the recipe that was found, and no candidate
+    assert again.groups == result.groups
+
+
+def test_a_trial_that_fails_ends_the_search_with_its_reason(tiny_llama, options, tmp_path, monkeypatch):
+    failed = Outcome(name="int3-32", exit_code=5, reason="killed")
+    monkeypatch.setattr(module, "run_trials", lambda trials, on, jobs: (failed for _ in trials))
+    with pytest.raises(ResourceError, match="int3-32: killed"):
+        search_recipe(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml", jobs=2))
 
 
 @pytest.mark.slow

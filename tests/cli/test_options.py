@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from quantkit.benchmark.options import BenchmarkOptions, TuneOptions
 from quantkit.bit_search.options import SearchOptions, SearchTarget
-from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._options import as_arguments, option_group, runtime_options, settings_of
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.quantities import parse_bytes
 from quantkit.runtime.config import EngineConfig
@@ -130,3 +130,10 @@ def test_the_engine_s_options_are_keywords_of_its_configuration():
     received, _ = call(runtime_options, "--kv-memory", "4GiB", "--threads", "2", "--head", "int8")
     assert received == {"engine": {"memory": "4GiB", "threads": 2, "head_dtype": "int8"}}
     assert EngineConfig(**received["engine"]).memory_bytes == 4 << 30
+
+
+def test_values_as_words_give_the_same_values_again():
+    given = {"count": 5, "folders": (Path("x"), Path("y")), "fast": False, "resume": False, "names": ("y", "x")}
+    words = as_arguments(settings_of(Sample), given)
+    assert words == ["--count", "5", "--folder", "x", "--folder", "y", "--no-resume", "--names", "y", "--names", "x"]
+    assert call(SAMPLE, *words)[0]["given"] == {name: value for name, value in given.items() if name != "fast"}

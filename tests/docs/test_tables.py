@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -14,10 +13,7 @@ from pydantic import BaseModel
 from quantkit.cli import REGISTRY as COMMANDS
 from quantkit.compress.algorithms import REGISTRY as STEPS
 from quantkit.compress.recipe import load, shipped
-from quantkit.compress.recipe.load import settled
 from quantkit.compress.recipe.schema import Document
-from quantkit.engines import StoredLinear, StoredModel, find_engine, judge
-from quantkit.engines.base import CAPABILITIES
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.models.families import REGISTRY as FAMILIES
 from tests.models.test_new_family import FILE
@@ -55,47 +51,6 @@ def test_recipes_md_has_every_shipped_recipe_as_it_is():
             " ".join(f"`{step}`" for step in steps) or "none",
         ]
     assert table == expected
-
-
-SERVED = (
-    *((name, name, {}) for name in shipped() if name not in ("kv-fp8", "awq-int4-kv4", "awq-int4-kv8")),
-    ("`gptq-int4` as `gptq`", "gptq-int4", {"format": "gptq"}),
-    ("`gptq-int4` with zero points as `gptq-v2`", "gptq-int4", {"format": "gptq-v2", "weights.symmetric": False}),
-    ("`awq-int4` as `awq`", "awq-int4", {"format": "awq", "weights.symmetric": False}),
-    ("`rtn-int4` in groups of 256", "rtn-int4", {"weights.group_size": 256}),
-    ("int3", "rtn-int4", {"weights.dtype": "int3"}),
-    ("`rtn-int4` as `gguf`", "rtn-int4", {"format": "gguf", "weights.group_size": 32}),
-)
-
-
-def served(engine: str, model: StoredModel) -> str:
-    """How an engine takes it on compute capabilities from 8.0 on: `fast`, or `fast; from 10.0 on wrong`."""
-    answers = [(device, judge(engine, model, device).reads) for device in CAPABILITIES[1:]]
-    runs = [list(run) for _, run in itertools.groupby(answers, key=lambda pair: pair[1])]
-    spans = []
-    for run in runs:
-        first, last = (f"{run[end][0] / 10:.1f}" for end in (0, -1))
-        span = (
-            f"from {first} on " if run[-1] == answers[-1] else f"{first} " if first == last else f"{first} to {last} "
-        )
-        spans.append(f"{'' if len(runs) == 1 else span}{run[0][1]}")
-    return "; ".join(spans)
-
-
-def test_formats_md_says_what_the_rules_of_engines_say():
-    engines = ("vllm", "sglang", "transformers", "tgi", "tensorrt-llm", "llama.cpp")
-    lines = ["| | " + " | ".join(f"{e.title} {e.release}" for e in map(find_engine, engines)) + " |"]
-    lines.append("|---" * (len(engines) + 1) + "|")
-    for title, name, changes in SERVED:
-        recipe = load(name, changes)
-        if recipe.source.get("weights", {}).get("symmetric") == "auto":
-            recipe = settled(recipe, symmetric=False)
-        linear = StoredLinear(scheme=recipe.scheme.default, shape=(4096, 4096))
-        model = StoredModel(format=recipe.format, linears=(linear,), hidden_size=4096)
-        cells = [title if "`" in title or title == "int3" else f"`{title}`", *(served(e, model) for e in engines)]
-        lines.append("| " + " | ".join(cells) + " |")
-    table = "\n".join(lines)
-    assert table in page("docs/formats.md"), f"put this into docs/formats.md:\n{table}"
 
 
 def test_the_readme_names_shipped_recipes_only():

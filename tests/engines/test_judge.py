@@ -9,6 +9,7 @@ import pytest
 
 from quantkit.engines import CPU, StoredLinear, StoredModel, find_engine, judge, judge_all
 from quantkit.engines._judge import REGISTRY
+from quantkit.engines.base import AMX, OTHER
 from quantkit.errors import InputError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES
@@ -81,6 +82,13 @@ VLLM = [  # defects of earlier rules first, each beside what they said rightly
     ("no", CPU, "nvfp4 g16"),
     ("no", CPU, "mxfp4 g32"),
     ("no", CPU, "int4 g128", "fp8"),
+    ("no", CPU, "int4 g128", None, (256, 256), True),
+    ("slow", AMX, "int4 g128", None, (256, 256), True),
+    ("no", CPU, "int4 g128", None, (250, 256)),
+    ("slow", AMX, "fp8 128x128", "fp8"),
+    ("slow", AMX, "fp8 tensor", "static fp8"),
+    ("fast", AMX, "int4 g128"),
+    ("unknown", OTHER, "int4 g128"),
     ("fast", HOPPER, "nvfp4 g16"),
     ("fast", AMPERE, "fp8 128x128", "fp8"),
 ]
@@ -177,6 +185,20 @@ def test_without_a_device_each_range_has_its_reason():
     assert reads("vllm", None, "int4 g64", "fp8").reads == "no"
 
 
+def test_an_engine_is_asked_about_its_device():
+    model = StoredModel(format="compressed-tensors", linears=(linear("mxfp4 g32"),), hidden_size=4096)
+    assert [judge(f"vllm:{device}", model).reads for device in ("h100", "RTX 5090", "cpu")] == ["fast", "wrong", "no"]
+    assert judge("vllm:h100", model, BLACKWELL).reads == "fast"  # the name's own device wins
+    assert judge("transformers:mi300x", model).reads == judge("transformers", model, OTHER).reads == "slow"
+    for name in ("vllm:mi300x", "sglang:cpu"):
+        with pytest.raises(InputError, match=f"no rule known for .* on {name.partition(':')[2]}"):
+            judge(name, model)
+    with pytest.raises(InputError, match=r"unknown device 'h10'"):
+        judge("vllm:h10", model)
+    assert judge("vllm", StoredModel(format="dense"), OTHER).reads == "unknown"
+    assert judge("vllm:cpu", StoredModel(format="dense")).reads == "fast"
+
+
 def test_a_cache_of_our_own_is_told_of():
     own = StoredModel(format="compressed-tensors", linears=(linear("int4 g128"),), cache="own")
     fixed = StoredModel(format="compressed-tensors", linears=(linear("int4 g128"),), cache="fp8")
@@ -188,12 +210,12 @@ def test_a_cache_of_our_own_is_told_of():
 def test_an_unknown_engine_is_refused_with_those_there_are():
     with pytest.raises(InputError, match=r"unknown engine 'vlm' \(did you mean 'vllm'\?\); there are: llama-cpp, "):
         find_engine("vlm")
-    assert find_engine("llama.cpp") is find_engine("llama-cpp")
+    assert find_engine("llama.cpp")[0] is find_engine("llama-cpp")[0]
 
 
 @pytest.mark.parametrize("name", REGISTRY.names())
 def test_rules_speak_of_what_there_is_and_name_their_source(name):
-    engine = find_engine(name)
+    engine, _ = find_engine(name)
     for rule in engine.rules:
         assert rule.source and set(rule.format) <= set(FORMATS.names()), rule
         assert {*rule.weights, *filter(None, rule.inputs)} <= set(DTYPES), rule
@@ -232,12 +254,12 @@ MODELS = list(everything())
 @pytest.mark.parametrize("name", REGISTRY.names())
 def test_every_rule_applies_to_something_and_every_linear_has_a_rule(name):
     """A rule behind one that says more is dead, and what no rule is about would be a hole in the table."""
-    rules, used, holes = find_engine(name).rules, set(), set()
-    for model, device in itertools.product(MODELS, (CPU, 70, 75, AMPERE, HOPPER, BLACKWELL)):
+    rules, used, holes = find_engine(name)[0].rules, set(), set()
+    for model, device in itertools.product(MODELS, (CPU, AMX, 70, 75, AMPERE, HOPPER, BLACKWELL)):
         kind = model.linears[0]
         number = next((i for i, rule in enumerate(rules) if rule.applies(kind, model, device)), None)
         used.add(number)
-        if number is None and device != CPU:
+        if number is None and device not in (CPU, AMX):
             holes.add((model.format, kind.describe(), device))
     assert not holes, sorted(holes)[:5]
     assert not [rule for index, rule in enumerate(rules) if index not in used]

@@ -41,6 +41,11 @@ def test_every_work_is_a_command_line(work, tmp_path, monkeypatch):
     assert given["resume"] is False
 
 
+def test_processes_run_where_no_other_quantkit_is(tmp_path):
+    bed = measure_cost.Bed(tmp_path, {})
+    assert bed.run([sys.executable, "-c", "import os; print(os.getcwd())"], "where").said == str(tmp_path)
+
+
 def test_operations_are_counted_by_number_type():
     left, weight = torch.zeros(2, 3, 5), torch.zeros(7, 5)
     counted = arithmetic.Operations()

@@ -35,6 +35,9 @@ def sets_of(family, model, layer):
     return family.sets_of_layer(names.__contains__, model.config.to_dict())
 
 
+GROUPED = {"self_attn.o_a_proj"}  # DeepSeek-V4's product of each group of heads by itself, which no loader quantizes
+
+
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_the_names_exist_and_cover_every_linear_of_a_layer(name):
     family, model, layers = rebuilt_layers(name, "meta")
@@ -46,7 +49,7 @@ def test_the_names_exist_and_cover_every_linear_of_a_layer(name):
         linears = {name for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)}
         listed = [name for group in sets for name in group.linears]
         assert len(listed) == len(set(listed))
-        assert set(listed) == linears - {name for group in sets for name in group.beside}
+        assert set(listed) == linears - {name for group in sets for name in group.beside} - GROUPED
         for group in sets:
             assert layer.get_submodule(group.parent) is not None
             assert group.source is None or layer.get_parameter(f"{group.source}.weight") is not None

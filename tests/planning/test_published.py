@@ -7,7 +7,14 @@ import pytest
 from quantkit.models.cache import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.planning.devices import find_device, make_device
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
-from quantkit.planning.memory import everywhere, kv_bytes, kv_bytes_per_token, kv_read_bytes, planned_weight_bytes
+from quantkit.planning.memory import (
+    everywhere,
+    kv_allocated_bytes,
+    kv_bytes,
+    kv_bytes_per_token,
+    kv_read_bytes,
+    planned_weight_bytes,
+)
 from quantkit.planning.source import from_parameters
 from quantkit.planning.weights import (
     BF16_WEIGHTS,
@@ -97,6 +104,8 @@ def test_deepseek_v4_at_a_million_tokens():
     assert by_kind == {"csa": pytest.approx(9.38, abs=0.005), "hca": pytest.approx(0.25, abs=0.005)}
     new, old = kv_bytes(pro, tokens, BF16) / GIB, kv_bytes(before, tokens, BF16) / GIB
     assert new == pytest.approx(9.62, abs=0.005)
+    # With what the next entries are made of, in whole pages.
+    assert kv_allocated_bytes(pro, tokens, BF16) / GIB == pytest.approx(9.62, rel=0.002)
     assert old == pytest.approx(83.9, abs=0.05)
     assert old / new == pytest.approx(8.7, abs=0.05)
 
@@ -121,9 +130,10 @@ def test_latent_caches_in_8_bits():
     assert v3.entry_bytes(FP8) == 576
     assert (v32.entry_bytes(FP8), v32.index_bytes(FP8)) == (656, 132)
     assert v4.entry_bytes(FP8) == 448 + 2 * 64 + 8 == 584
-    # int8 is offered by the bundled runtime, which has the first of them alone.
+    assert (v4.entry_bytes(INT8), v4.entry_bytes(INT4)) == (584, 360)
+    # int8 and int4 are offered by the bundled runtime alone, which does not have the second of them.
     offered = [[form.name for form in (FP8, INT8, INT4) if item.offers(form)] for item in (v3, v32, v4)]
-    assert offered == [["fp8", "int8"], ["fp8"], ["fp8"]]
+    assert offered == [["fp8", "int8"], ["fp8"], ["fp8", "int8", "int4"]]
 
 
 def test_sliding_windows_bound_the_cache():

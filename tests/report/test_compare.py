@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from quantkit.cli import main
 from quantkit.errors import ReportError
-from quantkit.report.compare import checkpoints_table, compare_reports, front, render_comparison
+from quantkit.report.compare import checkpoints_table, compare_reports, front, render_comparisons
 from quantkit.report.json import dumps
 from quantkit.report.plots import grouped_labels
 from quantkit.results import Report
@@ -78,7 +78,7 @@ def test_without_tasks_perplexity_ranks_and_less_is_better(reports):
     comparison = compare_reports(bare)
     assert (comparison.quality, comparison.higher_is_better) == ("perplexity_ratio", False)
     assert comparison.entries[-1].quality == 1.0
-    assert "down and to the left" in render_comparison(comparison)
+    assert "down and to the left" in render_comparisons({"one": comparison})
 
 
 def test_equal_names_are_told_apart(reports):
@@ -87,8 +87,9 @@ def test_equal_names_are_told_apart(reports):
 
 
 def test_one_report_is_no_comparison(reports):
-    with pytest.raises(ReportError, match="two reports or more, found 1"):
-        compare_reports(reports[:1])
+    assert len(compare_reports(reports[:1]).entries) == 2  # beside its original it is one
+    with pytest.raises(ReportError, match="two reports or more, or an original, found 1"):
+        compare_reports([dataclasses.replace(reports[0], baseline_model=None)])
 
 
 def test_points_on_top_of_each_other_share_a_label():
@@ -98,8 +99,8 @@ def test_points_on_top_of_each_other_share_a_label():
 
 def test_the_page_draws_both_fronts_and_is_the_same_each_time(reports):
     comparison = compare_reports(reports)
-    page = render_comparison(comparison)
-    assert page == render_comparison(comparison)
+    page = render_comparisons({"one": comparison})
+    assert page == render_comparisons({"one": comparison})
     assert page.count('<svg class="plot"') == 2
     assert "2 of 4 are beaten by no other: int3, int4." in page
 

@@ -41,6 +41,9 @@ def make_loud(model: Any) -> Any:
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if "tid2eid" in name:  # two different experts of four
+                first = torch.randint(0, 4, (len(buffer), 1), generator=generator)
+                buffer.copy_((first + torch.arange(buffer.shape[1])) % 4)
     return model
 
 

@@ -95,3 +95,18 @@ def test_a_page_held_twice_by_one_sequence_is_found():
     pool.share(pages[0])
     with pytest.raises(AssertionError, match="twice"):
         pool.check_integrity([[pages[0], pages[0]]])
+
+
+def test_a_pool_that_forgets_is_as_new():
+    pool = PagePool(4)
+    held, other = pool.allocate(2), pool.allocate(1)
+    pool.publish(b"held", held[0])
+    pool.publish(b"free", other[0])
+    pool.release(other)
+    pool.forget()
+    assert pool.find(b"free") is None
+    assert pool.find(b"held") == held[0]
+    pool.check_integrity([held])
+    pool.release(held)
+    pool.forget()
+    assert pool.allocate(4) == PagePool(4).allocate(4)

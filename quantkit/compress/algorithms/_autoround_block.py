@@ -2,15 +2,18 @@
 
 The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses; while a layer is tuned it is called with
 ordinary copies of its parameters. What is differentiated is only the layer itself: the gradient that arrives at a
-decoded weight goes to `_autoround_weight`. Shapes: B sequences, T tokens, D hidden width.
+decoded weight goes to `_autoround_weight` as soon as it is known, so that there is one at a time. Shapes: B sequences,
+T tokens, D hidden width; N outputs, K inputs of a linear.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
@@ -21,6 +24,9 @@ from quantkit.numerics.scheme import ActivationScheme
 
 # Keeps gradients of float16 layers away from both ends of its range; signs do not depend on it.
 _LOSS_SCALE = 1024.0
+
+Step = Callable[[str, Tensor, Tensor], None]
+"""Given the name of a linear, the gradient of its weight and the weight, both (N, K), changes the weight."""
 
 
 class Examples:
@@ -59,7 +65,7 @@ class Examples:
 
 
 class TunedBlock:
-    """The layer with weights that gradients are computed for; made by `tunable`.
+    """The layer with weights that gradients are computed for; made by `tunable`. *Mutable*.
 
     Args:
         layer: called with `values` in place of its parameters and buffers.
@@ -69,15 +75,62 @@ class TunedBlock:
 
     def __init__(self, layer: LayerContext, values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
         self._layer, self._values, self.weights = layer, values, weights
+        self._calls = dict.fromkeys(weights, 0)  # of each linear that were run forwards and not yet backwards
+        self._sums: dict[str, Tensor] = {}  # of gradients that wait for others of the same weight
+        self._step: Step | None = None
+        self._gradient = torch.empty(0)  # in memory that all linears use in turns
 
-    def backward(self, hidden: Batch, target: Tensor) -> float:
-        """Add the gradients of this batch's error to those of the weights; the mean squared error over that of zero."""
+    def backward(self, hidden: Batch, target: Tensor, step: Step | None) -> float:
+        """Differentiate this batch's error, its mean square over that of zero, and return it.
+
+        Args:
+            hidden, target: of `Examples`.
+            step: called once for each linear that had a gradient since the last one, each as soon as its gradient is
+                complete. None keeps the gradients, to which those of further batches are added. Nothing is done where
+                the error is no number.
+        """
+        self._step, self._calls = step, dict.fromkeys(self.weights, 0)
         with torch.enable_grad():
             error = (self._forward(hidden).float() - target.float()).square().sum()
             size = target.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+            relative = float(error.detach() / size)
+            if not math.isfinite(relative):
+                return relative
             # Relative to the size of the output: gradients then suit float16, whatever the layer.
             (error * (_LOSS_SCALE / size)).backward()  # type: ignore[no-untyped-call]
-            return float(error.detach() / size)
+        self._finish()
+        return relative
+
+    def _finish(self) -> None:
+        """Steps of linears that the last batch did not reach, such as experts, or that something else multiplied by."""
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                self._sums[name] = weight.grad.add_(self._sums.pop(name, 0))
+                weight.grad = None
+            if self._step is not None and name in self._sums:
+                self._step(name, self._sums.pop(name), weight)
+
+    def multiply(self, name: str, linear: nn.Linear, inputs: Tensor) -> Tensor:
+        """What the linear gives, with this block's weight."""
+        self._calls[name] += torch.is_grad_enabled()
+        take = partial(self._take, name)
+        outputs: Tensor = _Product.apply(inputs, linear.weight, linear.bias, take)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _take(self, name: str, outputs: Tensor, inputs: Tensor) -> None:
+        """The weight's gradient of one call: that of its outputs (T, N) times the inputs (T, K)."""
+        weight = self.weights[name]
+        if self._gradient.numel() < weight.numel():
+            self._gradient = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
+        gradient = torch.mm(outputs.T, inputs, out=self._gradient[: weight.numel()].view_as(weight))
+        self._calls[name] -= 1
+        if name in self._sums:
+            gradient += self._sums.pop(name)
+        # Only now: a weight must stay as it is until all its calls have been run backwards.
+        if self._step is not None and not self._calls[name]:
+            self._step(name, gradient, weight)
+        else:
+            self._sums[name] = gradient.clone()
 
     @torch.no_grad()
     def error(self, examples: Examples, batches: range) -> float:
@@ -104,10 +157,36 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
         linears: relative names of those to tune.
     """
     kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
-    with torch.inference_mode(False), torch.no_grad(), layer.quantized_inputs(layer.schemes, _quantized):
+    with ExitStack() as stack:
+        for opened in (torch.inference_mode(False), torch.no_grad(), layer.quantized_inputs(layer.schemes, _quantized)):
+            stack.enter_context(opened)
         values = {name: value.detach().clone() for name, value in kept.items()}  # outside inference mode: ordinary
-        tuned = {name: values[f"{name}.weight"].requires_grad_() for name in linears}
-        yield TunedBlock(layer, values, tuned)
+        block = TunedBlock(layer, values, {name: values[f"{name}.weight"].requires_grad_() for name in linears})
+        for name in linears:
+            linear = layer.linear(name)
+            vars(linear)["forward"] = partial(block.multiply, name, linear)  # in front of the class's own
+            stack.callback(vars(linear).pop, "forward")
+        yield block
+
+
+class _Product(torch.autograd.Function):
+    """x W' + b; the gradient of W goes to a function, with which autograd is done with it."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        context: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, take: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        context.save_for_backward(inputs)
+        # Not saved: autograd would refuse to go on once a step has changed it.
+        context.weight, context.take = weight, take
+        return nn.functional.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        (inputs,), weight = context.saved_tensors, context.weight
+        back = gradient @ weight if context.needs_input_grad[0] else None
+        context.take(gradient.reshape(-1, weight.shape[0]), inputs.reshape(-1, weight.shape[1]))
+        return back, None, None, None
 
 
 class _QuantizedInputs(torch.autograd.Function):

@@ -17,7 +17,7 @@ from quantkit.numerics.scales import round_scale
 from quantkit.numerics.tensor import QuantizedTensor
 
 # Weights worked on at once.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 # Codes that an offset may move a weight by. The paper's 0.5 can only choose between the two nearest.
 _FURTHEST = 1.0
 _FACTORS = (0.25, 2.0)

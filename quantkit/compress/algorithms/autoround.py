@@ -24,6 +24,7 @@ from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
 from quantkit.numerics.affine import search_parameters
+from quantkit.numerics.tensor import QuantizedTensor
 
 # Batches of the store on which the error before and after is measured.
 _JUDGED = 4
@@ -50,6 +51,11 @@ class AutoRoundStep:
     learning_rate: Share = 0.0
 
     @property
+    def on_one_process(self) -> bool:
+        """Each step needs the one before it, so there is nothing to share; the data's other runs are shared."""
+        return True
+
+    @property
     def needs_original(self) -> bool:
         """The outputs of the original model are the target."""
         return True
@@ -65,17 +71,21 @@ class AutoRoundStep:
         names = tuple(name for _, pending in layer.pending() for name in pending)
         if not names:
             return
-        with tunable(layer, names) as block:
-            tuned = {name: _start(layer, name, importance[name]) for name in names}
-            self._tune(layer, block, tuned)
-            results = {name: weight.result() for name, weight in tuned.items()}
-        # They hold a float32 offset and a copy of each weight, which committing the codes does not need.
-        del tuned, block
-        for name, result in results.items():
-            layer.commit(name, result)
+
+        def tune(_: str) -> tuple[dict[str, QuantizedTensor], str]:
+            with tunable(layer, names) as block:
+                tuned = {name: _start(layer, name, importance[name]) for name in names}
+                note = self._tune(layer, block, tuned)
+                return {name: weight.result() for name, weight in tuned.items()}, note
+
+        # What is tuned holds a float32 offset and a copy of each weight, which committing the codes does not need.
+        ((results, note),) = layer.by_owners(names[:1], tune)
+        layer.chosen.notes += [note] if note else []
+        layer.commit(results)
         release_freed_memory()
 
-    def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> None:
+    def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> str:
+        """What is to be said of it, if anything."""
         examples = Examples(layer)
         # Spread over the store, whose batches are sorted by length.
         judged = range(0, len(examples), max(1, len(examples) // _JUDGED))
@@ -86,25 +96,25 @@ class AutoRoundStep:
         if self._descend(layer, block, tuned, examples):
             after = block.error(examples, judged)
         if not after <= before:  # also when it is not a number
-            layer.chosen.notes.append(
-                f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead"
-            )
             for rounding in tuned.values():
                 rounding.reset()
+            return f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead"
+        return ""
 
     def _descend(self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples) -> bool:
         """All steps; False when the error is no number."""
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
         sequences = _shuffled(examples.sequences, f"{layer.seed}/{layer.name}")
         for iteration in range(self.iterations):
-            for _ in range(self.batch_size):
-                if not math.isfinite(block.backward(*examples.batch(*next(sequences)))):
-                    return False
             rate = first * (1 - iteration / self.iterations)
-            for name, weight in block.weights.items():
-                if weight.grad is not None:  # an expert may have seen no token
-                    tuned[name].step(weight.grad, weight.data, rate)
-                    weight.grad = None
+
+            def step(name: str, gradient: Tensor, values: Tensor, rate: float = rate) -> None:
+                tuned[name].step(gradient, values.data, rate)
+
+            for left in reversed(range(self.batch_size)):
+                batch = examples.batch(*next(sequences))
+                if not math.isfinite(block.backward(*batch, None if left else step)):
+                    return False
         return True
 
 
@@ -113,6 +123,7 @@ def _importance(layer: LayerContext) -> dict[str, Tensor]:
     sets = layer.pending()
     seen = {names[0]: Magnitude(layer.weight(names[0]).shape[1], layer.device) for _, names in sets}
     layer.observe(seen)
+    seen = layer.known(seen)
     return {name: seen[names[0]].mean_square for _, names in sets for name in names}
 
 
@@ -123,7 +134,7 @@ def _round_the_rest(layer: LayerContext) -> None:
             scheme = layer.schemes[name].weight
             if scheme.dtype.kind == "int" and scheme.block_rows == 1:
                 continue
-            layer.round(name)
+            layer.round([name])
             layer.chosen.notes.append(
                 f"autoround: {name} is {scheme.describe()}, which is not tuned; rounded to nearest"
             )

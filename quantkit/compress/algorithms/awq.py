@@ -6,16 +6,18 @@ Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantkit.compress.algorithms._options import Positive
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
-from quantkit.compress.algorithms.rtn import InputStatistics, search_range
+from quantkit.compress.algorithms.rtn import InputStatistics, search_ranges
 from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
+from quantkit.distributed import share_out
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
@@ -44,16 +46,16 @@ class AwqStep:
         sets = layer.pending()
         statistics = {group.linears[0]: InputStatistics(layer, names[0]) for group, names in sets}
         layer.observe(statistics)
+        statistics = layer.known(statistics)
         for group, _ in sets:
             if can_fold(layer, group):
                 self._scale(layer, group, statistics[group.linears[0]])
-        for group, names in sets:
-            for name in names:
-                if self.clip:
-                    ranges = search_range(layer, name, statistics[group.linears[0]])
-                else:
-                    ranges = minmax_parameters(layer.weight(name), layer.grid(name))
-                layer.chosen.ranges[name] = ranges
+        if self.clip:
+            keys = {name: group.linears[0] for group, names in sets for name in names}
+            search_ranges(layer, {name: statistics[key] for name, key in keys.items()})
+            return
+        for name in (name for _, names in sets for name in names):
+            layer.chosen.ranges[name] = minmax_parameters(layer.weight(name), layer.grid(name))
 
     def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
         """Find the set's scales, fold them in, and keep its statistics in step.
@@ -68,7 +70,7 @@ class AwqStep:
         # Linears are rounded in place while scales are tried, so the layer must be put back after the search.
         originals = {name: layer.weight(name).clone() for name in group.linears}
 
-        def error(scales: Tensor, final: bool) -> float:
+        def error(scales: Tensor, final: bool = False) -> float:
             for name, original in originals.items():
                 self._write_rounded(layer, name, original, scales, seen if final else None)
             measured = slice(None, None, 1 if final else 2)
@@ -77,12 +79,12 @@ class AwqStep:
                 for call, output in zip(calls[measured], reference[measured], strict=True)
             )
 
-        ratio = search_ratio(lambda r: error(self._candidate(size, weights, r), final=False), self.grid)
+        ratio = search_ratio(lambda r: error(self._candidate(size, weights, r)), self.grid)
         scales = self._candidate(size, weights, ratio)
-        pays = error(scales, final=True) < error(torch.ones_like(scales), final=True)
+        scaled, plain = share_out((scales, torch.ones_like(scales)), partial(error, final=True))
         for name, original in originals.items():
             layer.weight(name).copy_(original)
-        if pays:
+        if scaled < plain:
             fold(layer, group, scales)
             seen.divisor = scales
 
@@ -120,13 +122,17 @@ def search_ratio(error: Callable[[float], float], grid: int) -> float:
         grid: number of points between 0 and 1.
     """
     step = max(1, grid // 5)
-    errors = {i: error(i / grid) for i in range(0, grid, step)}
+    errors: dict[int, float] = {}
+
+    def measure(points: Iterable[int]) -> None:
+        new = [point for point in points if 0 <= point < grid and point not in errors]
+        errors.update(zip(new, share_out(new, lambda point: error(point / grid)), strict=True))
+
+    measure(range(0, grid, step))
     while step > 1:
         step //= 2
         best = min(errors, key=errors.__getitem__)
-        for i in (best - step, best + step):
-            if 0 <= i < grid and i not in errors:
-                errors[i] = error(i / grid)
+        measure((best - step, best + step))
     return min(errors, key=errors.__getitem__) / grid
 
 

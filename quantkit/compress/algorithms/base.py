@@ -49,12 +49,11 @@ class Step(Protocol):
     their documentation. Steps run in the order of the recipe, on one layer after another.
 
     A step may have a property `needs_original`: true makes the run keep the hidden states of the original model beside
-    those of the quantized one, and the layer as it was (`original_store` and `original` of `layer.data`); it costs
-    twice the memory. A property `reorders_groups` says that groups are formed in another order than that of the
-    inputs. A method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to
-    none. A method `open(source: CheckpointReader, family: Family) -> ModelReader` of one step of a recipe makes another
-    model of the checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it
-    cannot.
+    those of the quantized one, on disk, and the layer as it was (`original_store` and `original` of `layer.data`). A
+    property `reorders_groups` says that groups are formed in another order than that of the inputs. A method
+    `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to none. A method
+    `open(source: CheckpointReader, family: Family) -> ModelReader` of one step of a recipe makes another model of the
+    checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it cannot.
     """
 
     def apply(self, layer: LayerContext) -> None:
@@ -98,7 +97,7 @@ def steps_bytes(
     models = 2 if needs_original(steps) else 1
     return {
         "layer": models * sizes.weights * sizes.element_bytes,
-        "hidden_states": models * sizes.states_bytes + max((e.hidden_states for e in extra), default=0),
+        "hidden_states": sizes.states_bytes + max((e.hidden_states for e in extra), default=0),
         "statistics": max((e.statistics for e in extra), default=0),
         "working_copies": 3 * 4 * sizes.tallest,
     }

@@ -8,7 +8,6 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,17 +15,19 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds, is_of_one_expert, owners
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram
+from quantkit.distributed import rank, share_out
 from quantkit.errors import ModelError
-from quantkit.models.linear_sets import LinearSet, find_expert
+from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import Ranges, WeightGrid, from_codes, to_codes
 from quantkit.numerics.scales import round_scale
 from quantkit.numerics.scheme import WeightScheme
-from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 ActOrder = Literal["none", "weight", "group"]
 
@@ -34,12 +35,12 @@ ActOrder = Literal["none", "weight", "group"]
 _RUN = 32
 # Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted.
 _FIT_ELEMENTS = 1 << 22
+# Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
+_DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 # Rows of a Hessian copied at once into another order.
 _REORDERED = 256
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
-# Weights that go through the loop as one matrix, in float32: 1 GiB.
-_TALLEST = 1 << 28
 
 
 class Factor(NamedTuple):
@@ -60,11 +61,11 @@ class Factor(NamedTuple):
     hessian: Tensor
 
 
-Pending = tuple[LinearSet, tuple[str, ...]]
-"""A set and those of its linears that have no codes yet."""
-
 Errors = Tensor | tuple[Tensor, ...]
 """Of a set: see `CrossGram.errors`."""
+
+Statistics = dict[tuple[str, ...], tuple[Tensor, Errors | None]]
+"""Of sets: the Hessian, and what the layers before have got wrong, where that counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,59 +108,76 @@ class GptqStep:
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
         """The Gram matrix of the widest inputs, its factor, the cross Gram of asymmetric calibration; see `Step`."""
-        return StepBytes(
-            statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2,
-            # What is kept of the runs of a layer: outputs of modules, of each model.
-            hidden_states=(self.true_sequential + self.needs_original) * sizes.states_bytes,
-        )
+        return StepBytes(statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2)
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         for entries in fitting_rounds(layer, layer.pending(), one_by_one=self.true_sequential):
-            grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
+            sets = [names for _, names in entries]
+            grams = {
+                names[0]: Gram(layer.weight(names[0]).shape[1], layer.device, split=not is_of_one_expert(names))
+                for names in sets
+            }
             errors = {
                 names[0]: CrossGram([layer.weight(name) for name in names])
-                for _, names in entries
+                for names in sets
                 # An expert may see other tokens than it used to, so its inputs cannot be compared.
                 if self.asymmetric_calibration and find_expert(names[0]) is None
             }
             layer.observe(grams, errors)
-            for _, names in entries:
-                # Taken out, so that a set's matrix is free again once its linears are settled.
-                error = errors.pop(names[0]).errors() if names[0] in errors else None
-                self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
+            statistics: Statistics = {}
+            for names in sets:
+                gram = grams.pop(names[0])
+                if gram.is_split or layer.owner(names[0]) == rank():
+                    error = errors.pop(names[0]).errors() if names[0] in errors else None
+                    statistics[names] = gram.finish(), error
+            self._quantize_sets(layer, sets, statistics)
 
-    def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Errors | None) -> None:
-        """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
+    def _quantize_sets(self, layer: LayerContext, sets: list[tuple[str, ...]], statistics: Statistics) -> None:
+        """Linears that share inputs share the Hessian; what is solved together, one process solves."""
+        jobs = [job for names in sets for job in cut_set(layer, names)]
+        factors: dict[tuple[str, ...], tuple[Factor, Errors | None]] = {}  # of the set that is being solved
+
+        def solve(job: Job) -> tuple[list[QuantizedTensor], float]:
+            if job.set not in factors:
+                factors.clear()
+                # Taken out, so that a set's matrices are free again once its linears are settled.
+                hessian, error = statistics.pop(job.set)
+                factor = self._factor(hessian)
+                if isinstance(error, Tensor):
+                    error = correction(error, factor, self.asymmetric_calibration)
+                factors[job.set] = factor, error
+            factor, error = factors[job.set]
+            return self._solve_job(layer, job, factor, error), factor.raised
+
+        solved = share_out(jobs, solve, owners=owners(layer, jobs))
+        parts: dict[str, list[QuantizedTensor]] = {}
+        raised: dict[tuple[str, ...], float] = {}
+        for job, (made, damping) in zip(jobs, solved, strict=True):
+            raised |= {job.set: damping} if damping else {}
+            for (name, _), part in zip(job.rows, made, strict=True):
+                parts.setdefault(name, []).append(part)
+        for names, damping in raised.items():
+            listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
+            layer.chosen.notes.append(f"{listed}: damping raised to {damping:.3g}, the Hessian is nearly singular")
+        factors.clear()
+        layer.commit({name: join_rows(made) for name, made in parts.items()})
+        release_freed_memory()
+
+    def _factor(self, hessian: Tensor) -> Factor:
         # Stable, so that inputs of equal size keep their order from run to run.
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
         if self.act_order == "none":
             order = torch.arange(len(order), device=order.device)
-        factor = cholesky_factor(hessian, order, self.damping)
-        if factor.raised:
-            listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
-            layer.chosen.notes.append(
-                f"{listed}: damping raised to {factor.raised:.3g}, the Hessian is nearly singular"
-            )
-        for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
-            same = [name for name in names if layer.schemes[name].weight == scheme]
-            # Errors of outputs belong each to one linear.
-            own = tuple(error[names.index(name)] for name in same) if isinstance(error, tuple) else error
-            self._quantize_tall(layer, same, factor, own)
-        release_freed_memory()
+        return cholesky_factor(hessian, order, self.damping)
 
-    def _quantize_tall(self, layer: LayerContext, names: list[str], factor: Factor, error: Errors | None) -> None:
-        """Linears of one scheme as one tall matrix, or several where there are many: all experts of a layer."""
-        each = max(1, _TALLEST // layer.weight(names[0]).numel())
-        for start in range(0, len(names), each):
-            members = names[start : start + each]
-            weights = [layer.weight(name) for name in members]
-            if error is not None:
-                own = error[start : start + each] if isinstance(error, tuple) else error
-                weights = corrected(weights, own, factor, self.asymmetric_calibration)
-            grids = [layer.grid(name) for name in members]
-            for name, solved in zip(members, self._solve(weights, grids, factor), strict=True):
-                layer.commit(name, solved)
+    def _solve_job(self, layer: LayerContext, job: Job, factor: Factor, error: Errors | None) -> list[QuantizedTensor]:
+        weights = [layer.weight(name)[rows] for name, rows in job.rows]
+        if isinstance(error, tuple):  # of outputs, each of which belongs to one linear
+            own = (error[job.set.index(name)][rows] for name, rows in job.rows)
+            error = tuple(correction(part, factor, self.asymmetric_calibration) for part in own)
+        weights = weights if error is None else corrected(weights, error)
+        return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor)
 
     def _solve(self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor) -> list[QuantizedTensor]:
         """Codes of (N, K) weights of one scheme and input, which are not modified."""
@@ -187,31 +205,6 @@ class GptqStep:
             affine.assemble(code, of_groups, grid, index if reordered else None)
             for code, of_groups, grid in zip(codes, ranges, grids, strict=True)
         ]
-
-
-def fitting_rounds(layer: LayerContext, sets: list[Pending], *, one_by_one: bool) -> Iterator[list[Pending]]:
-    """Sets whose statistics are gathered at once.
-
-    Args:
-        layer: its weights are what the statistics of experts may take as much memory as; further experts come in turns.
-        sets: as `LayerContext.pending` gives them.
-        one_by_one: each set after the one before it is settled; the experts' sets of a kind, which do not read what the
-            others give, still come together.
-    """
-    limit = sum(parameter.nbytes for parameter in layer.block.parameters())
-    entries: list[Pending] = []
-    kind, taken = "", 0
-    for entry in sets:
-        first = entry[1][0]
-        expert, size, before = find_expert(first), 4 * layer.weight(first).shape[1] ** 2, kind
-        kind = first if expert is None else first.rpartition(".")[2]
-        if entries and ((one_by_one and kind != before) or (expert is not None and taken + size > limit)):
-            yield entries
-            entries, taken = [], 0
-        entries.append(entry)
-        taken += size
-    if entries:
-        yield entries
 
 
 def settle_columns(
@@ -262,37 +255,43 @@ def settle_columns(
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
-def corrected(weights: list[Tensor], error: Errors, factor: Factor, strength: float) -> list[Tensor]:
+def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
     """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
 
     Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
 
     Args:
         weights: (N_i, K) W each; not modified.
-        error: (K, K) mean of (o - x) x', or (N_i, K) each weight times it.
-        factor: of X X'.
-        strength: share of the correction.
+        shift: (K, K) (O - X) X' (X X')^-1, see `correction`, or (N_i, K) each weight times it, which is used up.
     Returns:
         (N_i, K) float32 each.
     Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
     loop spreads the same correction over its columns.
     """
-    if isinstance(error, Tensor) and sum(map(len, weights)) > len(error):
-        # Dividing a matrix with fewer rows than the weights have together is the cheaper half of the work.
-        shift = _divided(error, factor).mul_(strength)
-        return [torch.addmm(weight.float(), weight.float(), shift) for weight in weights]
-    products = error if isinstance(error, tuple) else (weight.float() @ error for weight in weights)
-    return [
-        _divided(wrong, factor).mul_(strength).add_(weight) for wrong, weight in zip(products, weights, strict=True)
-    ]
+    if not isinstance(shift, Tensor):
+        return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
+    return [torch.addmm(values, values, shift) for values in (weight.float() for weight in weights)]
 
 
-def _divided(matrix: Tensor, factor: Factor) -> Tensor:
-    """(N, K) matrix H^-1."""
-    # The factor is of the reordered Hessian, so columns enter in its order and leave in their own.
-    divided = torch.empty_like(matrix)
-    divided[:, factor.backwards] = torch.cholesky_solve(matrix[:, factor.backwards].T, factor.lower).T
-    return divided
+def correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
+    """A share of (N, K) error (X X')^-1, in its place; the factor is of X X'."""
+    return _divide(error, factor).mul_(strength)
+
+
+def _divide(matrix: Tensor, factor: Factor) -> Tensor:
+    """(N, K) matrix H^-1, in its place: by products for the most part, and without LAPACK's copy of the factor."""
+    lower, width = factor.lower, len(factor.lower)
+    blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]
+    for rows in torch.split(matrix, _DIVIDED_ROWS):
+        values = rows[:, factor.backwards]  # the factor is of the reordered Hessian
+        for own in blocks:
+            block = values[:, own].addmm_(values[:, : own.start], lower[own, : own.start].T, alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own].T, block, upper=True, left=False))
+        for own in reversed(blocks):
+            block = values[:, own].addmm_(values[:, own.stop :], lower[own.stop :, own], alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own], block, upper=False, left=False))
+        rows[:, factor.backwards] = values
+    return matrix
 
 
 def fit_scales(

@@ -5,6 +5,7 @@ squared weight error, and needs no data. It leaves ranges behind, not codes. AWQ
 Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,18 +55,22 @@ class InputStatistics:
         return self._gram.mean / (by_group.unsqueeze(2) * by_group.unsqueeze(1))
 
 
-def search_range(layer: LayerContext, name: str, seen: InputStatistics) -> Ranges:
-    """The ranges of a linear that lose least of its outputs; see `search_parameters`.
+def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics]) -> None:
+    """Leave the ranges of linears that lose least of their outputs; see `search_parameters`.
 
     Args:
-        layer: the layer; not modified.
-        name: relative name of a linear with a scheme.
-        seen: of its inputs.
+        layer: gets the ranges.
+        seen: of their inputs, by relative name of a linear with a scheme; where their owner is at least.
     """
-    weight, grid = layer.weight(name), layer.grid(name)
-    # The set's statistics are of one group size; a linear of it with another has no use for the Gram matrices.
-    gram = seen.gram(seen.divisor) if seen.group == grid.scheme.group_width(weight.shape[1]) else None
-    return search_parameters(weight, grid, importance=seen.mean_square(seen.divisor), gram=gram)
+
+    def search(name: str) -> Ranges:
+        weight, grid, inputs = layer.weight(name), layer.grid(name), seen[name]
+        # The set's statistics are of one group size; a linear of it with another has no use for the Gram matrices.
+        fits = inputs.group == grid.scheme.group_width(weight.shape[1])
+        gram = inputs.gram(inputs.divisor) if fits else None
+        return search_parameters(weight, grid, importance=inputs.mean_square(inputs.divisor), gram=gram)
+
+    layer.chosen.ranges |= dict(zip(seen, layer.by_owners(list(seen), search), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +86,7 @@ class RtnStep:
         sets = layer.pending()
         seen = {names[0]: InputStatistics(layer, names[0]) for _, names in sets}
         layer.observe(seen)
-        for _, names in sets:
-            for name in names:
-                layer.chosen.ranges[name] = search_range(layer, name, seen[names[0]])
+        search_ranges(layer, {name: seen[names[0]] for _, names in sets for name in names})
 
 
 STEP = RtnStep

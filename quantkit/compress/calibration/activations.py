@@ -1,8 +1,9 @@
 """The hidden states that enter the current decoder layer, in memory or on disk, and saved after each layer.
 
 States are kept in batches (B, T, D) of samples of equal length, or sample by sample with whatever else layers hand on
-(see `layer_call`). In memory mode they are also written to the state
-folder once per layer, so that an interrupted run can go on; in disk mode they live only there.
+(see `layer_call`). In memory mode they are also written to the state folder once per layer, so that an interrupted run
+can go on; in disk mode they live only there. Batches are dealt to the processes of a job in turns, and written to one
+folder, where every process reads what is another's, and a later job of any size what this one has left.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
 from quantkit.checkpoints.reader import file_digest
 from quantkit.checkpoints.writer import write_shard
+from quantkit.distributed import gather, rank, world
 from quantkit.errors import CheckpointError, ResumeError
 
 Mode = Literal["ram", "disk"]
@@ -35,9 +37,10 @@ class ActivationStore:
 
     def __init__(self, folder: Path | None, mode: Mode, batches: Iterator[Batch]) -> None:
         self._folder, self._mode, self._layer = folder, mode, 0
-        self._memory: list[Batch] = []
+        self._memory: dict[int, Batch] = {}
         self.digests: list[str] = []
-        self._keep(batches, "the embedding", 0)
+        own = ((number, batch) for number, batch in enumerate(batches) if number % world() == rank())
+        self._keep(own, "the embedding", 0)
 
     @classmethod
     def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> "ActivationStore":
@@ -48,10 +51,10 @@ class ActivationStore:
         """
         store = cls(folder, mode, iter(()))
         store._layer, store.digests = layer, digests
-        for number, digest in enumerate(digests):
-            check_saved(store._path(layer, number), digest)
+        for number in store.own:
+            check_saved(store._path(layer, number), digests[number])
             if mode == "ram":
-                store._memory.append(store._load(number))
+                store._memory[number] = store._load(number)
         return store
 
     @property
@@ -64,11 +67,16 @@ class ActivationStore:
         """Where what is computed of the states on the way to the next layer may be kept until then, if anywhere."""
         return None if self._folder is None else self._folder / "beside"
 
+    @property
+    def own(self) -> range:
+        """Numbers of the batches that this process computes with."""
+        return range(rank(), len(self), world())
+
     def __len__(self) -> int:
-        return len(self.digests) if self._mode == "disk" else len(self._memory)
+        return len(self.digests) if self._folder is not None else len(self._memory)
 
     def __getitem__(self, number: int) -> Batch:
-        return self._memory[number] if self._mode == "ram" else self._load(number)
+        return self._memory[number] if number in self._memory else self._load(number)
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[number] for number in range(len(self)))
@@ -76,7 +84,7 @@ class ActivationStore:
     def advance(self, forward: Callable[[int, Batch], Batch]) -> None:
         """Replace every batch by `forward(number, batch)`; the previous layer's files stay until `forget_previous`."""
         # Back on the CPU, so that the device holds one batch at a time.
-        batches = (forward(number, self[number]).to("cpu") for number in range(len(self)))
+        batches = ((number, forward(number, self[number]).to("cpu")) for number in self.own)
         self._keep(batches, f"layer {self._layer}", self._layer + 1)
 
     def forget_previous(self) -> None:
@@ -84,19 +92,21 @@ class ActivationStore:
         for folder in (self._folder / str(self._layer - 1), self._folder / "beside") if self._folder else ():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _keep(self, batches: Iterator[Batch], source: str, layer: int) -> None:
+    def _keep(self, batches: Iterator[tuple[int, Batch]], source: str, layer: int) -> None:
         """Take each batch as it comes as the states before a layer, in memory in place of the batch before."""
-        digests: list[str] = []
-        for number, states in enumerate(batches):
+        digests: dict[int, str] = {}
+        for number, states in batches:
             require_finite(states_of(states), source)
             if self._mode == "ram":
-                self._memory[number : number + 1] = [states]
+                self._memory[number] = states
             if self._folder is not None:
                 path = self._path(layer, number)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 tensors = {"hidden": states} if isinstance(states, Tensor) else states.tensors()
-                digests.append(write_shard(path, tensors))
-        self._layer, self.digests = layer, digests
+                digests[number] = write_shard(path, tensors)
+        # From here on the files of all processes are there.
+        known = {number: digest for part in gather(digests) for number, digest in part.items()}
+        self._layer, self.digests = layer, [known[number] for number in sorted(known)]
 
     def _load(self, number: int) -> Batch:
         saved: dict[str, Tensor] = load(self._path(self._layer, number).read_bytes())

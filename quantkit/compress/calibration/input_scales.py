@@ -70,17 +70,23 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
         return
     observers = {names[0]: InputRange(keep=method == "mse") for names in sets}
     layer.observe(observers)
-    for names in sets:
-        scheme = layer.schemes[names[0]].activation
-        assert scheme is not None, f"{names[0]} has no activations to quantize"
-        largest = _choose(observers[names[0]], scheme, method)
+
+    def choose(name: str) -> float:
+        scheme = layer.schemes[name].activation
+        assert scheme is not None, f"{name} has no activations to quantize"
+        largest = _choose(observers[name], scheme, method)
         if not 0 < largest < float("inf"):
             instead = "leave activations out" if scheme.dynamic else "set activations.dynamic=true"
             raise DataError(
-                f"{layer.name}.{names[0]}: the largest input in all calibration data is {largest}, which gives no "
+                f"{layer.name}.{name}: the largest input in all calibration data is {largest}, which gives no "
                 f"scale; use other data (calibration.data), or {instead}"
             )
+        return largest
+
+    for names, largest in zip(sets, layer.by_owners(list(observers), choose), strict=True):
         for name in names:
+            scheme = layer.schemes[name].activation
+            assert scheme is not None
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
             layer.chosen.quantized[name] = replace(layer.chosen.quantized[name], input_scale=scale)
     layer.forget_runs()  # from here on inputs are rounded

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.layer_call import Batch
 from quantkit.compress.calibration.cache_statistics import CacheStatistics, HeadStatistics
+from quantkit.compress.calibration.deliveries import own_turns
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.distributed import gather
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.numerics.dtype import FP8, INT4
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_CHANNEL, INT8_TOKEN, CacheGoal, scheme_to_dict
@@ -30,7 +33,7 @@ _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "lea
 
 
 class _Seen(Exception):
-    """Raised as soon as the layer has handed over its keys and values."""
+    """Raised with keys and values as soon as the layer has handed them over."""
 
 
 def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
@@ -75,23 +78,29 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
     """
     from transformers import DynamicCache
 
-    statistics = CacheStatistics(rotate=rotate)
-
     class Recorder(DynamicCache):  # type: ignore[misc]
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            statistics.update(key_states, value_states)
-            raise _Seen
+            raise _Seen(key_states, value_states)
 
     known = inspect.signature(layer.block.forward).parameters
     argument = next((name for name in _ARGUMENTS if name in known), _ARGUMENTS[0])
-    for hidden in layer.batches():
+
+    def cached(hidden: Batch) -> tuple[Tensor, Tensor]:
         try:
             layer.forward(hidden, **{argument: Recorder()})
-        except _Seen:
-            continue
+        except _Seen as seen:
+            keys, values = seen.args
+            return keys, values
         raise ModelError(
             f"{layer.name} hands its keys and values to no cache, so nothing can be calibrated; leave kv_cache out"
         )
+
+    statistics = CacheStatistics(rotate=rotate)
+    for number in own_turns(layer.store):
+        # Sums over heads and channels are small beside the layer's work, so every process takes them all.
+        for states in gather(None if number is None else cached(layer.store[number])):
+            if states is not None:
+                statistics.update(*states)
     for what, numbers in (("keys", statistics.keys), ("values", statistics.values)):
         if not torch.isfinite(numbers.peak).all():
             raise CheckpointError(f"{layer.name}: its {what} are not finite; the model's weights are broken")

@@ -3,12 +3,12 @@
 This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
 from quantkit.checkpoints.layer_inputs import Compute, compute_with
 from quantkit.checkpoints.memory import release_freed_memory
-from quantkit.compress.calibration.errors import relative_error, row_blocks, signal_to_noise_db
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.deliveries import Deliveries, own_turns
+from quantkit.compress.calibration.errors import row_blocks, signal_to_noise_db
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
     count_tokens,
@@ -25,12 +27,14 @@ from quantkit.compress.calibration.expert_inputs import (
     token_rows,
 )
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
-from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
+from quantkit.compress.calibration.observers import CrossGram, Gram, Observer, Sample
+from quantkit.compress.calibration.records import measured
 from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
-from quantkit.errors import CheckpointError, SchemeError
+from quantkit.distributed import gather, rank, share_out, world
+from quantkit.errors import CheckpointError
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
-from quantkit.numerics.affine import Ranges, WeightGrid
+from quantkit.numerics.affine import WeightGrid
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -40,6 +44,7 @@ from quantkit.results import LinearRecord
 _SAME_DB = 20.0
 _NO_ERRORS: Mapping[str, CrossGram] = MappingProxyType({})
 
+T = TypeVar("T")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module's call."""
 
@@ -59,6 +64,7 @@ class LayerContext:
         next_call: what the model calls the next layer with after this one, where that is more than hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
         seed: of the run, for steps that draw random numbers.
+        owners: with several processes, the one that solves a set and keeps its statistics, by the set's first linear.
         data: what the layer is fed.
         chosen: what has been chosen so far.
     """
@@ -73,6 +79,7 @@ class LayerContext:
     next_call: Callable[[LayerCall, Compute], LayerCall] | None = None
     stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
     seed: int = 0
+    owners: Mapping[str, int] = field(default_factory=dict)
     data: LayerData = field(default_factory=LayerData)
     chosen: LayerChoices = field(default_factory=LayerChoices)
 
@@ -80,6 +87,12 @@ class LayerContext:
     def device(self) -> torch.device:
         """Where the weights and statistics of this layer live."""
         return next(self.block.parameters()).device
+
+    @property
+    def store(self) -> ActivationStore:
+        """What enters the layer, in all processes."""
+        assert self.data.store is not None, "this recipe has no calibration data"
+        return self.data.store
 
     def linear(self, name: str) -> nn.Linear:
         """The linear with this relative name."""
@@ -111,12 +124,15 @@ class LayerContext:
         experts = [expert for group in self.sets for name in group.linears if (expert := find_expert(name))]
         if not experts or self.data.store is None:
             return
-        counts = count_tokens(self.block, experts, (partial(self.forward, hidden) for hidden in self.batches()))
+        own = count_tokens(self.block, experts, (partial(self.forward, hidden) for hidden in self.batches()))
+        counts = {number: sum(part[number] for part in gather(own)) for number in own}
         self.data.tokens_per_expert = tuple(counts.values())
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 
     def observe(self, observers: Mapping[str, Observer], errors: Mapping[str, CrossGram] = _NO_ERRORS) -> None:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
+
+        With several processes an observer sees them where its set has its `owner`; see `known`, and `Gram`.
 
         Args:
             observers: by relative name of a linear. Rows for error measurements are kept on the way.
@@ -126,40 +142,56 @@ class LayerContext:
         samples = {name: Sample() for name in observers}
         inputs: dict[str, Tensor] = {}
 
-        def update(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            rows = token_rows(args)
+        def update(name: str, rows: Tensor) -> None:
             observers[name].update(rows)
             samples[name].update(rows)
             if name in errors:
                 inputs[name] = rows
 
-        def compare(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            divisor, rows = self.data.divisors.get(self.set_key(name)), token_rows(args)
+        def compare(name: str, rows: Tensor) -> None:
+            divisor = self.data.divisors.get(self.set_key(name))
             errors[name].update(inputs.pop(name), rows if divisor is None else rows / divisor)
 
-        changing = {name for name in self.schemes if name not in self.chosen.quantized}
-        seen = {name for observed in observers for name in self._set(observed).linears}
-        # Before any codes are chosen and after, no other run will look at what this one could keep.
-        if not self.data.streams and (errors or 0 < len(changing) < len(self.schemes)):
-            self._open_streams()
-        stream, *others = self.data.streams or (Stream(self.block),)
-        for number, hidden in enumerate(self.batches()):
-            run, needed = partial(self.forward, hidden), seen | changing
-            stream.run(number, run, tuple(observers), update, changing, needed, all_tokens=self.data.all_tokens)
-            # Both models' runs in turns, so that only one batch of inputs is held.
-            for original in others if errors else ():
-                run = partial(self.original_forward, original.batch(number))
-                original.run(number, run, tuple(errors), compare, (), changing - seen)
-        if others and others[0].is_complete():
-            self._original.to("meta")
-        release_freed_memory()
+        def recipients(name: str) -> Iterable[int]:
+            observer = observers[name]
+            return range(world()) if isinstance(observer, Gram) and observer.is_split else (self.owner(name),)
+
+        rows = Deliveries({"input": update, "original": compare}, recipients, self.device)
+        self._run_batches(rows, observers, errors)
         for name, sample in samples.items():
+            if self.owner(name) != rank():
+                continue
             if not torch.isfinite(sample.rows).all():
                 raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
             self.data.samples[self.set_key(name)] = sample.rows
 
+    def _run_batches(self, rows: Deliveries, observed: Collection[str], compared: Collection[str]) -> None:
+        changing = {name for name in self.schemes if name not in self.chosen.quantized}
+        seen = {name for first in observed for name in self._set(first).linears}
+        # Before any codes are chosen and after, no other run will look at what this one could keep.
+        if not self.data.streams and (compared or 0 < len(changing) < len(self.schemes)):
+            self._open_streams()
+        stream, *others = self.data.streams or (Stream(self.block),)
+
+        def send(kind: str, name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+            rows.send(kind, name, token_rows(args))
+
+        for number in own_turns(self.store):
+            if number is not None:
+                run, needed = partial(self.forward, self.store[number]), seen | changing
+                shown, send_inputs = tuple(observed), partial(send, "input")
+                stream.run(number, run, shown, send_inputs, changing, needed, all_tokens=self.data.all_tokens)
+                # Both models' runs in turns, so that only one batch of inputs is held.
+                for original in others if compared else ():
+                    run = partial(self.original_forward, original.batch(number))
+                    original.run(number, run, tuple(compared), partial(send, "original"), (), changing - seen)
+            rows.deliver()
+        for name in others[0].complete() if others else ():
+            self._original.get_submodule(name).to("meta")
+        release_freed_memory()
+
     def _open_streams(self) -> None:
-        structure, first = NOTHING, next(self.batches())
+        structure, first = NOTHING, self.store[0]
         if isinstance(first, Tensor):
             structure = learn_structure(self.block, self.schemes, partial(self.forward, first[:1]))
         else:  # which happens on the way, so nothing of it may be left out
@@ -183,7 +215,7 @@ class LayerContext:
         """
         calls: list[Call] = []
         left = max_tokens
-        for hidden in self.batches():
+        for hidden in self.store:
             if left <= 0:
                 break
             kept = hidden[: max(1, left // hidden.shape[1])]
@@ -218,7 +250,7 @@ class LayerContext:
         hidden = hidden.to(self.device)
         return hidden_states(block(states_of(hidden), **{**self.arguments(hidden), **extra}))
 
-    def advance(self, number: int, batch: Batch, *, first: Tensor) -> Batch:
+    def advance(self, number: int, batch: Batch, *, first: Tensor | None) -> Batch:
         """What enters the next layer, given a batch that enters this one and its number.
 
         By `first`, the output for the first sequence, it is checked that runs up to here have been runs of this layer.
@@ -230,7 +262,7 @@ class LayerContext:
             return self.forward(batch)
         with self.data.streams[0].replaying(number):
             output = self.forward(batch)
-        if number or signal_to_noise_db(first, output[:1]) > _SAME_DB:
+        if number or first is None or signal_to_noise_db(first, output[:1]) > _SAME_DB:
             return output
         self.forget_runs()
         self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
@@ -250,88 +282,56 @@ class LayerContext:
         """What the weight of a linear can be rounded to."""
         return WeightGrid(self.schemes[name].weight, self.scale_dtype[name], self._tensor_largest(name))
 
-    def round(self, name: str) -> None:
-        """Give a linear its nearest codes, in the ranges that a step has left, else in the best that a search gives."""
-        weight, grid = self.weight(name), self.grid(name)
-        ranges = self.chosen.ranges.get(name) or affine.search_parameters(weight, grid)
-        self.commit(name, affine.round_to_nearest(weight, grid, ranges))
+    def round(self, names: Sequence[str]) -> None:
+        """Give linears their nearest codes, in the ranges that a step has left, else in those that a search finds."""
+
+        def rounded(name: str) -> tuple[QuantizedTensor, LinearRecord]:
+            weight, grid = self.weight(name), self.grid(name)
+            ranges = self.chosen.ranges.get(name) or affine.search_parameters(weight, grid)
+            made = affine.round_to_nearest(weight, grid, ranges)
+            return made, measured(self, name, made)
+
+        for name, (weight, record) in zip(names, self.by_owners(names, rounded), strict=True):
+            self._put(name, weight, record)
 
     def finish(self) -> None:
         """Round what no step has quantized."""
-        for name in [name for group in self.sets for name in group.linears if name in self.schemes]:
-            if name not in self.chosen.quantized:
-                self.round(name)
+        names = [name for group in self.sets for name in group.linears if name in self.schemes]
+        self.round([name for name in names if name not in self.chosen.quantized])
 
-    def commit(self, name: str, weight: QuantizedTensor) -> None:
-        """Set the codes of a linear, record their error, and put the decoded values into the layer.
+    def commit(self, weights: Mapping[str, QuantizedTensor]) -> None:
+        """Set the codes of linears, record their errors, and put the decoded values into the layer.
 
         Args:
-            name: relative name.
-            weight: codes and scales; from here on the layer computes with their decoded values.
+            weights: codes and scales by relative name; from here on the layer computes with their decoded values.
         """
-        current = self.weight(name)
-        if not torch.isfinite(weight.scale.float()).all():
-            raise SchemeError(
-                f"{self.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}; "
-                "the weights are broken, or too large for scales of this dtype: set format=compressed-tensors"
-            )
-        grid = self.grid(name)
+        records = self.by_owners(list(weights), lambda name: measured(self, name, weights[name]))
+        for (name, weight), record in zip(weights.items(), records, strict=True):
+            self._put(name, weight, record)
+
+    def owner(self, name: str) -> int:
+        """The process that keeps the statistics of a linear's set."""
+        return self.owners.get(self.set_key(name), 0)
+
+    def by_owners(self, names: Sequence[str], compute: Callable[[str], T]) -> list[T]:
+        """What is computed for each of these linears, by the owner of its set, in every process."""
+        if self.data.store is None:  # the work of one process, and of one of its threads
+            return [compute(name) for name in names]
+        return share_out(names, compute, owners=[self.owner(name) for name in names])
+
+    def known(self, observers: Mapping[str, T]) -> dict[str, T]:
+        """Observers as their owners have them, in every process."""
+        names = list(observers)
+        return dict(zip(names, self.by_owners(names, observers.__getitem__), strict=True))
+
+    def _put(self, name: str, weight: QuantizedTensor, record: LinearRecord) -> None:
+        current, grid = self.weight(name), self.grid(name)
         # Fixed by the first codes: from here on the layer holds decoded values, whose largest may be another.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
-
-        def decoded(rows: slice) -> Tensor:  # as a loader in the model's dtype computes them
-            return weight.take_rows(rows).dequantize(weight.values_dtype)
-
-        sample = self.data.samples.get(self.set_key(name))
-        self.chosen.records[name] = LinearRecord(
-            name=name,
-            scheme=self.schemes[name].describe(),
-            shape=weight.shape,
-            bits_per_weight=8 * weight.stored_bytes / current.numel(),
-            rounding_error=relative_error(current, self._plainly_rounded(name, grid), sample),
-            error=relative_error(current, decoded, sample),
-            measure="weight" if sample is None else "output",
-        )
-        self.chosen.quantized[name] = weight
+        self.chosen.records[name], self.chosen.quantized[name] = record, weight
         for rows in row_blocks(current):
-            current[rows] = decoded(rows)  # what is measured from here on is what is written
-
-    def keep(self, name: str, weight: QuantizedTensor) -> None:
-        """Set codes that the source has of a linear, which then no step touches.
-
-        Args:
-            name: relative name.
-            weight: codes and scales, on any device; the layer computes with their decoded values as `commit` has it.
-        """
-        if weight.input_scale is not None:
-            weight = replace(weight, input_scale=weight.input_scale.to(self.device))
-        self.chosen.records[name] = LinearRecord(
-            name=name,
-            scheme=self.schemes[name].describe(),
-            shape=weight.shape,
-            bits_per_weight=8 * weight.stored_bytes / weight.codes.numel(),
-            rounding_error=0.0,
-            error=0.0,
-            measure="weight",
-        )
-        self.chosen.quantized[name] = weight
-        self.weight(name).copy_(weight.dequantize(weight.values_dtype))
-
-    def _plainly_rounded(self, name: str, grid: WeightGrid) -> Callable[[slice], Tensor]:
-        """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
-        current, divisor = self.weight(name), self.data.divisors.get(self.set_key(name))
-        before = current if divisor is None else current / divisor
-        if divisor is not None:
-            grid = replace(grid, tensor_largest=None).completed(before)  # that of the folded weights is another one
-        scale, zero = affine.minmax_parameters(before, grid)
-
-        def rounded(rows: slice) -> Tensor:
-            ranges = Ranges(scale[rows], None if zero is None else zero[rows])
-            values = affine.round_to_nearest(before[rows], grid, ranges).dequantize()
-            return values if divisor is None else values * divisor
-
-        return rounded
+            current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
         """(1,) the largest magnitude of all that shares a scale of the whole tensor with this linear, if it has one.
@@ -368,9 +368,8 @@ class LayerContext:
         return next(group for group in self.sets if name in group.linears)
 
     def batches(self) -> Iterator[Batch]:
-        """What enters the layer: hidden states (B, T, D), or calls of one sequence each."""
-        assert self.data.store is not None, "this recipe has no calibration data"
-        return iter(self.data.store)
+        """What enters the layer in this process: hidden states (B, T, D), or calls of one sequence each."""
+        return (self.store[number] for number in self.store.own)
 
     @contextmanager
     def quantized_inputs(

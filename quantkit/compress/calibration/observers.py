@@ -1,11 +1,14 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from quantkit.distributed import assign, fill, rank
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
@@ -21,20 +24,30 @@ class Observer(Protocol):
 
 
 class _MeanMatrix:
-    """A (K, K) float32 sum over tokens, whose mean is handed out once.
+    """A (R, K) float32 sum over tokens, whose mean is handed out once; summed in panels of rows.
 
     Args:
         width: K.
         device: where the matrix lives.
-        rows: of the matrix, if not K.
+        rows: R, if not K.
+        split: with several processes all are shown all inputs, and each sums some of the panels.
     """
 
-    def __init__(self, width: int, device: torch.device, rows: int | None = None) -> None:
+    def __init__(self, width: int, device: torch.device, rows: int | None = None, *, split: bool = False) -> None:
         self._sum = torch.zeros(rows or width, width, dtype=torch.float32, device=device)
+        self.is_split = split
+        starts = range(0, len(self._sum), _PANEL)
+        panels = [slice(start, min(start + _PANEL, len(self._sum))) for start in starts]
+        # As dear as those of a Gram matrix, of which each is wider than the one before.
+        self._shared = list(zip(panels, assign([panel.stop for panel in panels]), strict=True))
+        self._panels = [panel for panel, owner in self._shared if not split or owner == rank()]
         self.num_tokens = 0
 
     def finish(self) -> Tensor:
-        """The mean; the observer gives up its memory and is not to be used again."""
+        """The mean; the observer gives up its memory and is not to be used again. All processes at once, if split."""
+        if self.is_split:
+            for panel, owner in self._shared:
+                fill(self._sum[panel], owner)
         total, self._sum = self._sum, torch.empty(0)
         return total.div_(max(self.num_tokens, 1))
 
@@ -46,9 +59,8 @@ class Gram(_MeanMatrix):
         """Add (T, K) inputs."""
         for rows in torch.split(inputs, _TOKENS):
             values = rows.float()
-            for start in range(0, values.shape[1], _PANEL):
-                stop = min(start + _PANEL, values.shape[1])
-                self._sum[start:stop, :stop].addmm_(values[:, start:stop].T, values[:, :stop])
+            for panel in self._panels:
+                self._sum[panel, : panel.stop].addmm_(values[:, panel].T, values[:, : panel.stop])
         self.num_tokens += inputs.shape[0]
 
     def finish(self) -> Tensor:
@@ -66,7 +78,7 @@ class Gram(_MeanMatrix):
 class CrossGram(_MeanMatrix):
     """What the inputs of linears have in common with their errors: mean of (o - x) x', o from the original model.
 
-    Linears with few outputs only need W (o - x) x', which is a smaller matrix.
+    Linears with few outputs only need W (o - x) x', which is a smaller matrix. Split as a `Gram` may be.
 
     Args:
         weights: (N_i, K) of all linears that read the input, as they are until the mean is taken.
@@ -76,25 +88,36 @@ class CrossGram(_MeanMatrix):
         sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
         # By outputs each token costs a product more, so they must be at most half as many.
         self._sizes = sizes if 2 * sum(sizes) <= width else None
-        self._weight = torch.cat(list(weights)) if self._sizes else None
-        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None)
+        self._weights = list(weights) if self._sizes else []
+        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None, split=True)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
             values = rows.float()
             # The difference first: of two sums o x' and x x' little but rounding would be left.
-            wrong = others.float() - values
+            wrong = others - values  # in float32
             if not wrong.any():  # what enters the first layer
                 continue
-            if self._weight is not None:
-                wrong = linear(wrong.to(self._weight.dtype), self._weight).float()
-            self._sum.addmm_(wrong.T, values)
+            of_weights = wrong.to(self._weights[0].dtype) if self._weights else wrong
+            for panel in self._panels:
+                part = linear(of_weights, self._rows(panel)).float() if self._weights else wrong[:, panel]
+                self._sum[panel].addmm_(part.T, values)
         self.num_tokens += inputs.shape[0]
+
+    def _rows(self, panel: slice) -> Tensor:
+        """These rows of all weights, one below the other: a copy of no more than a panel."""
+        starts = accumulate((len(weight) for weight in self._weights[:-1]), initial=0)
+        return torch.cat(
+            [
+                weight[max(0, panel.start - start) : max(0, panel.stop - start)]
+                for weight, start in zip(self._weights, starts, strict=True)
+            ]
+        )
 
     def errors(self) -> Tensor | tuple[Tensor, ...]:
         """The (K, K) mean, or (N_i, K) W times it of each linear; as `finish`."""
-        mean, self._weight = self.finish(), None
+        mean, self._weights = self.finish(), []
         return mean if self._sizes is None else torch.split(mean, self._sizes)
 
 

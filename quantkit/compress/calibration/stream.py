@@ -8,6 +8,7 @@ run is the end of the layer. Modules that cannot be replaced so are run again, w
 Names of modules are relative to the layer; "" is the layer itself.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -58,14 +59,14 @@ class Structure:
 
 NOTHING = Structure()
 
-Value = Callable[[], Any]
-"""Gives what is kept, from memory or from a file."""
+Value = Callable[[torch.device], Any]
+"""Gives what is kept, from memory or from a file: tensors of its own, since layers may add to what modules return."""
 
 
 class _Kept:
     """Of one batch: outputs of modules, and inputs of the linears that modules end in. *Mutable*.
 
-    Inputs, which may be much wider than hidden states, are kept on disk where there is a folder for it.
+    They are kept on disk where there is a folder for it: those of all batches take much more than the layer does.
 
     Args:
         store: of the hidden states.
@@ -74,31 +75,37 @@ class _Kept:
 
     def __init__(self, store: ActivationStore | None, number: int) -> None:
         self._folder = None if store is None or store.beside is None else store.beside / str(number)
-        self._in_memory = store is None or store.in_memory
         self.outputs: dict[str, Value] = {}
         self.inputs: dict[str, Value] = {}
 
     def keep_output(self, module: str, output: Any) -> None:
-        """A copy of it: layers may add to what modules return."""
-        copy = _copied(output, "cpu")
-        self.outputs[module] = partial(_itself, copy) if self._in_memory else self._saved(f"output-{module}", copy)
+        """What a module has returned."""
+        self.outputs[module] = self._saved(f"output-{module}", output)
 
     def keep_input(self, module: str, value: Tensor) -> None:
-        """Likewise, of the linear that a module ends in."""
-        self.inputs[module] = self._saved(f"input-{module}", value.to("cpu", copy=self._folder is None))
+        """Of the linear that a module ends in."""
+        self.inputs[module] = self._saved(f"input-{module}", value)
 
     def _saved(self, name: str, value: Any) -> Value:
         if self._folder is None:
-            return partial(_itself, value)
+            return partial(_copied, _copied(value, "cpu"))
         self._folder.mkdir(parents=True, exist_ok=True)
-        torch.save(value, self._folder / name)
+        # Of a view, the whole of what it is a view of would be written.
+        own = tree_map_only(Tensor, lambda x: x.to("cpu", copy=x.untyped_storage().nbytes() > x.nbytes), value)
+        torch.save(own, self._folder / name)
         return partial(torch.load, self._folder / name, weights_only=True)
 
     def prune(self) -> None:
         """Drop what is inside of what is kept."""
-        self.inputs = {name: x for name, x in self.inputs.items() if not _is_in_any(name, self.outputs, itself=True)}
+        self._drop("input", self.inputs, [n for n in self.inputs if _is_in_any(n, self.outputs, itself=True)])
         around = (*self.outputs, *self.inputs)
-        self.outputs = {name: output for name, output in self.outputs.items() if not _is_in_any(name, around)}
+        self._drop("output", self.outputs, [name for name in self.outputs if _is_in_any(name, around)])
+
+    def _drop(self, kind: str, kept: dict[str, Value], modules: Collection[str]) -> None:
+        for module in modules:
+            del kept[module]
+            if self._folder is not None:
+                (self._folder / f"{kind}-{module}").unlink()
 
 
 class Stream:
@@ -138,10 +145,14 @@ class Stream:
             all_tokens: see `probe`.
         """
         kept = self._kept.setdefault(number, _Kept(self._store, number))
-        to_keep = [
-            n for n in self._structure.without({*changing, *needed}) if n not in kept.outputs and n not in linears
-        ]
         ends = self._next_ends(linears, changing)
+        # What is in a module of which the end's input will be kept is not needed after this run.
+        known = {*kept.outputs, *linears}
+        to_keep = [
+            name
+            for name in self._structure.without({*changing, *needed})
+            if name not in known and not _is_in_any(name, ends.values())
+        ]
         final = True  # so far in this run
 
         def keep_output(name: str, output: Any) -> None:
@@ -171,7 +182,7 @@ class Stream:
         with ExitStack() as stack:
             for name, output in kept.outputs.items() if kept else ():
                 if not any(_is_inside(linear, name) or linear == name for linear in linears):
-                    stack.enter_context(self._replaced(name, partial(_given, output)))
+                    stack.enter_context(self._replaced(name, output))
             for name, value in kept.inputs.items() if kept else ():
                 end = self._structure.ends[name]
                 if not any(_is_inside(linear, name) and linear != end.linear for linear in linears):
@@ -187,9 +198,10 @@ class Stream:
         assert self._store is not None, "nobody has said what enters the layer"
         return self._store[number]
 
-    def is_complete(self) -> bool:
-        """Whether all outputs of the layer are kept, so that its weights are not needed any more."""
-        return self._store is not None and len(self._store) == sum("" in k.outputs for k in self._kept.values())
+    def complete(self) -> list[str]:
+        """Modules whose outputs for all of this process's batches are kept: their weights are not needed any more."""
+        counts = Counter(name for kept in self._kept.values() for name in kept.outputs)
+        return [name for name, count in counts.items() if self._store is not None and count == len(self._store.own)]
 
     def _next_ends(self, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
         """Of these linears those that a module ends in which has no other that changes, with that module."""
@@ -200,7 +212,7 @@ class Stream:
         }
 
     def _end(self, end: End, value: Value, device: torch.device) -> Any:
-        return end.output(self._block.get_submodule(end.linear)(value().to(device)))
+        return end.output(self._block.get_submodule(end.linear)(value(device)))
 
     @contextmanager
     def _replaced(self, name: str, output: Callable[[torch.device], Any]) -> Iterator[None]:
@@ -274,14 +286,6 @@ def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: li
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
         return None
     return End(linear, tuple(others) if wrapped else None)
-
-
-def _given(value: Value, device: torch.device) -> Any:
-    return _copied(value(), device)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _copied(value: Any, device: torch.device | str) -> Any:

@@ -2,13 +2,14 @@
 
 Each linear is the work of one thread, so that its numbers do not depend on how many there are; torch lets others run
 while it computes. A layer's file is written while the next layer's linears are rounded, and layers are recorded in
-order, so that an interrupted run goes on as any other.
+order, so that an interrupted run goes on as any other. Several processes take layers in turns, and each writes its own.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import add_linears, shard_name, write_shard
 from quantkit.compress.pipeline.state import RunState
+from quantkit.distributed import gather, is_writer, rank, world
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
@@ -56,16 +58,32 @@ def round_layers(plan: Plan, state: RunState, work: WorkFolder, listener: Listen
         listener: told of each layer in order.
         threads: that may compute at once.
     """
-    started, pending = time.perf_counter(), deque[_Rounding]()
     todo = range(len(state.records), plan.skeleton.num_layers)
+    finished = _round_own(plan, todo[rank() :: world()], work, listener, threads)
+    # In turns of all processes, each with a layer of its own, as long as there are layers.
+    with closing(finished):
+        for _ in range(0, len(todo), world()):
+            for layer in gather(next(finished, None)):
+                if layer is not None and is_writer():
+                    state.add_layer(*layer, [])
+                    state.save(work.path)
+                    listener.layer_finished(layer[0])
+
+
+def _round_own(
+    plan: Plan, todo: Sequence[int], work: WorkFolder, listener: Listener, threads: int
+) -> Generator[tuple[LayerRecord, str, str, list[str]]]:
+    """Layers in order, each with its file, the file's SHA-256 and the names of the tensors in it."""
+    started, pending = time.perf_counter(), deque[_Rounding]()
     with ThreadPoolExecutor(_num_workers(plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
         try:
-            for index in todo:
-                pending.append(_start(plan, index, work, workers, writer))
-                if len(pending) > 1:
-                    started = _finish(plan, pending.popleft(), state, work, listener, started)
-            while pending:
-                started = _finish(plan, pending.popleft(), state, work, listener, started)
+            for index in (*todo, None):
+                if index is not None:
+                    pending.append(_start(plan, index, work, workers, writer))
+                if len(pending) > 1 or (index is None and pending):
+                    layer = _finish(plan, pending.popleft(), listener, started)
+                    started = time.perf_counter()
+                    yield layer
         except BaseException:
             # What has begun ends before the error goes on; what has not must not begin.
             workers.shutdown(cancel_futures=True)
@@ -175,9 +193,9 @@ def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _finish(
-    plan: Plan, layer: _Rounding, state: RunState, work: WorkFolder, listener: Listener, started: float
-) -> float:
-    """Wait for a layer, record it and tell of it; when it ended."""
+    plan: Plan, layer: _Rounding, listener: Listener, started: float
+) -> tuple[LayerRecord, str, str, list[str]]:
+    """Wait for a layer; what it came to."""
     name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
     listener.layer_started(layer.number, name)
     listener.phase("round")
@@ -185,7 +203,7 @@ def _finish(
     linears = {name: record for part in parts for name, record in part.records.items()}
     rounded = time.perf_counter()
     listener.phase("write")
-    shard, digest, names = layer.file.result()
+    file = layer.file.result()
     release_freed_memory()  # of each worker, which glibc keeps apart
     ended = time.perf_counter()
     record = LayerRecord(
@@ -198,7 +216,4 @@ def _finish(
         peak_bytes=peak_bytes(),
         kv_cache=None if goal is None else CacheRecord(scheme=scheme_to_dict(goal.scheme)),
     )
-    state.add_layer(record, shard, digest, names, [])
-    state.save(work.path)
-    listener.layer_finished(record)
-    return ended
+    return record, *file

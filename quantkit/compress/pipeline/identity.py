@@ -11,6 +11,7 @@ import torch
 from quantkit.checkpoints.writer import write_json
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
+from quantkit.compress.recipe import Recipe
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
 from quantkit.numerics.products import keeps_precision
@@ -55,6 +56,12 @@ def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
     if type(threads) is int and 0 < threads <= MAX_THREADS:
         new["compute"]["threads"] = threads
     return new
+
+
+def calibration_digest(recipe: Recipe) -> str | None:
+    """SHA-256 of the text of a recipe's own file; None where its data are no file here."""
+    data = None if recipe.calibration is None else Path(recipe.calibration.data)
+    return hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None
 
 
 def describe_versions() -> dict[str, str]:

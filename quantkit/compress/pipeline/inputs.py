@@ -25,10 +25,11 @@ from quantkit.compress.pipeline.state import RunState
 from quantkit.compress.recipe.schema import CalibrationSection
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.dense_source import open_dense
+from quantkit.distributed import barrier, is_writer
 from quantkit.errors import ModelError
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
-_BATCH_TOKENS = 2048
+_BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 2048, 1024
 
 
 def read_samples(plan: Plan) -> Samples | None:
@@ -121,9 +122,10 @@ def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch
     row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
     row_of[used] = torch.arange(len(used))
     ordered = sorted(samples, key=len, reverse=True)  # errors are measured on the first batches
+    tokens = _BATCH_TOKENS_ON_CPU if plan.skeleton.device.type == "cpu" else _BATCH_TOKENS
     for length, group in itertools.groupby(ordered, key=len):
         ids = torch.tensor(list(group))  # (B, T)
-        for batch in torch.split(ids, max(1, _BATCH_TOKENS // length)):
+        for batch in torch.split(ids, max(1, tokens // length)):
             yield plan.skeleton.embed(batch, table, row_of)
 
 
@@ -134,33 +136,37 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
         plan: of the run.
         samples: calibration data.
         state: of the run; after the first layer, states are those that it has saved.
-        mode: see `ActivationStore`.
+        mode: see `ActivationStore`; those of the original are looked at beside the others, so they stay on disk.
         folder: of the unfinished run.
     Raises:
         ResumeError: saved states are missing, or not what was written.
     """
-    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps.values()) else [])]
-    layer, size = len(state.records), len(state.activations) // len(names)
+    modes: dict[str, Mode] = {"activations": mode}
+    if needs_original(plan.recipe.steps.values()):
+        modes["activations-original"] = "disk"
+    layer, size = len(state.records), len(state.activations) // len(modes)
     if layer == plan.skeleton.num_layers:
         return []
     if layer:
-        digests = [list(state.activations[n * size : (n + 1) * size]) for n in range(len(names))]
         return [
-            ActivationStore.restore(folder / name, mode, layer, own) for name, own in zip(names, digests, strict=True)
+            ActivationStore.restore(folder / name, kind, layer, list(state.activations[n * size : (n + 1) * size]))
+            for n, (name, kind) in enumerate(modes.items())
         ]
     # Left by a run that was killed before its first layer was recorded.
-    for name in names:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    return [ActivationStore(folder / name, mode, embed(plan, samples)) for name in names]
+    if is_writer():
+        for name in modes:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    barrier()
+    return [ActivationStore(folder / name, kind, embed(plan, samples)) for name, kind in modes.items()]
 
 
-def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor) -> list[str]:
+def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor | None) -> list[str]:
     """Turn the states of both models into those before the next layer; their digests.
 
     Args:
         stores: of the quantized model, and of the original where a step compares with it.
         layer: in codes.
-        first: its output for the first sequence.
+        first: its output for the first sequence, in the process that has the first batch.
     """
     forwards: list[Callable[[int, Batch], Batch]] = [partial(layer.advance, first=first), layer.original_advance]
     # Where no step compares with the original there is but one store.

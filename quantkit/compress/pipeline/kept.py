@@ -1,6 +1,7 @@
 """Linears that stay in the codes of the source (`keep: source`): whether they can, and putting them into a layer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.compress.calibration.layer import LayerContext
@@ -10,6 +11,7 @@ from quantkit.formats.base import Format
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.numerics.two_levels import with_two_levels
+from quantkit.results import LinearRecord
 
 
 def check_kept(
@@ -54,7 +56,7 @@ def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None
     for name in names:
         codes = reader.codes(f"{layer.name}.{name}.weight")
         if codes.scheme == layer.schemes[name].weight:
-            layer.keep(name, codes)
+            _keep(layer, name, codes)
         else:
             others[name] = codes
     while others:
@@ -63,7 +65,24 @@ def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None
         codes_of = [others.pop(name) for name in together if name in others]
         made = with_two_levels(codes_of) if len(codes_of) == len(together) else None
         for name, weight in zip(together, made or (), strict=made is not None):
-            layer.keep(name, weight)
+            _keep(layer, name, weight)
         if made is None:
             what = layer.schemes[first].weight.describe()
             layer.chosen.notes.append(f"{', '.join(together)}: scales of the source span too much for {what}; rounded")
+
+
+def _keep(layer: LayerContext, name: str, weight: QuantizedTensor) -> None:
+    """Set codes that no step touches; the layer computes with their decoded values as `LayerContext.commit` has it."""
+    if weight.input_scale is not None:
+        weight = replace(weight, input_scale=weight.input_scale.to(layer.device))
+    layer.chosen.records[name] = LinearRecord(
+        name=name,
+        scheme=layer.schemes[name].describe(),
+        shape=weight.shape,
+        bits_per_weight=8 * weight.stored_bytes / weight.codes.numel(),
+        rounding_error=0.0,
+        error=0.0,
+        measure="weight",
+    )
+    layer.chosen.quantized[name] = weight
+    layer.weight(name).copy_(weight.dequantize(weight.values_dtype))

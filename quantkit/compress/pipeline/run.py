@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.replaceable import check_apart, check_gguf
@@ -30,7 +31,7 @@ from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.data_free import round_layers
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
-from quantkit.compress.pipeline.identity import run_identity
+from quantkit.compress.pipeline.identity import refuse_changes, run_identity, with_threads_of
 from quantkit.compress.pipeline.inputs import advance, open_stores, read_samples
 from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
@@ -38,7 +39,8 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
-from quantkit.errors import CheckpointError
+from quantkit.distributed import assign, barrier, broadcast, is_writer
+from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.products import quick_products
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
@@ -76,9 +78,15 @@ def quantize(
     """
     # From here on the clock runs, so that reading headers and data counts as preparing.
     compress = partial(
-        _compress, activations=activations, resume=resume, listener=listener, started=time.perf_counter()
+        _compress if is_writer() else _assist,
+        activations=activations,
+        resume=resume,
+        listener=listener,
+        started=time.perf_counter(),
     )
     if not FORMATS.load(recipe.format).suffix:
+        return compress(build_plan(model, recipe, output, device, engine), overwrite=overwrite)
+    if not is_writer():
         return compress(build_plan(model, recipe, output, device, engine), overwrite=overwrite)
     # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
     check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
@@ -108,15 +116,15 @@ def _compress(
             listener.warning(warning)
         identity = run_identity(plan, samples)
         if resume and was_completed(stage, identity):
-            return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
+            broadcast(None)
+            return broadcast(
+                CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
+            )
         stage.check_output()
         with writing(stage.work.path), ExitStack() as afterwards:
             state = load_state(stage.work, identity, resume=resume)
-            # The caller's own number of threads comes back, after an error too.
-            workers = torch.get_num_threads()
-            afterwards.callback(torch.set_num_threads, workers)
-            torch.set_num_threads(state.identity["compute"]["threads"])
-            afterwards.enter_context(quick_products(plan.skeleton.device))
+            broadcast((identity, state, stage.work))
+            workers = afterwards.enter_context(_computing(plan, state))
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, activations, resumed))
             if samples is None:
@@ -133,7 +141,50 @@ def _compress(
                 started=started,
             )
             stage.promote(stage.work.checkpoint)
-            return result
+            return broadcast(result)
+
+
+def _assist(plan: Plan, *, activations: Mode, listener: Listener, **_: Any) -> CompressionResult:
+    """`_compress` in a process that is not the one that writes: its share of the layers' work.
+
+    Raises:
+        ResumeError: it has read something else than the first process.
+        OutputError: it cannot see what the first process writes.
+    """
+    samples = read_samples(plan)
+    nothing: Any = None
+    started = broadcast(nothing)
+    if started is not None:
+        identity, state, work = started
+        own = with_threads_of(identity, run_identity(plan, samples))
+        refuse_changes(
+            with_threads_of(identity, identity),
+            own,
+            "the job",
+            "give all processes the same files, versions and device",
+        )
+        if not work.checkpoint.is_dir():
+            raise OutputError(f"{work.path} is not on this machine: write where all processes of the job can")
+        with _computing(plan, state) as workers:
+            if samples is None:
+                round_layers(plan, state, work, listener, workers)
+            else:
+                _calibrate_layers(plan, samples, activations, state, work, listener)
+    result: CompressionResult = broadcast(nothing)
+    return result
+
+
+@contextmanager
+def _computing(plan: Plan, state: RunState) -> Iterator[int]:
+    """While open, products are computed as the run has begun with; how many threads there are otherwise."""
+    workers = torch.get_num_threads()
+    torch.set_num_threads(state.identity["compute"]["threads"])
+    try:
+        with quick_products(plan.skeleton.device):
+            yield workers
+    finally:
+        # The caller's own number comes back, after an error too.
+        torch.set_num_threads(workers)
 
 
 def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> dict[str, Any]:
@@ -181,33 +232,39 @@ def _run_layer(
         layer = _layer_context(plan, index, stores)
         keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
-        first = stores[0][0][:1]  # one sequence is enough to measure the layer's noise on
-        # Before any step spends time on a layer that is broken.
-        reference = require_finite(layer.forward(first), name)
+        # One sequence is enough to measure the layer's noise on, before any step spends time on one that is broken.
+        reference = _first_output(layer, name)
     cache = _choose(plan, layer, phase)
     with phase("write"):
-        shard, digest, names = write_layer(plan, index, layer, work.checkpoint)
+        written = write_layer(plan, index, layer, work.checkpoint) if is_writer() else None
     with phase("advance"):
-        output = require_finite(layer.forward(first), f"{name}, quantized")
+        output = _first_output(layer, f"{name}, quantized")
         states = advance(stores, layer, output) if index + 1 < plan.skeleton.num_layers else []
-    record = LayerRecord(
-        index=index,
-        name=name,
-        linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
-        output_snr_db=signal_to_noise_db(reference, output),
-        notes=tuple(layer.chosen.notes),
-        seconds={label: round(value, 3) for label, value in seconds.items()},
-        peak_bytes=peak_bytes(),
-        kv_cache=cache,
-        tokens_per_expert=layer.data.tokens_per_expert,
-    )
-    state.add_layer(record, shard, digest, names, states)
-    state.save(work.path)
-    # Only now: a run that is killed before progress is recorded needs the states before this layer.
-    for store in stores:
-        store.forget_previous()
+    if written is not None and reference is not None and output is not None:
+        record = LayerRecord(
+            index=index,
+            name=name,
+            linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
+            output_snr_db=signal_to_noise_db(reference, output),
+            notes=tuple(layer.chosen.notes),
+            seconds={label: round(value, 3) for label, value in seconds.items()},
+            peak_bytes=peak_bytes(),
+            kv_cache=cache,
+            tokens_per_expert=layer.data.tokens_per_expert,
+        )
+        state.add_layer(record, *written, states)
+        state.save(work.path)
+        # Only now: a run that is killed before progress is recorded needs the states before this layer.
+        for store in stores:
+            store.forget_previous()
+        listener.layer_finished(record)
     release_freed_memory()
-    listener.layer_finished(record)
+    barrier()  # what is forgotten lies where the next layer keeps things too
+
+
+def _first_output(layer: LayerContext, name: str) -> Tensor | None:
+    """Of the first sequence, in the process that writes."""
+    return require_finite(layer.forward(layer.store[0][:1]), name) if is_writer() else None
 
 
 def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None:
@@ -242,6 +299,7 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
         next_call=partial(plan.skeleton.next_call, index),
         stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
         seed=plan.recipe.seed,
+        owners=_owners(plan, index),
         data=LayerData(
             store=store,
             original_store=original,
@@ -249,3 +307,12 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
             all_tokens=plan.all_tokens,
         ),
     )
+
+
+def _owners(plan: Plan, index: int) -> dict[str, int]:
+    """The process of each set of a layer, by what it costs to solve it, unless a step needs all in one."""
+    if any(getattr(step, "on_one_process", False) for step in plan.recipe.steps.values()):
+        return {}
+    shapes, sets = plan.skeleton.linear_shapes(index), plan.sets(index)
+    costs = [sum(shapes[name][0] * shapes[name][1] ** 2 for name in group.linears) for group in sets]
+    return dict(zip([group.linears[0] for group in sets], assign(costs), strict=True))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.recipe.load import Recipe, settled
-from quantkit.engines import StoredLinear, StoredModel, judge
+from quantkit.engines import Reads, StoredLinear, StoredModel, judge
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
@@ -91,7 +91,7 @@ class Reader:
     """Who is to read the result.
 
     Args:
-        engine: its name; None = transformers where a recipe leaves something open, and nobody in particular.
+        engine: its name, or `vllm:h100`; None = transformers where a recipe leaves something open, and nobody else.
         hidden_size: of the model, which kernels of experts mind; None = not known.
     """
 
@@ -126,7 +126,8 @@ def fit(
         f"{reading.engine} {reading.release}: {', '.join(filter(None, (reading.reads, reading.reason, reading.cache)))}"
     )
     if not reading.is_right:
-        raise SchemeError(f"recipe {recipe.name!r} makes what is not for {text}")
+        is_for = "is not known to be for" if reading.reads == Reads.UNKNOWN else "is not for"
+        raise SchemeError(f"what recipe {recipe.name!r} makes {is_for} {text}")
     return recipe, assigned, (text, *warnings)
 
 

@@ -9,6 +9,7 @@ import datetime
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quantkit.benchmark.run import check_target, find_ceilings, load_target, mea
 from quantkit.benchmark.served import measure_served
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.demo import GENERAL_TEXT
+from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError, RequestError, first_line
 from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import Evaluated, load_llm
@@ -112,7 +114,8 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     release_freed_memory()
     if bench is not None:
         timed = verification.timed if options.vllm is None else verification.served_timed
-        report = timed(bench, report)
+        # One rank of a distributed run has the machine to itself; the others wait for what it measures.
+        (report,) = share_out([report], partial(timed, bench))
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return replace(
         report,

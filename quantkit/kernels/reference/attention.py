@@ -33,7 +33,7 @@ class TorchAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Span:
+class Span:
     """One sequence of a batch: its number in it, its new tokens, and C tokens before them."""
 
     row: int
@@ -41,11 +41,12 @@ class _Span:
     cached: int
 
 
-def _spans(batch: ForwardBatch) -> Iterator[_Span]:
+def spans(batch: ForwardBatch) -> Iterator[Span]:
+    """The sequences of a batch that have new tokens."""
     start = 0
     for row, (new, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
         if new:
-            yield _Span(row=row, new=slice(start, start + new), cached=length - new)
+            yield Span(row=row, new=slice(start, start + new), cached=length - new)
         start += new
 
 
@@ -62,7 +63,7 @@ def attend(states: States, views: KVViews, batch: ForwardBatch, options: Attenti
     """
     query, key, value = states
     out = query.new_empty(*query.shape[:2], value.shape[2])
-    for span in _spans(batch):
+    for span in spans(batch):
         first = 0 if options.window is None else max(0, span.cached - options.window + 1)
         keys, values = key[span.new].transpose(0, 1), value[span.new].transpose(0, 1)  # (Hkv, L, D)
         if span.cached > first:
@@ -72,7 +73,7 @@ def attend(states: States, views: KVViews, batch: ForwardBatch, options: Attenti
     return out
 
 
-def _gather(views: KVViews, batch: ForwardBatch, span: _Span, first: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _gather(views: KVViews, batch: ForwardBatch, span: Span, first: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cached keys and values (Hkv, C - first, D) of tokens first..C of a sequence. Slots past its end are cut off."""
     size = views.layout.page_size
     from_page, to_page = first // size, -(-span.cached // size)
@@ -124,20 +125,20 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
     """Attention of one sequence: queries (Hq, L, D) are the last L of the keys (Hkv, N, D)."""
     length, total = query.shape[1], key.shape[1]
     if options.softcap is not None or options.sinks is not None:
-        return _attend_plainly(query, key, value, _mask(length, total, options.window, query.device), options)
+        return attend_plainly(query, key, value, seen_by(length, total, options.window, query.device), options)
     sdpa = partial(F.scaled_dot_product_attention, scale=options.scale)
     if length == total and (options.window is None or options.window >= total):
         causal: Tensor = sdpa(query[None], key[None], value[None], is_causal=True, enable_gqa=True)
         return causal[0]
     # The query heads of one key head as further queries: keys are read once, not once per query head.
     groups = query.shape[0] // key.shape[0]
-    mask = None if length == 1 else _mask(length, total, options.window, query.device).repeat(groups, 1)
+    mask = None if length == 1 else seen_by(length, total, options.window, query.device).repeat(groups, 1)
     grouped = query.reshape(1, key.shape[0], groups * length, query.shape[2])
     out: Tensor = sdpa(grouped, key[None], value[None], mask)
     return out.view(query.shape[0], length, value.shape[2])
 
 
-def _mask(length: int, total: int, window: int | None, device: torch.device) -> Tensor:
+def seen_by(length: int, total: int, window: int | None, device: torch.device) -> Tensor:
     """(L, N), true where a key is seen."""
     queries = torch.arange(total - length, total, device=device).unsqueeze(1)
     keys = torch.arange(total, device=device)
@@ -145,7 +146,7 @@ def _mask(length: int, total: int, window: int | None, device: torch.device) -> 
     return seen if window is None else seen & (queries - keys < window)
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+def attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Attention in float32, its scores capped or with a sink beside them."""
     groups = query.shape[0] // key.shape[0]
     grouped = query.float().view(-1, groups, *query.shape[1:])  # (Hkv, G, L, D)
@@ -194,7 +195,7 @@ def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch, least: int
         batch: what belongs to whom.
         least: sequences with fewer new tokens are left out.
     """
-    for span in _spans(batch):
+    for span in spans(batch):
         if span.new.stop - span.new.start >= least:
             _store_residual(key[span.new].transpose(0, 1), views, batch, span)
 
@@ -210,7 +211,7 @@ def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> 
             target[pages, :, offsets] = stored
 
 
-def _store_residual(fresh: Tensor, views: KVViews, batch: ForwardBatch, span: _Span) -> None:
+def _store_residual(fresh: Tensor, views: KVViews, batch: ForwardBatch, span: Span) -> None:
     """Keys (Hkv, L, D) of one sequence into its residual window, and the pages that they complete into the pool."""
     residual, size = views.key_residual, views.layout.page_size
     assert residual is not None

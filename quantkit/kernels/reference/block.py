@@ -93,21 +93,23 @@ def xielu(
 
 
 CLAMPED_SWIGLU = "clamped_swiglu"
-"""Name of a gate that is more than an activation, see `clamped_swiglu`."""
+LIMITED_SWIGLU = "limited_swiglu"
+"""Names of gates that are more than an activation, see `clamped_swiglu`; the second is DeepSeek-V4's."""
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped first.
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float = 1.0) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + offset), gate and up clamped first.
 
     Args:
         gate_up: (T, 2I), gate first; not modified.
         alpha: of the sigmoid.
         limit: of the gate from above, of up from both sides.
+        offset: added to up.
     Source: OpenAI 2025, gpt-oss.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+    return (gate * torch.sigmoid(alpha * gate) * (up + offset)).to(gate_up.dtype)
 
 
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:

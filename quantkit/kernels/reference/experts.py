@@ -6,8 +6,10 @@ Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 20
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.models.description import ExpertsShape
@@ -30,20 +32,23 @@ def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Ten
     return weights, chosen
 
 
-def choose(scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`route` as the DeepSeek models and their kin have it: balanced, within the best groups of experts, scaled.
 
     Args:
         scores: (T, E) router logits, any float dtype.
         experts: what is chosen, and how.
         balance: (E,) float32, added to the scores that choose but not to those that weigh; None = nothing is.
+        chosen: (T, k) int64, where that is settled, as DeepSeek-V4 does by token id; None = the best are.
     Returns:
         weights: (T, k) float32.
         chosen: (T, k) int64.
     Source: DeepSeek-AI 2024, DeepSeek-V2 (groups by their best) and DeepSeek-V3 (sigmoid, balance, sums of two).
     """
     single = scores.float()
-    likely = single.sigmoid() if experts.scoring == "sigmoid" else single.softmax(dim=-1)
+    likely = _SCORING[experts.scoring](single)
     preferences = likely if balance is None else likely + balance
     if experts.num_groups > 1:
         by_group = preferences.view(len(scores), experts.num_groups, -1)  # (T, G, E / G)
@@ -51,11 +56,18 @@ def choose(scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None)
         kept = torch.zeros_like(best).scatter_(1, best.topk(experts.chosen_groups, dim=-1).indices, 1.0)
         # V2 fills with zeros, which only differs where all that is left is worth less than zero: softmax never is.
         preferences = by_group.masked_fill(kept.unsqueeze(-1) == 0, -torch.inf).flatten(1)
-    chosen = preferences.topk(experts.num_chosen, dim=-1).indices
+    chosen = preferences.topk(experts.num_chosen, dim=-1).indices if chosen is None else chosen
     weights = likely.gather(1, chosen)
     if experts.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * experts.scale, chosen
+
+
+_SCORING: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda scores: F.softplus(scores).sqrt(),
+}
 
 
 def run_each(

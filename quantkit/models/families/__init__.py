@@ -19,13 +19,24 @@ def supported() -> dict[str, Family]:
     return {name: data for data in REGISTRY.all().values() for name in data.hf_names}
 
 
+# By `model_type`: what is known of these is that they are not what their names suggest.
+_REFUSED = {"deepseek_v41": "its layers share caches and look up tables of n-grams, as those of DeepSeek-V4 do not"}
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    why = _REFUSED.get(str(config.get("model_type")))
+    if why is not None:
+        raise ModelError(f"config.json: model_type {config['model_type']!r} is not supported: {why}")
+
+
 def find(config: Mapping[str, Any]) -> Family:
     """The family that a model's config.json names.
 
     Raises:
         NotNative: it names one that no file describes.
-        ModelError: it names none.
+        ModelError: it names none, or one that nothing here can do anything with.
     """
+    _refuse(config)
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise ModelError(
@@ -74,7 +85,12 @@ UNKNOWN = Family(
 
 
 def family_for_counting(config: Mapping[str, Any]) -> Family:
-    """The family of a model by the classes or the `model_type` of its config.json; `UNKNOWN` where no file fits."""
+    """The family of a model by the classes or the `model_type` of its config.json; `UNKNOWN` where no file fits.
+
+    Raises:
+        ModelError: it can be taken for a family, and is none.
+    """
+    _refuse(config)
     with suppress(ModelError):
         return find(config)
     inner = config.get("text_config")

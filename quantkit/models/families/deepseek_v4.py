@@ -1,19 +1,74 @@
-"""DeepSeek-V4, counted only: compressed attention, several residual streams, experts by hash in the first layers.
+"""DeepSeek-V4: compressed attention, several residual streams, experts chosen by token id in the first layers.
 
 D hidden, d head width, r rank of the queries, g groups of the output projection, n residual streams.
-Source: transformers `models/deepseek_v4/` for names, shapes and defaults.
+Stay as they are, as loaders want them: what makes compressed entries, the indexer's weights, the mixing of streams, and
+the first output projection, which is a product of each group of heads by itself.
+Source: transformers `models/deepseek_v4/` for names, shapes and defaults; its renaming of published checkpoints.
 """
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from quantkit.errors import ModelError
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
-from quantkit.models.family import SHARED_EXPERTS, Family
+from quantkit.models.family import SHARED_UP, Experts, Family, Rope
+from quantkit.models.linear_sets import LinearSet
+from quantkit.models.part_sets import expert_sets
+from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors, Matrix
 
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128, "sliding_attention": 0}
+_NORMS = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
+_SHARED = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
+# What published files call the parts, in the order in which they are renamed.
+_RENAMED = (
+    (r"^(layers|embed|norm|hc_head)", r"model.\1"),
+    (r"^head\.", "lm_head."),
+    (r"^model\.embed\.", "model.embed_tokens."),
+    (r"^model\.hc_head_", "model.hc_head.hc_"),
+    (r"\.(attn|ffn)_norm\.", lambda match: f".{_NORMS[match[1]]}."),
+    (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.self_attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.q_b_proj."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"(self_attn|compressor|indexer)\.norm\.", r"\1.kv_norm."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"\.shared_experts\.w([123])\.", lambda match: f".shared_experts.{_SHARED[match[1]]}."),
+)
 
 Sizes = list[tuple[str, int, int]]
 Vectors = dict[str, tuple[int, ...]]
+
+
+def published_names(names: Sequence[str]) -> StoredNames | None:
+    """What files as published call the tensors of the model; None for files with transformers' own names."""
+    if not any(re.match(r"(model\.)?layers\.\d+\.(attn|ffn)\.", name) for name in names):
+        return None
+    tensors = {_own_name(name): name for name in names}
+    pairs = [(own.rpartition(".")[0], name.rpartition(".")[0]) for own, name in tensors.items()]
+    return StoredNames(
+        tensors={own: name for own, name in tensors.items() if own != name},
+        modules={own: name for own, name in pairs if own != name},
+    )
+
+
+def _own_name(name: str) -> str:
+    if name.startswith("mtp."):
+        return name  # layers that draft: copied, never read
+    for pattern, replacement in _RENAMED:
+        name = re.sub(pattern, replacement, name)  # type: ignore[arg-type]  # a string or a function, each fits
+    return name
 
 
 def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
@@ -39,12 +94,16 @@ def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
         indexer, number = "compressor.indexer", attention.index_heads
         sizes += _compressor(indexer, attention.index_dim, attention, hidden, vectors)
         sizes += [(f"{indexer}.q_b_proj", number * attention.index_dim, rank)]
-        sizes += [(f"{indexer}.weights_proj", number, hidden)]
+        sizes += [(f"{indexer}.scorer.weights_proj", number, hidden)]
+    quantized = {name for group in _ATTENTION for name in group.linears}
+    names = [f"self_attn.{name}" for name, _, _ in sizes]
     matrices = tuple(
-        Matrix(name=f"self_attn.{name}", out_features=rows, in_features=columns, quantizable="weights_proj" not in name)
-        for name, rows, columns in sizes
+        Matrix(name=name, out_features=rows, in_features=columns, quantizable=name in quantized)
+        for name, (_, rows, columns) in zip(names, sizes, strict=True)
     )
-    if index >= read.count("num_hash_layers", at_least=0):  # learned routers balance the load
+    if is_hashed(read, index):
+        vectors["mlp.gate.tid2eid"] = (read.count("vocab_size"), read.count("num_experts_per_tok"))
+    else:  # learned routers balance the load
         vectors["mlp.gate.e_score_correction_bias"] = (read.count("num_experts"),)
     streams = read.count("hc_mult")
     rows = (2 + streams) * streams
@@ -53,13 +112,22 @@ def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
     return LayerTensors(matrices=matrices, vectors=vectors, attention=attention)
 
 
+def is_hashed(read: ConfigReader, index: int) -> bool:
+    """Whether a layer's experts are chosen by token id."""
+    types = read.get("mlp_layer_types")
+    if isinstance(types, list) and index < len(types):
+        return bool(types[index] == "hash_moe")
+    return index < read.count("num_hash_layers", at_least=0)
+
+
 def _attention(read: ConfigReader, index: int) -> AttentionShape:
-    name = _layer_type(read, index)
+    name, width = _layer_type(read, index), read.count("head_dim")
     rates, indexed = read.get("compress_rates"), name == "compressed_sparse_attention"
+    rotated = int(width * read.number("partial_rotary_factor", default=64 / 512))
     return AttentionShape(
         num_heads=read.count("num_attention_heads"),
-        key_dim=read.count("head_dim"),
-        rope_dim=read.count("qk_rope_head_dim"),
+        key_dim=width,
+        rope_dim=read.count("qk_rope_head_dim", default=rotated),
         window=read.count("sliding_window"),
         ratio=int((rates if isinstance(rates, dict) else _RATES).get(name, _RATES[name])),
         index_dim=read.count("index_head_dim") if indexed else 0,
@@ -88,26 +156,85 @@ def _layer_type(read: ConfigReader, index: int) -> str:
 
 def _compressor(name: str, width: int, attention: AttentionShape, hidden: int, vectors: Vectors) -> Sizes:
     """Two projections, a bias per slot and a norm; overlapping entries (csa) have two series."""
-    series = 2 if attention.index_dim else 1
-    vectors[f"self_attn.{name}.position_bias"] = (attention.ratio, series * width)
+    vectors[f"self_attn.{name}.position_bias"] = (attention.ratio, attention.series * width)
     vectors[f"self_attn.{name}.kv_norm.weight"] = (width,)
-    return [(f"{name}.{part}_proj", series * width, hidden) for part in ("kv", "gate")]
+    return [(f"{name}.{part}_proj", attention.series * width, hidden) for part in ("kv", "gate")]
+
+
+_COMPRESSOR = "self_attn.compressor"
+_INDEXER = f"{_COMPRESSOR}.indexer"
+_ATTENTION = (
+    LinearSet(
+        linears=("self_attn.q_a_proj", "self_attn.kv_proj"),
+        source="input_layernorm",
+        parent="self_attn",
+        beside=(
+            *(f"{owner}.{part}_proj" for owner in (_COMPRESSOR, _INDEXER) for part in ("kv", "gate")),
+            f"{_INDEXER}.scorer.weights_proj",
+        ),
+        optional=True,  # as what is beside it is
+    ),
+    LinearSet(
+        linears=("self_attn.q_b_proj", f"{_INDEXER}.q_b_proj"),
+        source="self_attn.q_a_norm",
+        parent="self_attn",
+        optional=True,
+    ),
+    LinearSet(linears=("self_attn.o_b_proj",), source="self_attn.o_a_proj", parent="self_attn.o_b_proj"),
+)
+# What an expert multiplies is clamped, so no scale passes through to down.
+_EXPERTS = Experts(
+    up=("mlp.experts.{expert}.w1", "mlp.experts.{expert}.w3"),
+    down="mlp.experts.{expert}.w2",
+    shared_up=SHARED_UP,
+    shared_down="mlp.shared_experts.down_proj",
+    normalize=True,
+    scoring="sqrtsoftplus",
+    scale="routed_scaling_factor",
+    smooth_down=False,
+)
+_MIXTURE = tuple(
+    replace(group, source=None) if group.linears == (_EXPERTS.shared_down,) else group
+    for group in expert_sets(_EXPERTS, "post_attention_layernorm")
+)
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json asks for what is computed here."""
+    return (config.get("hidden_act") or "silu", config.get("scoring_func") or "sqrtsoftplus") == (
+        "silu",
+        "sqrtsoftplus",
+    )
 
 
 FAMILY = Family(
-    experts=SHARED_EXPERTS,
-    linear_sets=tuple(group for group in Family(experts=SHARED_EXPERTS).sets if "experts" in group.linears[0]),
+    hf_names=("DeepseekV4ForCausalLM",),
+    keys={"intermediate_size": "moe_intermediate_size"},
+    experts=_EXPERTS,
+    linear_sets=(*_ATTENTION, *_MIXTURE),
+    activation="limited_swiglu",
+    rope=Rope(
+        by_layer=("compress", "main"),
+        theta_key="compress_rope_theta",
+        attention_factor=1.0,
+        local_scaled=False,
+        partial=64 / 512,
+        width="qk_rope_head_dim",
+        interleaved=True,
+    ),
     defaults=(
-        {"q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "head_dim": 512, "qk_rope_head_dim": 64}
+        {"q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "head_dim": 512, "num_key_value_heads": 1}
         | {"sliding_window": 128, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512}
         | {"n_routed_experts": 256, "moe_intermediate_size": 2048, "num_experts_per_tok": 6, "n_shared_experts": 1}
-        | {"num_hash_layers": 3, "hc_mult": 4}
+        | {"num_hash_layers": 3, "hc_mult": 4, "routed_scaling_factor": 1.5, "compress_rope_theta": 160000.0}
     ),
     outside={
-        "model.hc_head.hc_fn": ("hc_mult", "hc_mult", "hidden_size"),
+        "model.hc_head.hc_fn": ("hc_mult", "hc_mult*hidden_size"),
         "model.hc_head.hc_base": ("hc_mult",),
         "model.hc_head.hc_scale": (1,),
     },
     block=compressed_block,
-    native=False,
+    hands_on=True,
+    published=published_names,
+    only=_is_known,
 )

@@ -1,20 +1,22 @@
-"""Pages that sequences give up when they are over their budget, after the attention of a step. When, says `KVBudget`.
+"""Tokens that sequences give up when they are over their budget, after the attention of a step. When, says `KVBudget`.
 
 A sequence's page list loses whole pages, and those after them move up: physical length and position part, so kernels,
 which read pages in the order of the list, need not know. Keys were rotated by their position when they were stored, and
-new ones are rotated by theirs in the text. Nothing is copied but the open page's unquantized keys of INT4.
+new ones are rotated by theirs in the text. Which tokens go, each head of each layer chooses; what it keeps of the pages
+that go is moved first, see `compaction`.
 
-A page that others hold too only loses a reference, and its bytes stay as they are: what a sequence gives up does not
-depend on who else runs. Only pages before anything can be evicted are shared through the prefix cache, since keys and
-values of what comes later depend on what was evicted. A sequence that is computed again gives up the pages that it gave
-up before, at the same points.
+A page that others hold too, or may find in the prefix cache, is never written: the sequence goes on with a copy. What
+it gives up does not depend on who else runs. Only pages before anything can be evicted are shared through the prefix
+cache, since keys and values of what comes later depend on what was evicted. A sequence that is computed again gives up
+the tokens that it gave up before, at the same points: chosen anew they might be others, where rounding differs.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from quantkit.models.kv_budget import KVBudget
+from quantkit.models.kv_budget import SINK_TOKENS, KVBudget
+from quantkit.runtime.cache.compaction import Array, lowest
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.policies.base import Policy
@@ -24,12 +26,12 @@ NEVER = sys.maxsize
 
 
 class Eviction:
-    """Evicts pages of sequences. *Mutable*: counts.
+    """Evicts tokens of sequences. *Mutable*: counts.
 
     Args:
         budget: of each sequence.
-        policy: which pages.
-        pool: takes them back.
+        policy: which tokens.
+        pool: takes pages back.
         cache: what the policy reads.
     """
 
@@ -40,14 +42,14 @@ class Eviction:
 
     @cached_property
     def shared_tokens(self) -> int:
-        """Tokens at the beginning of a sequence that may be shared: never computed after an eviction.
+        """Tokens at the beginning of a sequence that may be shared: fewer than those after which it evicts.
 
         The queries that a policy observes must be those of the sequence itself.
         """
-        return self.budget.tokens - self.policy.observed
+        return self.budget.tokens - max(1, self.policy.observed)
 
     def until_due(self, sequence: Sequence) -> int:
-        """Tokens of a sequence to compute until pages of it are evicted next."""
+        """Tokens of a sequence to compute until some are evicted next."""
         budget, kept = self.budget, sequence.num_kept
         return budget.until_due(sequence.num_computed, kept, sequence.num_prompt, self._chunk(sequence))
 
@@ -59,42 +61,85 @@ class Eviction:
         """Whether it will have more pages when it draws than it has now."""
         return min(sequence.limit, self.budget.tokens) > len(sequence.pages) * self.budget.page_size
 
-    def evict(self, sequences: Iterable[Sequence]) -> None:
-        """Evict what is due of sequences that have just been computed."""
+    def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None]) -> None:
+        """Evict what is due of sequences that have just been computed.
+
+        Args:
+            sequences: they, but for those that have ended.
+            preempt: takes the pages of the youngest sequence that runs, for copies of pages.
+        """
         for sequence in sequences:
-            computed, kept = sequence.num_computed, sequence.num_kept
-            if self.budget.is_due(computed, kept, sequence.num_prompt, self._chunk(sequence)):
-                if computed not in sequence.evictions:
-                    sequence.evictions[computed] = self._choose(sequence)
-                self._remove(sequence, sequence.evictions[computed])
+            # One that lost its pages meanwhile keeps nothing, and is not due.
+            while self._is_due(sequence) and not self._has_own_pages(sequence):
+                preempt()
+            if self._is_due(sequence):
+                self._evict(sequence)
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        computed, kept = sequence.num_computed, sequence.num_kept
+        return self.budget.is_due(computed, kept, sequence.num_prompt, self._chunk(sequence))
 
     def _chunk(self, sequence: Sequence) -> int:
         scoring = sequence.params.scoring
         asked = None if scoring is None else scoring.chunk_size
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
-    def _choose(self, sequence: Sequence) -> tuple[int, ...]:
-        """Which pages of its list go, in order."""
-        budget, kept = self.budget, sequence.num_kept
-        first, end = budget.first_candidate, (kept - budget.recent) // budget.page_size
-        count = budget.surplus(kept)
-        assert count <= end - first, f"{count} pages to evict of {end - first}"
-        if self.policy.scores is None or count == end - first:
-            return tuple(range(first, first + count))
-        assert self._cache is not None, "a policy reads the cache"
-        pages, row, done = sequence.pages[: kept // budget.page_size], sequence.row, sequence.num_computed
-        layers = self._cache.keys_of(pages, row, range(done - self.policy.observed, done))
-        scores = self.policy.page_scores(layers)[first:end]
-        # Stable, so that of equal ones the older go.
-        return tuple(sorted(first + index for index in scores.argsort(stable=True)[:count].tolist()))
+    def _candidates(self, sequence: Sequence) -> range:
+        """Slots of the tokens that a policy judges: neither sinks, nor the newest, nor in an open page."""
+        kept, size = sequence.num_kept, self.budget.page_size
+        return range(SINK_TOKENS, min(kept - self.budget.recent, kept // size * size))
 
-    def _remove(self, sequence: Sequence, indices: tuple[int, ...]) -> None:
-        gone = set(indices)
-        self._pool.release([sequence.pages[index] for index in indices])
-        sequence.pages = [page for index, page in enumerate(sequence.pages) if index not in gone]
+    def _given_up(self, sequence: Sequence) -> range:
+        """Which pages of its list go, whatever the policy: the first ones behind the sinks."""
+        first, count = self.budget.first_candidate, self.budget.surplus(sequence.num_kept)
+        return range(first, first + count)
+
+    def _has_own_pages(self, sequence: Sequence) -> bool:
+        """Give it copies of pages that are about to be written and others may read; False = no page is free."""
+        if self.policy.scores is None:
+            return True
+        assert self._cache is not None, "a policy reads the cache"
+        slots, size, given_up = self._candidates(sequence), self.budget.page_size, self._given_up(sequence)
+        for index in range(slots.start // size, -(-slots.stop // size)):
+            page = sequence.pages[index]
+            if index in given_up or self._pool.is_private(page):
+                continue
+            if self._pool.num_free:
+                (copy,) = self._pool.allocate(1)
+                self._cache.copy_page(page, copy)
+                self._pool.release([page])
+                sequence.pages[index] = copy
+            elif not self._pool.withdraw(page):
+                return False
+        return True
+
+    def _evict(self, sequence: Sequence) -> None:
+        given_up, computed, size = self._given_up(sequence), sequence.num_computed, self.budget.page_size
+        assert given_up.stop * size <= sequence.num_kept - self.budget.recent, f"{given_up} are more than may go"
+        if self.policy.scores is not None:
+            assert self._cache is not None, "a policy reads the cache"
+            if computed not in sequence.evictions:
+                sequence.evictions[computed] = self._choose(sequence, len(given_up) * size)
+            pages = sequence.pages[: sequence.num_kept // size]
+            slots = range(given_up.start * size, given_up.stop * size)
+            self._cache.compact(pages, slots, sequence.evictions[computed])
+        self._remove(sequence, given_up)
+
+    def _choose(self, sequence: Sequence, count: int) -> dict[int, Array]:
+        """Slots of the tokens that go, by number of the layer and by head."""
+        assert self._cache is not None, "a policy reads the cache"
+        assert self.policy.scores is not None, "tokens in order of age have no scores"
+        pages, done = sequence.pages[: sequence.num_kept // self.budget.page_size], sequence.num_computed
+        layers = self._cache.keys_of(pages, sequence.row, range(done - self.policy.observed, done))
+        candidates = self._candidates(sequence)
+        return {number: lowest(self.policy.scores(layer), candidates, count) for number, layer in layers}
+
+    def _remove(self, sequence: Sequence, given_up: range) -> None:
+        self._pool.release(sequence.pages[given_up.start : given_up.stop])
+        del sequence.pages[given_up.start : given_up.stop]
         sequence.num_table_entries = 0  # its row of the page table is written anew
-        count = len(indices) * self.budget.page_size
+        count = len(given_up) * self.budget.page_size
         sequence.num_evicted += count
-        self.num_evicted_pages += len(indices)
+        self.num_evicted_pages += len(given_up)
         if self._cache is not None:
             self._cache.move_up(sequence.row, count)

@@ -3,15 +3,17 @@
 Which page belongs to whom, reference counts and prefix sharing are the business of `pages` and `prefix_cache`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.layouts import KVLayout, Layout, StateLayout, page_bytes, residual_bytes
+from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, StateLayout, page_bytes, residual_bytes
 from quantkit.kernels.ops.attention import paged_attention
 from quantkit.kernels.reference.attention import page_keys
+from quantkit.runtime.cache.compaction import Array, fill_holes
+from quantkit.runtime.cache.entries import EntryPool
 from quantkit.runtime.cache.newest_queries import NewestQueries
 from quantkit.runtime.cache.policies.base import LayerKeys
 from quantkit.runtime.cache.states import StatePool
@@ -43,6 +45,7 @@ class KVCache:
         attention: by number of the layer: of its new tokens to what is cached and to each other; then they are cached
             too.
         states: by number of the layer: of recurrent layers, which have no pages.
+        entries: by number of the layer: of layers whose entries each stand for several tokens.
     Raises:
         ResourceError: the memory is not there; the message gives the bytes.
     """
@@ -67,6 +70,11 @@ class KVCache:
                 n: StatePool(layout.shape, max_sequences, self.device)
                 for n, layout in enumerate(self.layouts)
                 if isinstance(layout, StateLayout)
+            }
+            self.entries = {
+                n: EntryPool(layout, num_pages, max_sequences, self.device)
+                for n, layout in enumerate(self.layouts)
+                if isinstance(layout, EntryLayout)
             }
         except RuntimeError as error:
             # Allocators of the host and of CUDA both end here: torch.cuda.OutOfMemoryError is a RuntimeError.
@@ -97,17 +105,18 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all pages."""
-        return sum(pool.nbytes for pool in self._pools)
+        return sum(pool.nbytes for pool in self._pools) + sum(pool.num_page_bytes for pool in self.entries.values())
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what each sequence has beside its pages: its newest keys unquantized, newest queries, states."""
+        """Bytes of what each sequence has beside its pages: its newest keys, newest queries, states."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
         queries = sum(rows.num_bytes for rows in self._newest.values())
-        return windows + queries + sum(pool.num_bytes for pool in self.states.values())
+        rows = sum(pool.num_bytes for pool in self.states.values())
+        return windows + queries + rows + sum(pool.num_bytes for pool in self.entries.values())
 
-    def keys_of(self, pages: Sequence[int], row: int, observed: range) -> Iterator[LayerKeys]:
-        """What each layer that sees a whole sequence has of it, for a policy.
+    def keys_of(self, pages: Sequence[int], row: int, observed: range) -> Iterator[tuple[int, LayerKeys]]:
+        """What each layer that sees a whole sequence has of it, for a policy, by its number.
 
         Args:
             pages: complete ones of the sequence.
@@ -117,11 +126,28 @@ class KVCache:
         numbers = torch.tensor(pages, device=self.device)
         for n, views in self._views.items():
             if not views.layout.is_windowed:
-                keys = page_keys(views, numbers)
+                keys = page_keys(views, numbers).flatten(1, 2)
                 newest = self._newest[n] if observed else None
                 queries = None if newest is None else newest.read(row, observed)
                 scale = 1.0 if newest is None else newest.scale
-                yield LayerKeys(keys=keys, queries=queries, scale=scale)
+                yield n, LayerKeys(keys=keys, queries=queries, scale=scale)
+
+    def compact(self, pages: Sequence[int], given_up: range, evicted: Mapping[int, Array]) -> None:
+        """Move what stays of the slots that are given up to where tokens are evicted elsewhere; see `fill_holes`.
+
+        Args:
+            pages: complete ones of a sequence.
+            given_up: slots.
+            evicted: (H, len(given_up)) slots, by number of the layer.
+        """
+        numbers = torch.tensor(pages, device=self.device)
+        for n, slots in evicted.items():
+            fill_holes(self._views[n], numbers, given_up, torch.from_numpy(slots).to(self.device).long())
+
+    def copy_page(self, page: int, copy: int) -> None:
+        """Write what a page holds, in all layers, to another."""
+        for pool in self._pools:
+            pool[copy] = pool[page]
 
     def move_up(self, row: int, count: int) -> None:
         """The newest tokens of a sequence are from now on so many places nearer to its beginning: pages were evicted.

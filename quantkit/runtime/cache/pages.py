@@ -54,6 +54,17 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def is_private(self, page: int) -> bool:
+        """Whether a held page may be written: nobody else holds it or finds it by a key."""
+        return self._counts[page] == 1 and page not in self._key_of
+
+    def withdraw(self, page: int) -> bool:
+        """Make a held page with a key private, so that nobody finds it any more; False = others hold it too."""
+        if self._counts[page] > 1:
+            return False
+        del self._page_of[self._key_of.pop(page)]
+        return True
+
     def share(self, page: int) -> None:
         """One more reference to a page; a free one is taken off the free list."""
         if self._counts[page] == 0:
@@ -87,6 +98,13 @@ class PagePool:
     def find(self, key: bytes) -> int | None:
         """The page with these contents, free or not."""
         return self._page_of.get(key)
+
+    def forget(self) -> None:
+        """Forget what free pages hold; without a page that is held, the pool is as new."""
+        for page in self._cached:
+            del self._page_of[self._key_of.pop(page)]
+        self._blank = sorted([*self._blank, *self._cached], reverse=True)
+        self._cached = {}
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Compare the pool with itself and with the sequences that hold pages.

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import KVLayout, Layout, kv_scheme
+from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, kv_scheme
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import NotNative
 from quantkit.models.kv_budget import DEFAULT_POLICY, query_slots
@@ -150,6 +150,8 @@ def _check_eviction(config: EngineConfig, layouts: Sequence[Layout], device: tor
         return
     if not any(isinstance(layout, KVLayout) for layout in layouts):
         kept = "a state of one size per sequence" if layouts else "its keys and values itself"
+        if any(isinstance(layout, EntryLayout) for layout in layouts):
+            kept = "a window and entries that each stand for several tokens"
         raise RequestError(f"kv_budget: the model keeps {kept}, of which nothing can be evicted; leave it out")
     if has_draft:
         raise RequestError(

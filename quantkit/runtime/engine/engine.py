@@ -270,7 +270,8 @@ class Engine:
     def _evict(self, sequences: Iterable[Sequence]) -> None:
         """Evict pages of those that have not ended."""
         if self.eviction is not None:
-            self.eviction.evict(sequence for sequence in sequences if sequence.id in self._requests)
+            alive = (sequence for sequence in sequences if sequence.id in self._requests)
+            self.eviction.evict(alive, self.scheduler.preempt_youngest)
 
     def _commit(self, step: InFlightStep, outputs: list[StepOutput]) -> None:
         """Give each sequence of a step that was launched before its token; those that have ended since want none."""

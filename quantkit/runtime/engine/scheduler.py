@@ -272,14 +272,14 @@ class Scheduler:
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for so many tokens, from younger sequences if need be; whether there are enough."""
         while not self._grow(sequence, num_tokens):
-            youngest = self.running[-1]
-            if youngest is sequence:
+            if self.running[-1] is sequence:
                 return False
-            self._preempt(youngest)
+            self.preempt_youngest()
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+    def preempt_youngest(self) -> None:
+        """Take the pages of the sequence that arrived last of those that run; it is computed again later."""
+        sequence = self.running.pop()
         self._free(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1

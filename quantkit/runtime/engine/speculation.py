@@ -71,8 +71,8 @@ def check_states(target: bool, draft: bool) -> None:
     """
     if target or draft:
         raise RequestError(
-            f"the {'model' if target else 'draft model'} has recurrent layers, and rejected drafts cannot be taken out "
-            f"of their state; {'leave speculate out' if target else 'speculate with another draft model'}"
+            f"the {'model' if target else 'draft model'} keeps a state, and rejected drafts cannot be taken out of "
+            f"it; {'leave speculate out' if target else 'speculate with another draft model'}"
         )
 
 

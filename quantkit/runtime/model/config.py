@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.reference.block import ACTIVATIONS, CLAMPED_SWIGLU, XIELU
+from quantkit.kernels.reference.block import ACTIVATIONS, CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.description import ModelDescription, description_fields
 from quantkit.models.family import Family
@@ -69,7 +69,7 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     fields = description_fields(read, family)
     factors, length = family.multipliers, read.count("max_position_embeddings")
     activation = family.activation or read.text("hidden_activation", default="silu")
-    if activation not in (*ACTIVATIONS, CLAMPED_SWIGLU, XIELU):
+    if activation not in (*ACTIVATIONS, CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU):
         raise NotNative(f"activation {activation!r}")
     if family.recurrent is not None:
         _check_recurrent(read, family.recurrent)

@@ -7,6 +7,7 @@ Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 20
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Mixture:
         shared: an MLP that every token passes, or None.
         shared_gate: (T, H) -> (T, 1), weighs its output through a sigmoid; None = it counts fully.
         choose: (T, E) scores to weights and numbers of the chosen, in place of `route`.
+        table: (V, k) int64, experts of each token id, which `choose` then only weighs; None = it chooses.
     """
 
     router: Linear
@@ -35,7 +37,8 @@ class Mixture:
     normalize: bool
     shared: MLP | None
     shared_gate: Linear | None
-    choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    choose: Callable[..., tuple[Tensor, Tensor]] | None = None
+    table: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear | LinearFacts, ...]:
@@ -49,14 +52,17 @@ class Mixture:
         """Whether the device chooses, so that calls can be captured as a graph."""
         return not isinstance(self.experts, tuple)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, H) -> (T, H)."""
+    def __call__(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """(T, H) -> (T, H), of tokens with these ids (T,), which only a table asks for."""
+        choose = self.choose
+        if choose is not None and self.table is not None and token_ids is not None:
+            choose = partial(choose, chosen=self.table[token_ids])
         shared = None if self.shared is None else self.shared(x)
         score = None if self.shared_gate is None else self.shared_gate(x)
         if not isinstance(self.experts, tuple):
-            return self.experts(x, self.router(x), shared, score, self.choose)
+            return self.experts(x, self.router(x), shared, score, choose)
         if shared is not None and score is not None:
             shared = shared * score.sigmoid()
         scores = self.router(x)
-        weights, chosen = self.choose(scores) if self.choose else route(scores, self.num_chosen, self.normalize)
+        weights, chosen = choose(scores) if choose else route(scores, self.num_chosen, self.normalize)
         return run_each(x, chosen, weights, self.experts, torch.zeros_like(x) if shared is None else shared)

@@ -29,16 +29,19 @@ from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.config import HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
+from quantkit.runtime.model.compressed import build_head, build_streamed_block
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.expected_tensors import check_memory, check_tensors
+from quantkit.runtime.model.layers import Block
 from quantkit.runtime.model.model import Model, NativeModel
+from quantkit.runtime.model.streams import StreamedBlock
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 
 _HEAD_ROWS = 4096
-_RECURRENT = "recurrent layers are computed by torch, and beginnings of prompts are not shared"
+_RECURRENT = "layers that keep a state are computed by torch, and beginnings of prompts are not shared"
 _TEXT_ALONE = "only its language model is loaded, for prompts of text; encoders of images and the like are left out"
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -149,12 +152,15 @@ def build_parts(weights: Weights) -> dict[str, Any]:
     embedding = f"{config.family.embedding}.weight"
     # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
     table = weights.tensor(embedding, weights.reader.info(embedding).dtype)
-    blocks = []
+    blocks: list[Block | StreamedBlock] = []
+    build = build_block if config.family.block is None else build_streamed_block
     for index in range(config.num_layers):
-        blocks.append(build_block(weights, index, ropes))
+        blocks.append(build(weights, index, ropes))
         # After each layer: what reading it has freed would stay with the C library and add up.
         release_freed_memory()
-    return {"embedding": table, "blocks": blocks, "ropes": ropes, "final_norm": weights.norm(config.family.final_norm)}
+    streams = None if config.family.block is None else build_head(weights)
+    norm = weights.norm(config.family.final_norm)
+    return {"embedding": table, "blocks": blocks, "streams": streams, "ropes": ropes, "final_norm": norm}
 
 
 def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, Scheme | None]:
@@ -190,6 +196,10 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
         raise NotNative(f"quantization of this kind ({error})") from error
     if format_ is not None and format_.is_stacked:
         raise NotNative(f"quantization of this kind ({format_.name}, experts in a stack)")
+    # As DeepSeek-V4 was published, with experts of two codes in a byte: parts are built from names that formats write.
+    scales = (name.removesuffix("scale") for name in reader.names if name.endswith(".scale"))
+    if format_ is not None and any(f"{module}weight" in reader for module in scales):
+        raise NotNative(f"quantization of this kind ({format_.name}, scales under names of their own)")
     return format_, scheme
 
 

@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import Layout, StateLayout, kv_dtype, layer_layout
+from quantkit.kernels.layouts import EntryLayout, Layout, StateLayout, kv_dtype, layer_layout
 from quantkit.kernels.ops.head import logits
 from quantkit.kernels.types import Linear, Logits
 from quantkit.models.rope import RopeConfig
 from quantkit.models.state_shape import StateShape
+from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Norm, add_and_norm
 from quantkit.runtime.model.rope import RopeTable
+from quantkit.runtime.model.streams import StreamedBlock, StreamHead
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,6 +83,7 @@ class NativeModel(Model):
         config: what it computes.
         embedding: (V, H) table, any float dtype.
         blocks: in running order.
+        streams: what makes one residual stream of several; None = there is one.
         ropes: rotary embeddings that the blocks refer to.
         final_norm: before the head.
         head: (R, H) -> (R, V).
@@ -89,7 +92,8 @@ class NativeModel(Model):
 
     config: ModelConfig
     embedding: Tensor
-    blocks: Sequence[Block]
+    blocks: Sequence[Block | StreamedBlock]
+    streams: StreamHead | None = None
     ropes: Sequence[RopeConfig]
     final_norm: Norm
     head: Linear
@@ -117,6 +121,8 @@ class NativeModel(Model):
         x = embedding(batch.token_ids, self.embedding).to(self.dtype)  # (T, H)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if self.streams is not None:
+            x = self.streams.spread(x)
         # Once per step for all layers that share a rotary embedding.
         angles = [table.gather(batch) for table in self._tables]
         pending: Tensor | None = None
@@ -136,7 +142,7 @@ class NativeModel(Model):
             max_length: tokens of the longest sequence.
         """
         if self.is_recurrent:
-            return "recurrent layers are computed by torch, launch by launch"
+            return "layers that keep a state are computed by torch, launch by launch"
         if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
             return "which experts are chosen is asked by the host"
         if any((table.rope.turning_length or max_length) < max_length for table in self._tables):
@@ -149,6 +155,8 @@ class NativeModel(Model):
         if len(rows) < len(x):
             # Before norm and head, which then work on the wanted rows only; of a prompt that is mostly one.
             x, pending = x[rows], None if pending is None else pending[rows]
+        if self.streams is not None:
+            x = self.streams(x)
         normed, _ = add_and_norm(self.final_norm, x, pending)
         return logits(self.head, normed, scale=self.config.logits_scale, softcap=self.config.logits_softcap)
 
@@ -169,6 +177,11 @@ def config_layouts(
         shape = config.attention(index)
         if isinstance(shape, StateShape):
             layouts.append(StateLayout(shape=shape, page_size=page_size))
+            continue
+        if shape.has_rows:
+            kept = KVScheme() if shape.kind == "window" else cache.scheme
+            dtype_kept = kv_dtype(kv_cache or "auto", dtype)
+            layouts.append(EntryLayout(shape=shape, page_size=page_size, dtype=dtype_kept, scheme=kept))
             continue
         layout = layer_layout(
             num_heads=shape.num_kv_heads,

@@ -108,7 +108,7 @@ class RopeTable:
             return self._cos[positions], self._sin[positions]
         chunks = torch.split(positions, list(batch.query_lengths))  # type: ignore[no-untyped-call]
         pairs = [
-            (self._cos[chunk], self._sin[chunk]) if length <= limit else self._angles(chunk, length)
+            (self._cos[chunk], self._sin[chunk]) if length <= limit else angles_at(self.rope, chunk, length)
             for chunk, length in zip(chunks, lengths, strict=True)
         ]
         cos, sin = zip(*pairs, strict=True)
@@ -120,10 +120,12 @@ class RopeTable:
             # At least doubled: a sequence that grows token by token must not compute a new table in every step.
             self._length = max(length, 2 * self._length)
             # Length 0: the table serves sequences up to the turning length, all with a short one's wavelengths.
-            self._cos, self._sin = self._angles(torch.arange(self._length, device=self.device), 0)
+            self._cos, self._sin = angles_at(self.rope, torch.arange(self._length, device=self.device))
 
-    def _angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        (waves,) = send(self.device, frequencies(self.rope, length).numpy())
-        # float32 holds positions below 2**24 exactly; bfloat16 would merge neighbours beyond 256.
-        angles = positions.float().unsqueeze(1) * waves  # (T, R/2)
-        return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
+
+def angles_at(rope: RopeConfig, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (T, R/2) float32 of positions (T,) in a sequence of this length; 0 = a short one."""
+    (waves,) = send(positions.device, frequencies(rope, length).numpy())
+    # float32 holds positions below 2**24 exactly; bfloat16 would merge neighbours beyond 256.
+    angles = positions.float().unsqueeze(1) * waves  # (T, R/2)
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

@@ -15,7 +15,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.kernels.reference.block import CLAMPED_SWIGLU, XIELU, clamped_swiglu, xielu
+from quantkit.kernels.reference.block import CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU, clamped_swiglu, xielu
 from quantkit.kernels.reference.experts import choose
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear
 from quantkit.models.description import ExpertsShape
@@ -203,7 +203,7 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
     attention: AnyAttention | None = None
     if config.only_mlp[index] or not config.family.one_half:
         sparse = config.with_experts[index]
-        mlp = _build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated)
+        mlp = build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated)
     if not config.only_mlp[index]:
         attention = _build_mixer(weights, index, prefix)
     return Block(
@@ -333,9 +333,10 @@ def _build_mlp(
 
 def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | None:
     """What is between the linears of an MLP, where that is more than a named activation; `owner` is its module."""
-    config = weights.config
+    config, read = weights.config, weights.config.entries
+    if config.activation == LIMITED_SWIGLU:
+        return partial(clamped_swiglu, alpha=1.0, limit=read.number("swiglu_limit", default=10.0), offset=0.0)
     if config.activation == CLAMPED_SWIGLU:
-        read = config.entries
         alpha, limit = read.number("swiglu_alpha", default=1.702), read.number("swiglu_limit", default=7.0)
         return partial(clamped_swiglu, alpha=alpha, limit=limit)
     if config.activation != XIELU:
@@ -344,7 +345,8 @@ def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | N
     return partial(xielu, **{name: weights.tensor(f"{owner}.{name}") for name in names})
 
 
-def _build_mixture(weights: Weights, prefix: str) -> Mixture:
+def build_mixture(weights: Weights, prefix: str) -> Mixture:
+    """Experts of a layer."""
     config, data = weights.config.experts, weights.config.family.experts
     assert config is not None and data is not None
     shared = shared_gate = None

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
 import quantkit
 from quantkit.compress.algorithms._autoround_block import Examples, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
 from quantkit.compress.algorithms.autoround import STEP, AutoRoundStep
 from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.layer import hidden_states
 from quantkit.compress.recipe.load import build
 from quantkit.errors import RecipeError
 from quantkit.numerics.affine import Ranges, WeightGrid, search_parameters
@@ -110,6 +113,31 @@ def test_a_negative_scale_stays_negative():
         tuned.step(torch.randn_like(weight), values, 0.2)
     assert (tuned.result().scale < 0).all()
     torch.testing.assert_close(tuned.result().dequantize(), values)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_gradients_handed_over_are_those_of_autograd(layer_of, batches):
+    """Of one batch, and the sum over several; nothing is left behind for the next step."""
+    layer = layer_of()
+    names, handed = tuple(layer.schemes), {}
+    with tunable(layer, names) as block:
+        examples = Examples(layer)
+        pairs = [(hidden, target + hidden) for hidden, target in map(examples.batch, range(batches))]
+
+        def keep(name, gradient, _):
+            handed[name] = gradient.clone()
+
+        for number, pair in enumerate(pairs, start=1):
+            block.backward(*pair, keep if number == batches else None)
+        assert not block._sums
+    weights = {name: layer.weight(name).clone().requires_grad_() for name in names}
+    for hidden, target in pairs:
+        values = {f"{name}.weight": weight for name, weight in weights.items()}
+        arguments = tree_map_only(torch.Tensor, torch.Tensor.clone, layer.arguments(hidden))
+        output = hidden_states(functional_call(layer.block, values, (hidden,), arguments))
+        (1024 * (output - target).square().sum() / target.square().sum()).backward()
+    for name, weight in weights.items():
+        torch.testing.assert_close(handed[name], weight.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from quantkit.compress.algorithms import _gptq_jobs, gptq
+from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms.awq import AwqStep
-from quantkit.compress.algorithms.gptq import STEP, GptqStep, cholesky_factor, corrected, fit_scales, settle_columns
+from quantkit.compress.algorithms.gptq import (
+    STEP,
+    GptqStep,
+    cholesky_factor,
+    corrected,
+    correction,
+    fit_scales,
+    settle_columns,
+)
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.numerics.affine import WeightGrid, minmax_parameters
@@ -158,7 +168,9 @@ def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():
 
 
 @pytest.mark.parametrize("rows", [10, 60])  # fewer and more than inputs
-def test_the_corrected_target_is_the_least_squares_solution(rows):
+def test_the_corrected_target_is_the_least_squares_solution(rows, monkeypatch):
+    monkeypatch.setattr(gptq, "_DIVIDED_ROWS", 7)  # several blocks, the last ones smaller
+    monkeypatch.setattr(gptq, "_DIVIDED_COLUMNS", 20)
     weight, hessian = problem(rows=rows)
     torch.manual_seed(1)
     order, error = torch.randperm(48), torch.randn(48, 48) * 0.1
@@ -166,8 +178,9 @@ def test_the_corrected_target_is_the_least_squares_solution(rows):
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
     expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
     parts = [weight[:4], weight[4:]]
-    by_outputs = torch.cat(corrected(parts, tuple(part @ error for part in parts), factor, 0.5))
-    actual = torch.cat(corrected(parts, error, factor, 0.5))
+    products = tuple(part @ error for part in parts)
+    by_outputs = torch.cat(corrected(parts, tuple(correction(part, factor, 0.5) for part in products)))
+    actual = torch.cat(corrected(parts, correction(error, factor, 0.5)))
     torch.testing.assert_close(by_outputs, actual, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -205,7 +218,7 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
         (codes,) = settle_columns([target], factor, torch.zeros(32, dtype=torch.int64), [ranges], scheme, 128)
         return distance(codes * ranges[0])
 
-    ours = loop(corrected([weight], error, factor, 1.0)[0])
+    ours = loop(corrected([weight], correction(error.clone(), factor, 1.0))[0])
     assert ours < distance(gptaq(weight, hessian, error, scale)) < loop(weight)
 
 
@@ -231,6 +244,17 @@ def test_upstream_errors_are_made_up_for(make_layer, options):
         return sum(((f - s) - (w - o)).square().sum().item() for f, s, w, o in added)
 
     assert run(1.0) < 0.8 * run(0.0)
+
+
+def test_matrices_go_through_the_loop_alone_as_they_do_together(make_layer, monkeypatch):
+    def codes(largest):
+        monkeypatch.setattr(_gptq_jobs, "_TALLEST", largest)
+        layer = with_original(make_layer(), noise=0.2)
+        with torch.inference_mode():
+            GptqStep(asymmetric_calibration=1.0).apply(layer)
+        return [layer.chosen.quantized[name].codes for name in layer.schemes]
+
+    assert all(torch.equal(a, b) for a, b in zip(codes(1), codes(1 << 28), strict=True))
 
 
 def test_nothing_upstream_is_nothing_to_make_up_for(make_layer):
@@ -272,7 +296,29 @@ def test_one_hessian_per_set(make_layer, monkeypatch):
 
     made = []
     original = module.Gram
-    monkeypatch.setattr(module, "Gram", lambda *args: made.append(args) or original(*args))
+    monkeypatch.setattr(module, "Gram", lambda *args, **split: made.append(args) or original(*args, **split))
     with torch.inference_mode():
         GptqStep().apply(make_layer())
     assert [args[0] for args in made] == [64, 64, 64, 96]
+
+
+def test_rows_are_cut_into_parts_of_about_one_size():
+    assert cut_rows([100], 1, 16) == [[(0, slice(0, 100))]]
+    assert cut_rows([2048, 256, 256], 2, 64) == [
+        [(0, slice(0, 1280))],
+        [(0, slice(1280, 2048)), (1, slice(0, 256)), (2, slice(0, 256))],
+    ]
+    # Whole heights of each matrix, so fewer parts than asked for.
+    assert cut_rows([100, 100], 4, 64) == [[(0, slice(0, 64))], [(0, slice(64, 100))], [(1, slice(0, 100))]]
+
+
+def test_parts_of_a_matrix_are_solved_as_the_whole(make_layer, monkeypatch):
+    """On their own, with the same Hessian; products of fewer rows may differ in the last bit."""
+    whole, cut = make_layer(), make_layer()
+    with torch.inference_mode():
+        GptqStep().apply(whole)
+        monkeypatch.setattr(_gptq_jobs, "_SHORTEST", 32)
+        GptqStep().apply(cut)
+    for name, record in whole.chosen.records.items():
+        assert cut.chosen.quantized[name].shape == whole.chosen.quantized[name].shape
+        assert cut.chosen.records[name].error == pytest.approx(record.error, rel=0.02)

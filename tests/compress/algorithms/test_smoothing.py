@@ -45,7 +45,7 @@ def test_query_heads_of_one_value_head_share_their_scale(make_layer):
 def test_a_source_in_codes_cannot_absorb_a_scale(make_layer):
     layer = make_layer()
     weight, scheme = layer.weight("self_attn.v_proj"), layer.schemes["self_attn.v_proj"].weight
-    layer.commit("self_attn.v_proj", round_to_nearest(weight, WeightGrid(scheme, torch.float32)))
+    layer.commit({"self_attn.v_proj": round_to_nearest(weight, WeightGrid(scheme, torch.float32))})
     assert not can_fold(layer, layer.sets[1])
     assert not can_fold(layer, layer.sets[0])  # it reads what would be divided, and cannot be multiplied
     assert can_fold(layer, layer.sets[2])

@@ -53,7 +53,7 @@ def test_commit_puts_decoded_values_into_the_layer(make_layer):
     layer = make_layer()
     weight, scheme = layer.weight("mlp.up_proj").clone(), layer.schemes["mlp.up_proj"].weight
     tensor = round_to_nearest(weight, WeightGrid(scheme, torch.float32))
-    layer.commit("mlp.up_proj", tensor)
+    layer.commit({"mlp.up_proj": tensor})
     assert torch.equal(layer.weight("mlp.up_proj"), tensor.dequantize())
     record = layer.chosen.records["mlp.up_proj"]
     assert (

@@ -18,10 +18,12 @@ from quantkit.models.linear_sets import split_experts
 STEP = GptqStep(true_sequential=True, asymmetric_calibration=1.0)
 
 
-def calibrated(layer, original):
-    """Codes and the states behind the layer, of both models."""
+def calibrated(layer, original, folder=None):
+    """Codes and the states behind the layer, of both models, which are saved where there is a folder."""
+    batches, mode = list(layer.data.store), "disk" if folder else "ram"
     layer.data.original = original.block
-    layer.data.original_store = ActivationStore(None, "ram", iter([2 * batch for batch in layer.data.store]))
+    layer.data.store = ActivationStore(folder and folder / "own", "ram", iter(batches))
+    layer.data.original_store = ActivationStore(folder and folder / "original", mode, iter([2 * b for b in batches]))
     with torch.inference_mode():
         STEP.apply(layer)
         stores = [layer.data.store, layer.data.original_store]
@@ -44,6 +46,17 @@ def test_runs_give_what_whole_runs_give(make_layer, family, all_tokens, monkeypa
     staged = run()
     monkeypatch.setattr(stream, "learn_structure", lambda *_: stream.NOTHING)
     assert all(torch.equal(a, b) for a, b in zip(staged, run(), strict=True))
+
+
+def test_with_a_folder_nothing_is_kept_in_memory(make_layer, tmp_path):
+    in_memory = calibrated(make_layer(), make_layer())
+    on_disk = calibrated(make_layer(), make_layer(), tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(in_memory, on_disk, strict=True))
+    # What is no longer needed is gone from there.
+    kept = {"own": {"output-self_attn", "input-mlp"}, "original": {"output-"}}
+    for store, files in kept.items():
+        for number in range(4):
+            assert {path.name for path in (tmp_path / store / "beside" / str(number)).iterdir()} == files
 
 
 def test_each_linear_sees_each_batch_once(make_layer):

@@ -1,16 +1,18 @@
-"""Compressions that are killed: after their first layer, or at their n-th rename, before or after it.
+"""Compressions that are killed: after their first layer, at their n-th rename, before or after it, or inside a layer.
 
 Every commit point of a run is a rename.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import quantkit
+from quantkit.compress.calibration.layer import LayerContext
 from tests.memory_cgroup import join, used
 
 
@@ -74,6 +76,19 @@ def compress(moment: int, when: str, model: Path, output: Path, text: Path) -> N
     renames.patch("rename")
     _compress(model, output, text)
     renames_file(output).write_text(str(renames.count))
+
+
+def compress_until_stage(number: int, model: Path, output: Path, text: Path) -> None:
+    """Run one compression that is killed when statistics are to be gathered for that time."""
+    observe, numbers = LayerContext.observe, itertools.count(1)
+
+    def counted(*arguments: Any) -> None:
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        observe(*arguments)
+
+    LayerContext.observe = counted  # type: ignore[method-assign]
+    _compress(model, output, text)
 
 
 def compress_until_memory_is_full(limit: Path, model: Path, output: Path, text: Path) -> None:

@@ -15,7 +15,7 @@ from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
-from quantkit.compress.algorithms.gptq import fitting_rounds
+from quantkit.compress.algorithms._gptq_jobs import fitting_rounds
 from quantkit.compress.calibration.expert_inputs import UNDER_CALIBRATED_TOKENS
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline import run as pipeline
@@ -216,6 +216,8 @@ def test_experts_with_zero_points_are_for_engines_that_take_them(mixtral, tmp_pa
     assert any(name.endswith("zero_point") for name in load_tensors(tmp_path / "vllm"))
     with pytest.raises(SchemeError, match=r"transformers 5\.23\.0: no, .* set weights.symmetric=true"):
         quantize(mixtral, "rtn-int4", tmp_path / "no", overrides=asymmetric, engine="transformers")
+    with pytest.raises(SchemeError, match=r"vLLM 0\.32\.0: no, experts with zero points have no CPU kernel"):
+        quantize(mixtral, "rtn-int4", tmp_path / "no", overrides=asymmetric, engine="vllm:cpu")
     assert not (tmp_path / "no").exists()
 
 

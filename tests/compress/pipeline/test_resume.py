@@ -25,6 +25,7 @@ from tests.compress.pipeline.killer import (
     compress,
     compress_in_group,
     compress_until_memory_is_full,
+    compress_until_stage,
     renames_file,
 )
 from tests.helpers import edit_tensors, load_tensors, make_model
@@ -71,6 +72,22 @@ def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, 
     assert hashes(output) == expected
     assert not (tmp_path / "out.partial").exists()
     assert result.num_layers == 2
+
+
+@pytest.mark.parametrize(("stage", "finished"), [(3, 0), (8, 1)])
+def test_killed_between_stages_of_a_layer(tiny_llama, tmp_path, text_file, undisturbed, stage, finished):
+    """What was kept of the stages before is computed again, not read: of a killed run nobody knows whether it is whole.
+
+    A layer has four stages: q, k and v; o; gate and up; down.
+    """
+    output = tmp_path / "out"
+    assert forked.run(compress_until_stage, stage, tiny_llama, output, text_file) == -signal.SIGKILL
+    kept = [path for path in (tmp_path / "out.partial").glob("*/beside/*/*") if path.is_file()]
+    assert kept
+    for path in kept:
+        path.write_bytes(b"half of it")
+    assert quantize(tiny_llama, output, text_file).resumed_layers == finished
+    assert hashes(output) == undisturbed[0]
 
 
 def finished_layers(progress):

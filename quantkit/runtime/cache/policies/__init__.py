@@ -1,4 +1,4 @@
-"""Which pages of a sequence over its budget go first: one file per policy, named as in `--kv-policy`."""
+"""Which tokens of a sequence over its budget go first: one file per policy, named as in `--kv-policy`."""
 
 from quantkit.registry import Registry
 

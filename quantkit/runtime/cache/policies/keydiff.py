@@ -8,8 +8,9 @@ from quantkit.runtime.cache.policies.base import LayerKeys, Policy
 
 
 def _scores(layer: LayerKeys) -> Tensor:
-    usual = normalize(layer.keys, dim=-1).mean(dim=(1, 2), keepdim=True)
-    return -cosine_similarity(layer.keys, usual, dim=-1)
+    usual = normalize(layer.keys, dim=-1).mean(dim=1, keepdim=True)
+    own = -cosine_similarity(layer.keys, usual, dim=-1)
+    return own + own.mean(0)  # what one head finds by a key, others are to find too
 
 
 POLICY = Policy(scores=_scores)

@@ -1,0 +1,126 @@
+"""Which of our checkpoints OpenVINO and ONNX Runtime GenAI load on a CPU, and whether they compute what is stored.
+
+    python evals/checks/cpu_engines.py WORK --engine openvino --python PYTHON
+    python evals/checks/cpu_engines.py WORK --engine onnxruntime --python PYTHON
+
+PYTHON: of an environment with `optimum-intel` and `openvino-genai`, or with `onnxruntime-genai`. Checkpoints of the
+demo model are loaded the way each engine's documentation says (`cpu_engines_serve.py`), in float32, and continue 10
+beginnings greedily; rows are kept in evals/results/cpu_engines. *agrees*: texts part only where transformers, of the
+values that are stored and in float32, prefers its token by at most `GAP`, and log-probabilities, where the engine
+tells them, differ by at most `NEAR` on average. *other numbers*: they do not. *refused*: with what the engine said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import provenance
+import vllm_cpu
+import vllm_cpu_models as models
+
+SERVE = Path(__file__).with_name("cpu_engines_serve.py")
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu_engines"
+CASES = (
+    *("", "gptq-int4", "gptq-int4 as gptq", "awq-int4 as awq", "rtn-int4 as gguf", "gptq-int4 as dense"),
+    *("w8a8-int8", "fp8-dynamic", "nvfp4", "mxfp4"),
+)
+GAP, NEAR = 0.2, 0.02
+LIMIT_S = 900
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--engine", required=True, choices=("openvino", "onnxruntime"))
+    parser.add_argument("--python", required=True, type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = options.work.resolve() / "demo"
+    folder.mkdir(parents=True, exist_ok=True)
+    source = models.write_source("demo", folder / "source")
+    texts = vllm_cpu.write_texts(source, folder.with_name("demo.json"))
+    rows = []
+    for case in CASES:
+        checkpoint, dense = _checkpoint(case, source, folder)
+        answer = _ask(options, checkpoint, texts, folder / f"{options.engine}-{checkpoint.name}.answer.json")
+        rows.append({"case": case or "unquantized", **judge(answer, dense, json.loads(texts.read_text()))})
+        print(json.dumps(rows[-1]), flush=True)
+        _write(options.engine, {"commit": provenance.commit(), "engine": _version(options)}, rows)
+    sys.exit(any(row["verdict"] == "other numbers" for row in rows))
+
+
+def _checkpoint(case: str, source: Path, folder: Path) -> tuple[Path, Path]:
+    """What is loaded, and its values as an ordinary model."""
+    from quantkit import api
+
+    recipe, _, export = case.partition(" as ")
+    if not recipe:
+        return source, source
+    target = folder / f"{recipe}-{provenance.digest(api.load_recipe(recipe).source)}"
+    dense = target.with_name(f"{target.name}-as-dense")
+    why = models.make_checkpoint(source, recipe, target)
+    assert not why, why
+    if models.convert_to(target, "dense", dense):
+        dense = target  # transformers decodes it with compressed-tensors
+    if export == "gguf":
+        file = target.with_suffix(".gguf")
+        if not file.exists():
+            models.convert_to(target, "gguf", file)
+        return file, dense
+    exported = target.with_name(f"{target.name}-as-{export}") if export else target
+    if export:
+        models.convert_to(target, export, exported)
+    return exported, dense
+
+
+def _ask(options: argparse.Namespace, checkpoint: Path, texts: Path, output: Path) -> dict[str, Any]:
+    """What the engine says, in a process of its own; an answer that is there is kept."""
+    if not output.exists():
+        command = [options.python, SERVE, options.engine, checkpoint, texts, output]
+        try:
+            with output.with_suffix(".log").open("w") as log:
+                subprocess.run(command, stdout=log, stderr=log, timeout=LIMIT_S, check=True)
+        except subprocess.SubprocessError as error:
+            output.write_text(json.dumps({"error": f"the process ended: {error}"[:300]}))
+    answer: dict[str, Any] = json.loads(output.read_text())
+    return answer
+
+
+def judge(answer: dict[str, Any], dense: Path, texts: list[list[int]]) -> dict[str, Any]:
+    """Verdict and figures of a row."""
+    if "error" in answer:
+        return {"verdict": "refused", "reason": answer["error"]}
+    greedy = [text[: vllm_cpu.PROMPT] + written for text, written in zip(texts, answer["greedy"], strict=True)]
+    reference = vllm_cpu.load(dense, torch.float32)
+    row: dict[str, Any] = {"gap": round(vllm_cpu.worst_gap(vllm_cpu.logprobs(reference, greedy), greedy), 4)}
+    if "logprobs" in answer:
+        known = vllm_cpu.logprobs(reference, texts)[:, :-1].gather(-1, torch.tensor(texts)[:, 1:, None])[..., 0]
+        row["difference"] = round(float((known - torch.tensor(answer["logprobs"])).abs().mean()), 4)
+    is_right = row["gap"] <= GAP and row.get("difference", 0) <= NEAR
+    return {"verdict": "agrees" if is_right else "other numbers", **row}
+
+
+def _write(engine: str, made: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
+    (RESULTS / f"{engine}.json").write_text(f'{{"made": {json.dumps(made)},\n"rows": [\n{lines}\n]}}\n')
+
+
+def _version(options: argparse.Namespace) -> str:
+    names = {"openvino": ("openvino", "optimum-intel"), "onnxruntime": ("onnxruntime-genai",)}[options.engine]
+    said = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {names}), sep=', ')"
+    return subprocess.check_output([options.python, "-c", said], text=True).strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The tables of docs/formats.md about engines: what rules say, what was seen on CPUs; `evals/pages.py` writes them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import provenance
+
+from quantkit.compress.recipe import load, shipped
+from quantkit.compress.recipe.load import settled
+from quantkit.engines import StoredLinear, StoredModel, find_engine, judge
+from quantkit.engines.base import CAPABILITIES
+
+RESULTS, OTHERS = (Path(__file__).resolve().parents[1] / "results" / name for name in ("vllm", "cpu_engines"))
+NAMES = {"gemma3_text": "gemma3"}
+ENGINES = ("vllm", "vllm:cpu", "sglang", "transformers", "tgi", "tensorrt-llm", "llama.cpp")
+SERVED = (
+    *((f"`{name}`", name, {}) for name in shipped() if name not in ("kv-fp8", "awq-int4-kv4", "awq-int4-kv8")),
+    ("`gptq-int4` as `gptq`", "gptq-int4", {"format": "gptq"}),
+    ("`gptq-int4` with zero points as `gptq-v2`", "gptq-int4", {"format": "gptq-v2", "weights.symmetric": False}),
+    ("`awq-int4` as `awq`", "awq-int4", {"format": "awq", "weights.symmetric": False}),
+    ("`rtn-int4` in groups of 256", "rtn-int4", {"weights.group_size": 256}),
+    ("int3", "rtn-int4", {"weights.dtype": "int3"}),
+    ("`rtn-int4` as `gguf`", "rtn-int4", {"format": "gguf", "weights.group_size": 32}),
+)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+
+
+def rules() -> str:
+    """How each engine reads what recipes make, by its rules."""
+    known = [(find_engine(name)[0], name.partition(":")[2]) for name in ENGINES]
+    head = ["", *(f"{engine.title} {engine.release}{device and f', {device}'}" for engine, device in known)]
+    rows = []
+    for title, name, changes in SERVED:
+        recipe = load(name, changes)
+        if recipe.source.get("weights", {}).get("symmetric") == "auto":
+            recipe = settled(recipe, symmetric=False)
+        linear = StoredLinear(scheme=recipe.scheme.default, shape=(4096, 4096))
+        model = StoredModel(format=recipe.format, linears=(linear,), hidden_size=4096)
+        rows.append([title, *(_on_gpus(engine, model) for engine in ENGINES)])
+    return _markdown(head, rows)
+
+
+def _on_gpus(engine: str, model: StoredModel) -> str:
+    """How an engine takes it on compute capabilities from 8.0 on: `fast`, or `fast; from 10.0 on wrong`."""
+    answers = [(device, judge(engine, model, device).reads) for device in CAPABILITIES[1:]]
+    runs = [list(run) for _, run in itertools.groupby(answers, key=lambda pair: pair[1])]
+    spans = []
+    for run in runs:
+        first, last = (f"{run[end][0] / 10:.1f}" for end in (0, -1))
+        span = (
+            f"from {first} on " if run[-1] == answers[-1] else f"{first} " if first == last else f"{first} to {last} "
+        )
+        spans.append(f"{'' if len(runs) == 1 else span}{run[0][1]}")
+    return "; ".join(spans)
+
+
+def vllm() -> str:
+    """What vLLM's CPU build did: versions, the table, what it refuses and why, and the breaches."""
+    rows, breaches = (newest(kind) for kind in ("rows", "breaches"))
+    made = rows["made"]
+    noticed = sum(row["verdict"] == "noticed" for row in breaches["rows"])
+    versions = f"vLLM {made['vllm']}, torch {made['torch']}, compared with {made['reference']}."
+    found = f"Of {len(breaches['rows'])} faults planted in checkpoints of the demo model {noticed} were noticed: "
+    names = "; ".join(row["breach"] for row in breaches["rows"])
+    return f"{versions}\n\n{_table(rows['rows'])}\n\n{_refusals(rows['rows'])}\n\n{found}{names}."
+
+
+def newest(kind: str) -> dict[str, Any]:
+    """The rows, or the breaches, of the newest release of vLLM."""
+    data: dict[str, Any] = json.loads(max(RESULTS.glob(f"*-cpu-{kind}.json")).read_text())
+    return data
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cases = sorted({row["case"] for row in rows}, key=lambda case: (case != "unquantized", case))
+    known = {(row["model"], row["case"]): row for row in rows}
+    head = ["", *(NAMES.get(model, model) for model in models)]
+    return _markdown(head, [[f"`{case}`", *(_cell(known.get((model, case))) for model in models)] for case in cases])
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["verdict"] != "agrees" or "difference" not in row:
+        return {"agrees": "used"}.get(row["verdict"], row["verdict"].removesuffix(" by vLLM"))
+    recipe = row["case"].partition(" as ")[0]
+    is_old = recipe != "unquantized" and row.get("code") != _code(recipe)
+    return f"{row['difference']:.3f}{provenance.MARK if is_old else ''}"
+
+
+@functools.cache
+def _code(recipe: str) -> str:
+    return provenance.digest(load(recipe).source)
+
+
+def _refusals(rows: list[dict[str, Any]]) -> str:
+    """Why it refuses, as our rules say beforehand; what it says itself is in the rows."""
+    said: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row["verdict"] == "refused by vLLM":
+            said.setdefault(row["ours"].partition(": ")[2], {})[f"`{row['case']}`"] = None
+    return "\n".join(f"- {', '.join(cases)}: {reason}" for reason, cases in said.items())
+
+
+def others() -> str:
+    """What other CPU engines did with exports of the demo model."""
+    results = [json.loads(file.read_text()) for file in sorted(OTHERS.glob("*.json"))]
+    cases = list(dict.fromkeys(row["case"] for result in results for row in result["rows"]))
+    known = [{row["case"]: row for row in result["rows"]} for result in results]
+    head = ["", *(result["made"]["engine"] for result in results)]
+    return _markdown(head, [[f"`{case}`", *(_seen(rows.get(case)) for rows in known)] for case in cases])
+
+
+def _seen(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "difference" in row:
+        return f"{row['verdict']}, {row['difference']:.3f}"
+    return f"{row['verdict']}: {row['reason'][:140].replace('|', '/')}"

@@ -1,0 +1,142 @@
+"""A sweep on a local cluster of Ray, one worker killed in the middle, beside the same sweep without Ray: bit for bit.
+
+    python evals/checks/sweep_on_ray.py [--recipes A,B] [--models demo,DIR] [--set FIELD=VALUE] [-o FILE.json]
+
+Two workers of one CPU each. The worker is killed while it runs a trial of the second half; that trial must be begun
+again, all others once. Compared are the SHA-256 of every file of weights and all of report.json but times, peaks of
+memory and where the sweep lies. Needs ray. Ends with exit code 1 if anything differs or a trial failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import plain, stamp
+
+RECIPES = "rtn-int4,rtn-int8,gptq-int4,gptq-int8,awq-int4,awq-gptq-int4"
+MODELS = "demo,../shared/models/babyllama-361"
+FEW = ("weights.group_size=32", "calibration.samples=8", "calibration.sequence_length=64")
+TEXT = "The small fox walks along the river and sleeps. " * 40
+TIMED = ("seconds", "created", "peak_bytes", "benchmark", "baseline_benchmark", "diagnosis", "command")
+ASKED = ("--suite", "none", "--no-bench", "--device", "cpu", "--threads", "1")
+
+
+def main() -> int:
+    """Run both sweeps, compare, and keep what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        result = compare(options.recipes, options.models, options.changes or FEW, Path(work))
+    text = json.dumps({**result, "stamp": plain(stamp())}, indent=1) + "\n"
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text, encoding="utf-8")
+    return 0 if result["equal"] and result["retried"] == [result["killed"]] else 1
+
+
+def compare(recipes: str, models: str, changes: list[str] | tuple[str, ...], work: Path) -> dict[str, Any]:
+    """Both sweeps, and in what they differ."""
+    settings = [word for change in changes for word in ("--set", change)]
+    text = work / "text"
+    text.write_text(TEXT)
+    command = [sys.executable, "-m", "quantkit", "sweep", recipes, models, *settings, *ASKED]
+    command += ["--text", str(text), "--json"]
+    began = time.monotonic()
+    local = finished(subprocess.Popen([*command, "-o", str(work / "local")], stdout=subprocess.PIPE, text=True))
+    middle = time.monotonic()
+    count = len(recipes.split(",")) * len(models.split(","))
+    with cluster() as address:
+        process = subprocess.Popen(
+            [*command, "-o", str(work / "ray"), "--on", f"ray:{address}"], stdout=subprocess.PIPE, text=True
+        )
+        killed = kill_worker(process, work / "ray", count // 2)
+        ray = finished(process)
+    trials = {row["name"]: row["attempts"] for row in ray["trials"]}
+    differing = [name for name in trials if facts(work / "local", name) != facts(work / "ray", name)]
+    return {
+        "trials": trials,
+        "killed": killed,
+        "retried": [name for name, attempts in trials.items() if attempts > 1],
+        "failed": [row["name"] for sweep in (local, ray) for row in sweep["trials"] if row["exit_code"]],
+        "differing": differing,
+        "equal": not differing and len(trials) == count and all(facts(work / "ray", name) for name in trials),
+        "local_s": round(middle - began, 1),
+        "ray_s": round(time.monotonic() - middle, 1),
+    }
+
+
+class cluster:
+    """A cluster of Ray on this machine: two nodes of one CPU each; its address while open."""
+
+    def __enter__(self) -> str:
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        self._cluster.add_node(num_cpus=1)
+        return str(self._cluster.address)
+
+    def __exit__(self, *_: object) -> None:
+        self._cluster.shutdown()
+
+
+def kill_worker(sweep: subprocess.Popen[str], folder: Path, after: int) -> str:
+    """Kill the worker of a trial that runs once so many have ended; its name."""
+    while sweep.poll() is None:
+        records = [json.loads(path.read_text()) for path in (folder / "trials").glob("*.json")]
+        if sum(record["report"] is not None for record in records) >= after:
+            for process in Path("/proc").glob("[0-9]*"):
+                try:
+                    words = (process / "cmdline").read_bytes().decode().split("\0")
+                    if words[1:3] != ["-m", "quantkit"] or words[3] not in ("quantize", "verify"):
+                        continue
+                    status = (process / "status").read_text()
+                except OSError:
+                    continue
+                checkpoint = Path(words[words.index("-o") + 1] if words[3] == "quantize" else words[4])
+                if checkpoint.parent == folder:
+                    os.kill(int(re.search(r"PPid:\s+(\d+)", status)[1]), signal.SIGKILL)  # type: ignore[index]
+                    return checkpoint.name
+        time.sleep(0.02)
+    return ""
+
+
+def finished(sweep: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a sweep prints."""
+    printed: dict[str, Any] = json.loads(sweep.communicate()[0])
+    return printed
+
+
+def facts(sweep: Path, name: str) -> Any:
+    """The report of a trial and its files, without what may differ; nothing, if there is none."""
+    text = (sweep / "trials" / f"{name}.json").read_text().replace(str(sweep), "SWEEP")
+    report = json.loads(text)["report"]
+    files = json.loads((sweep / name / "quantkit.json").read_text())["files"] if report else None
+    return report and [without_times(report), files]
+
+
+def without_times(value: Any) -> Any:
+    """The same without entries of these names, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_times(entry) for key, entry in value.items() if key not in TIMED}
+    return [without_times(entry) for entry in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""`quantkit sweep`: recipes times models, compressed and verified, as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.bit_search.options import SearchOptions
+from quantkit.cli._errors import say
+from quantkit.cli._options import RUN, Settings, as_arguments, option_group, set_option, settings_of
+from quantkit.cli._output import Command, Output
+from quantkit.cli.verify import ASKED
+from quantkit.evaluate.options import EvaluationOptions
+from quantkit.report.table import Column, Table
+from quantkit.runtime.config import EngineConfig
+from quantkit.settings import setting
+
+if TYPE_CHECKING:
+    from quantkit.compress.recipe import Recipe
+    from quantkit.report.compare import CheckpointComparison
+    from quantkit.results import TrialRecord
+
+_VERIFY: Settings = {
+    **settings_of(EvaluationOptions, *ASKED),
+    "text": setting(None, "Text that distributions are compared on.", flag="--text FILE"),
+    "bench": setting(True, "Time both models.", flag="--bench/--no-bench", shown="bench"),
+    **settings_of(EngineConfig, "dtype", "kv_cache"),
+}
+_HOW: Settings = {
+    "output": setting(Path("sweep"), "Folder of everything that is made.", flag="-o --output DIR", kind=Path),
+    **settings_of(SearchOptions, "on", "jobs"),
+    **settings_of(EngineConfig, "device"),
+    "threads": setting(None, "CPU threads of each trial.", flag="--threads", minimum=1, shown="cores over --jobs"),
+    "resume": RUN["resume"],
+}
+
+
+@click.command("sweep", cls=Command, short_help="Recipes times models: size, accuracy and speed of each.")
+@click.argument("recipes")
+@click.argument("models", default="demo")
+@option_group("how", _HOW)
+@set_option
+@option_group("verify", _VERIFY)
+def command(
+    output_to: Output,
+    *,
+    recipes: str,
+    models: str,
+    how: dict[str, Any],
+    changes: tuple[str, ...],
+    verify: dict[str, Any],
+) -> None:
+    """Compress each of MODELS by each of RECIPES and verify it; lists with commas, `demo` is the bundled model.
+
+    Each pair is a trial of its own, a process here or a task of Ray. What is done is kept, so the same command goes on
+    where it stopped. A trial that fails is a row with its reason, and its exit code is that of the sweep.
+
+    \b
+    Examples:
+      quantkit sweep rtn-int4,gptq-int4,awq-int4
+      quantkit sweep gptq-int4,awq-int4 demo,./my-model --jobs 2 -o compared
+      quantkit sweep gptq-int4,awq-int4 --on ray --suite none --no-bench
+    """
+    from quantkit.sweep import SweepOptions, compare_trials, sweep
+
+    options = SweepOptions(**{"output": Path("sweep"), **how}, verify=tuple(as_arguments(_VERIFY, verify)))
+    records = sweep(
+        [_recipe(name, changes) for name in _listed(recipes)], _listed(models), options, progress=output_to.tell
+    )
+    compared = compare_trials(records)
+    failed = [record for record in records if record.report is None]
+    output_to.result(
+        lambda: _numbers(records, compared, options.output),
+        *_tables(compared),
+        lambda: _failures(failed) if failed else None,
+        lambda: f"everything is in {options.output}",
+    )
+    if failed:
+        say(f"error: {len(failed)} of {len(records)} trials failed: {failed[0].name}: {failed[0].reason}")
+        codes = {record.exit_code for record in failed}
+        click.get_current_context().exit(1 if 1 in codes else max(codes))  # a bug first
+
+
+def _recipe(name: str, changes: Sequence[str]) -> Recipe:
+    """With changes of the calibration only where there is one."""
+    from quantkit.compress.recipe import load
+
+    reads_data = load(name).calibration is not None
+    return load(name, [change for change in changes if reads_data or not change.startswith("calibration.")])
+
+
+def _listed(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise click.UsageError("give one name or several with commas")
+    return list(dict.fromkeys(names))
+
+
+def _tables(compared: Mapping[str, CheckpointComparison]) -> list[Any]:
+    from dataclasses import replace
+
+    from quantkit.report.compare import checkpoints_table, comparison_sentence
+
+    shown: list[Any] = []
+    for model, comparison in compared.items():
+        table = replace(checkpoints_table(comparison), title=f"{model}, smallest first")
+        shown += [lambda table=table: table, lambda comparison=comparison: comparison_sentence(comparison)]
+    return shown
+
+
+def _failures(failed: Sequence[TrialRecord]) -> Table:
+    return Table(
+        title="without figures",
+        columns=(Column("trial"), Column("exit code", str), Column("reason")),
+        rows=tuple((record.name, record.exit_code, record.reason) for record in failed),
+    )
+
+
+def _numbers(
+    records: Sequence[TrialRecord], compared: Mapping[str, CheckpointComparison], output: Path
+) -> dict[str, Any]:
+    """What --json prints; reports are beside the checkpoints."""
+    from dataclasses import asdict
+
+    from quantkit.report.json import json_ready
+    from quantkit.results.gates.metrics import gate_numbers
+
+    alike = ("name", "model", "recipe", "exit_code", "reason", "attempts", "seconds")
+    rows = [
+        {
+            **{name: getattr(record, name) for name in alike},
+            "metrics": None if record.report is None else gate_numbers(record.report),
+            "num_bytes": None if record.report is None else record.report.model.num_bytes,
+        }
+        for record in records
+    ]
+    fronts = {model: asdict(comparison) for model, comparison in compared.items()}
+    numbers: dict[str, Any] = json_ready({"trials": rows, "compared": fronts, "output": str(output)})
+    return numbers

@@ -1,0 +1,113 @@
+"""What GPTQ solves at once: sets whose statistics fit into memory together, and rows that one process settles together.
+
+How a set is cut depends on its shape alone, never on how many processes there are, so neither do its codes.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.distributed import assign
+from quantkit.models.linear_sets import LinearSet, find_expert
+
+# Weights that go through the loop as one matrix, in float32: 1 GiB.
+_TALLEST = 1 << 28
+# Rows of the shortest matrix that is cut off one, and the most that one is cut into.
+_SHORTEST, _MOST_PARTS = 1024, 4
+
+Pending = tuple[LinearSet, tuple[str, ...]]
+"""A set and those of its linears that have no codes yet."""
+
+
+class Job(NamedTuple):
+    """Rows that go through the loop as one tall matrix.
+
+    Args:
+        set: linears that share their inputs.
+        rows: of some of them, all of one scheme.
+    """
+
+    set: tuple[str, ...]
+    rows: list[tuple[str, slice]]
+
+
+def is_of_one_expert(names: tuple[str, ...]) -> bool:
+    """Whether a set is one of many of its kind, each of which one process sums and solves alone."""
+    experts = {find_expert(name) for name in names}
+    return len(experts) == 1 and None not in experts
+
+
+def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
+    """Linears of one scheme as one tall matrix, or several: where there are many, and for as many processes.
+
+    What is cut does not depend on how many there are. On a GPU a row costs next to nothing, and nothing is cut for it.
+    """
+    for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
+        same = [name for name in names if layer.schemes[name].weight == scheme]
+        each = max(1, _TALLEST // layer.weight(same[0]).numel())
+        for start in range(0, len(same), each):
+            members = same[start : start + each]
+            sizes = [len(layer.weight(name)) for name in members]
+            whole = layer.device.type == "cuda" or scheme.block_rows is None
+            count = 1 if whole else min(max(sum(sizes) // _SHORTEST, 1), _MOST_PARTS)
+            for part in cut_rows(sizes, count, max(_SHORTEST // 16, scheme.block_rows or 1)):
+                yield Job(names, [(members[number], rows) for number, rows in part])
+
+
+def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
+    """Who solves what: an expert's sets those that have their statistics, of the others as many rows each."""
+    width = [layer.weight(job.set[0]).shape[1] for job in jobs]
+    rows = [sum(rows.stop - rows.start for _, rows in job.rows) for job in jobs]
+    experts = [is_of_one_expert(job.set) for job in jobs]
+    shared = assign([0 if e else r * k**2 for e, r, k in zip(experts, rows, width, strict=True)])
+    return [
+        layer.owner(job.set[0]) if expert else other for job, expert, other in zip(jobs, experts, shared, strict=True)
+    ]
+
+
+def cut_rows(sizes: list[int], count: int, height: int) -> list[list[tuple[int, slice]]]:
+    """Rows of several matrices in as many parts of about one size; none is empty.
+
+    Args:
+        sizes: rows of each.
+        count: of the parts, at most.
+        height: rows of a matrix that stay together.
+    Returns:
+        number and rows of matrices, per part.
+    """
+    total, start = sum(sizes), 0
+    parts: list[list[tuple[int, slice]]] = [[] for _ in range(count)]
+    for number, size in enumerate(sizes):
+        inside = [(total * part // count - start) // height * height for part in range(1, count)]
+        edges = [0, *(min(max(edge, 0), size) for edge in inside), size]
+        for part, (low, high) in zip(parts, itertools.pairwise(edges), strict=True):
+            if low < high:
+                part.append((number, slice(low, high)))
+        start += size
+    return [part for part in parts if part]
+
+
+def fitting_rounds(layer: LayerContext, sets: list[Pending], *, one_by_one: bool) -> Iterator[list[Pending]]:
+    """Sets whose statistics are gathered at once.
+
+    Args:
+        layer: its weights are what the statistics of experts may take as much memory as; further experts come in turns.
+        sets: as `LayerContext.pending` gives them.
+        one_by_one: each set after the one before it is settled; the experts' sets of a kind, which do not read what the
+            others give, still come together.
+    """
+    limit = sum(parameter.nbytes for parameter in layer.block.parameters())
+    entries: list[Pending] = []
+    kind, taken = "", 0
+    for entry in sets:
+        first = entry[1][0]
+        expert, size, before = find_expert(first), 4 * layer.weight(first).shape[1] ** 2, kind
+        kind = first if expert is None else first.rpartition(".")[2]
+        if entries and ((one_by_one and kind != before) or (expert is not None and taken + size > limit)):
+            yield entries
+            entries, taken = [], 0
+        entries.append(entry)
+        taken += size
+    if entries:
+        yield entries

@@ -1,0 +1,178 @@
+"""What the processes of a job tell each other: tensors on a GPU by NCCL, all else by gloo, and nothing alone."""
+
+import contextlib
+import io
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quantkit.distributed.job import group, rank, world
+from quantkit.distributed.lifeline import RESUME
+from quantkit.errors import ResourceError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+S = TypeVar("S")
+K = TypeVar("K", bound=Hashable)
+
+_TOLD_AT_ONCE = 32  # results of shared work
+_ALIGNED = 16  # bytes: where a tensor may begin among others
+
+
+def barrier() -> None:
+    """Wait until every process is here."""
+    gather(None)
+
+
+def broadcast(value: T, source: int = 0) -> T:
+    """What process `source` has, in every process; what the others give is not looked at."""
+    if world() == 1:
+        return value
+    import torch
+
+    packed = _packed(value) if rank() == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(packed)])
+    fill(size, source)
+    if rank() == source:
+        fill(packed, source)
+        return value
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    fill(packed, source)
+    received: T = _unpacked(packed)
+    return received
+
+
+def gather(value: T) -> list[T]:
+    """What each process has, in every process, in their order."""
+    return [broadcast(value, source) for source in range(world())]
+
+
+def fill(tensor: "torch.Tensor", source: int) -> None:
+    """Overwrite a contiguous tensor with what process `source` has in its own."""
+    if world() == 1:
+        return
+    from torch.distributed import BroadcastOptions
+
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    with _mourned():
+        group(tensor.device.type).broadcast([tensor], options).wait()
+
+
+def _packed(value: Any) -> "torch.Tensor":
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(packed: "torch.Tensor") -> Any:
+    """What another process of this job has packed; what was on its GPU is on that of this one."""
+    import torch
+
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    moved = partial(_moved, device=device)
+    return torch.load(
+        io.BytesIO(packed.numpy().tobytes()), map_location=moved, weights_only=False
+    )  # of the same job, so trusted
+
+
+def _moved(storage: Any, tag: str, device: str) -> Any:
+    return storage if tag == "cpu" else storage.cuda(device)
+
+
+def share_out(
+    items: Sequence[S], compute: Callable[[S], T], costs: Sequence[float] = (), owners: Sequence[int] = ()
+) -> list[T]:
+    """The result of each item in every process, each computed by one: the same as computing all of them here.
+
+    Args:
+        items: the same in every process.
+        compute: of one item; must not talk to other processes.
+        costs: of the items, which are then dealt out largest first; none = in turns.
+        owners: of the items, where that has been decided already.
+    """
+    if world() == 1:
+        return [compute(item) for item in items]
+    owners = owners or (assign(costs) if costs else [number % world() for number in range(len(items))])
+    own = {number: compute(item) for number, item in enumerate(items) if owners[number] == rank()}
+    results: dict[int, T] = {}
+    for first in range(0, len(items), _TOLD_AT_ONCE):
+        window = range(first, first + _TOLD_AT_ONCE)
+        for part in gather({number: own.pop(number) for number in window if number in own}):
+            results |= part
+    return [results[number] for number in range(len(items))]
+
+
+def assign(costs: Sequence[float]) -> list[int]:
+    """The process for each piece of work, known to all without talking: the largest first, to who has least."""
+    loads = [0.0] * world()
+    owners = [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += costs[number]
+    return owners
+
+
+def exchange(
+    outgoing: "Sequence[Mapping[K, torch.Tensor]]", device: "torch.device"
+) -> "list[Mapping[K, torch.Tensor]]":
+    """Tensors for each process for those from each process.
+
+    Args:
+        outgoing: by name, per process; those for oneself come back as they are.
+        device: of all of them.
+    """
+    if world() == 1:
+        return list(outgoing)
+    headers = gather([[(name, tuple(x.shape), x.dtype) for name, x in named.items()] for named in outgoing])
+    incoming: list[Mapping[K, torch.Tensor]] = [{} for _ in range(world())]
+    incoming[rank()] = outgoing[rank()]
+    for step in range(1, world()):
+        to, source = (rank() + step) % world(), (rank() - step) % world()
+        incoming[source] = _swapped(outgoing[to], to, headers[source][rank()], source, device)
+    return incoming
+
+
+def _swapped(
+    named: "Mapping[K, torch.Tensor]", to: int, header: Sequence[Any], source: int, device: "torch.device"
+) -> "dict[K, torch.Tensor]":
+    """Send tensors to one process while those of another come, each way as one row of bytes."""
+    import torch
+
+    sizes = [_padded(torch.Size(shape).numel() * dtype.itemsize) for _, shape, dtype in header]
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    sent = torch.zeros(sum(_padded(x.nbytes) for x in named.values()), dtype=torch.uint8, device=device)
+    start = 0
+    for x in named.values():
+        sent[start : start + x.nbytes] = x.contiguous().view(-1).view(torch.uint8)
+        start += _padded(x.nbytes)
+    travels = group(device.type)
+    with _mourned():
+        works = [travels.send([sent], to, 0)] if len(sent) else []
+        works += [travels.recv([received], source, 0)] if len(received) else []
+        for work in works:
+            work.wait()
+    parts = torch.split(received, sizes)
+    return {
+        name: part[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        for part, (name, shape, dtype) in zip(parts, header, strict=True)
+    }
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+@contextlib.contextmanager
+def _mourned() -> Iterator[None]:
+    """While open, an error of torch's means that another process is gone, which is told by who notices it first."""
+    try:
+        yield
+    except RuntimeError as error:
+        time.sleep(10)  # in which this process is ended, unless the error is another one
+        raise ResourceError(f"lost contact with the other processes ({str(error)[:200]}); {RESUME}") from error

@@ -1,0 +1,99 @@
+"""Which process of its job this one is, and the time during which it is one."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from quantkit.distributed.lifeline import Lifeline
+from quantkit.errors import InputError
+
+# Deaths are noticed at once; waiting is no sign of one, since a writer may be busy for hours with what it alone can do.
+_PATIENCE = timedelta(days=7)
+
+_lifeline: Lifeline | None = None
+_groups: dict[str, Any] = {}  # by type of device
+
+
+def rank() -> int:
+    """Number of this process in its job."""
+    return 0 if _lifeline is None else _lifeline.rank
+
+
+def world() -> int:
+    """How many processes do this job."""
+    return 1 if _lifeline is None else _lifeline.world
+
+
+def is_writer() -> bool:
+    """Whether this is the process that writes the output, prints and asks for more."""
+    return rank() == 0
+
+
+@contextlib.contextmanager
+def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
+    """While open, this process is one of those that torchrun has started, if it has; when one ends badly, all do.
+
+    An error is told by the first process alone, and ends all of them with its exit code; so does a death, with that of
+    a ResourceError.
+
+    Args:
+        explain: exit code and one line for an error.
+    """
+    global _lifeline
+    if not is_launched() or _lifeline is not None:
+        yield
+        return
+    from torch.distributed.rendezvous import rendezvous
+
+    # No default group of torch's: libraries that see one talk to their own kind in all processes, who are not there.
+    store, number, size = next(rendezvous("env://", timeout=_PATIENCE))
+    _open_groups(store, number, size)
+    line = Lifeline(number, size)
+    line.connect(store)
+    try:
+        _lifeline = line
+        yield
+        line.leave()
+    except BaseException as error:
+        line.fail(*explain(error))
+        raise
+    finally:
+        _lifeline = None
+        _groups.clear()
+
+
+def group(device_type: str) -> Any:
+    """What tensors on such a device travel by: a backend of torch's."""
+    return _groups[device_type]
+
+
+def _open_groups(store: Any, number: int, size: int) -> None:
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+    _groups["cpu"] = ProcessGroupGloo(PrefixStore("gloo", store), number, size, _PATIENCE)
+    if _use_gpu(int(os.environ.get("LOCAL_RANK", number))):
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE
+        _groups["cuda"] = ProcessGroupNCCL(PrefixStore("nccl", store), number, size, options)
+
+
+def _use_gpu(local: int) -> bool:
+    """Make the GPU of this number the current one; False where there are none."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return False
+    if local >= count:
+        raise InputError(f"process {local} of this machine has no GPU of its own: {count} found; start at most {count}")
+    torch.cuda.set_device(local)
+    return True
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or `launch`, has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ

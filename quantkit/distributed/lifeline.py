@@ -1,0 +1,115 @@
+"""That the processes of a job end together: what one of them says before it fails, and what its silence means."""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from quantkit.errors import ResourceError
+
+RESUME = "give the same command again to go on, with any number of processes"
+LAUNCHED = "QUANTKITLAUNCHED"
+"""Set for processes that `launch` has started: it says itself whom it has lost."""
+
+
+class Lifeline:
+    """A connection of each process with the first that breaks the moment one of them dies, whatever it was doing.
+
+    Args:
+        rank, world: of this process and of its job.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._peers: dict[int, socket.socket] = {}
+        self._stderr = sys.stderr  # of now: later a library's own words may be kept away from it
+        self._ending = threading.Lock()  # taken once, by who decides how this process ends
+
+    def connect(self, store: Any) -> None:
+        """To the first process, or as the first with all others.
+
+        Args:
+            store: torch's, that all of them have.
+        """
+        host = os.environ["MASTER_ADDR"]
+        if self.rank == 0:
+            with socket.create_server((host, 0), backlog=self.world) as server:
+                secret = secrets.token_hex(16)
+                store.set("lifeline", f"{server.getsockname()[1]} {secret}")
+                while len(self._peers) < self.world - 1:
+                    peer = server.accept()[0]
+                    given, _, number = peer.makefile("r").readline().strip().partition(" ")
+                    if secrets.compare_digest(given, secret):  # any process of the machine may knock
+                        self._peers[int(number)] = peer
+        else:
+            port, secret = store.get("lifeline").decode().split()
+            self._peers[0] = socket.create_connection((host, int(port)))
+            self._peers[0].sendall(f"{secret} {self.rank}\n".encode())
+        for peer in self._peers.values():
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says no word
+        threading.Thread(target=self._watch, daemon=True, name="lifeline").start()
+
+    def leave(self) -> None:
+        """Say that what ends now ends well."""
+        self._tell({})
+
+    def fail(self, code: int, text: str) -> None:
+        """Say how this process fails. In the first it returns, and the error is told there; others end in here."""
+        if self.rank == 0 and not self._ending.acquire(blocking=False):
+            time.sleep(60)  # already being ended
+        self._tell({"code": code, "text": text})
+        if self.rank:
+            time.sleep(10)  # in which the first process, having said what has happened, ends this one
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        for number, peer in self._peers.items():
+            selector.register(peer, selectors.EVENT_READ, (number, bytearray()))
+        while selector.get_map():
+            for key, _ in selector.select():
+                number, received = key.data
+                try:
+                    part = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                except OSError:
+                    part = b""
+                received += part
+                if not part or b"\n" in received:
+                    selector.unregister(key.fileobj)
+                    self._heard(number, bytes(received))
+
+    def _heard(self, number: int, message: bytes) -> None:
+        """The last that another process has said; nothing at all, if it was killed."""
+        words = json.loads(message) if message.endswith(b"\n") else None
+        if words == {} or not self._ending.acquire(blocking=False):
+            return
+        code, text = (words["code"], words["text"]) if words else (ResourceError.exit_code, f"{lost(number)}; {RESUME}")
+        if self.rank == 0:
+            self._tell({"code": code, "text": text})
+        # Once and no more: by the first process, or where that is gone by the next.
+        speaks = self.rank == 0 or (self.rank == 1 and words is None)
+        if speaks and (words is not None or LAUNCHED not in os.environ):
+            say(f"rank {number}: {text}" if words else text, self._stderr)
+        os._exit(code)
+
+
+def lost(number: int) -> str:
+    """What is said of a process that has ended without a word."""
+    return f"rank {number} was lost: killed, or its machine is gone"
+
+
+def say(text: str, stream: TextIO) -> None:
+    """An error, in one line."""
+    with contextlib.suppress(OSError):
+        stream.write(f"error: {text}\n")
+        stream.flush()

@@ -1,0 +1,183 @@
+"""Entries that each stand for several tokens, and what is beside them: the cache of one layer of DeepSeek-V4.
+
+A sequence's pages, one behind the other, are two arrays of bytes, of entries and of their indexer's keys:
+
+    page 0         page 1         page 2
+    │ e0 e1 e2 e3 │ e4 e5 ...    │              page size 16, an entry for 4 tokens
+    │ e0 ...      │ ... e0       │ e1 ...       page size 64, an entry for 128 tokens: half of it in each page
+
+Quantized, an entry is codes, then its rotated channels in 16 bits, then a byte for each power of two that a block of
+codes is multiplied by; a key is the same without rotated channels. Shapes: n entries, D channels, W window.
+Source of the layout: vLLM's of V4 (584 bytes of an entry in fp8, 132 of a key).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.errors import SchemeError
+from quantkit.kernels.layouts import EntryLayout
+from quantkit.kernels.reference.kv_codes import pack_int4, unpack_int4
+from quantkit.models.attention_shape import (
+    ENTRY_BLOCK,
+    ENTRY_EXPONENTS,
+    INDEX_BLOCK,
+    INDEX_EXPONENTS,
+    exponent_bytes,
+)
+from quantkit.numerics.dtype import FP8, INT4, DType
+
+_BIAS = 127  # of an exponent's byte
+
+
+@dataclass(frozen=True, slots=True)
+class EntryCodes:
+    """How vectors (n, D) become bytes (n, B), and back.
+
+    Args:
+        width: D.
+        rotated: of these, the last channels, which are never quantized.
+        block: channels that share a power of two.
+        multiple: bytes that exponents come in.
+        number: type of the codes; None = `dtype` is kept.
+        dtype: of what is not quantized.
+    Raises:
+        SchemeError: INT4 with an odd number of channels.
+    """
+
+    width: int
+    rotated: int
+    block: int
+    multiple: int
+    number: DType | None
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.number is INT4 and self.plain % 2:
+            raise SchemeError(f"int4 entries need an even number of channels, not {self.plain}; use int8")
+
+    @property
+    def plain(self) -> int:
+        """Channels that are quantized."""
+        return self.width - self.rotated
+
+    @property
+    def num_bytes(self) -> int:
+        """B."""
+        if self.number is None:
+            return self.width * self.dtype.itemsize
+        return self._code_bytes + 2 * self.rotated + exponent_bytes(self.plain, self.block, self.multiple)
+
+    @property
+    def _code_bytes(self) -> int:
+        return self.plain if self.number is not INT4 else self.plain // 2
+
+    def encode(self, values: Tensor) -> Tensor:
+        """(n, D) any float dtype -> (n, B) uint8."""
+        if self.number is None:
+            return values.to(self.dtype).contiguous().view(torch.uint8)
+        plain, rotated = values.tensor_split((self.plain,), dim=1)
+        padded = F.pad(plain.float(), (0, -self.plain % self.block))
+        blocks = padded.view(len(padded), -1, self.block)  # (n, G, block)
+        limit = FP8.maximum if self.number is FP8 else self.number.maximum
+        exponents = (blocks.abs().amax(-1) / limit).log2().ceil().clamp(-_BIAS, _BIAS)  # (n, G)
+        numbers = (blocks * torch.exp2(-exponents).unsqueeze(-1)).flatten(1)[:, : self.plain].clamp(-limit, limit)
+        unused = exponent_bytes(self.plain, self.block, self.multiple) - exponents.shape[1]
+        stored = F.pad((exponents + _BIAS).to(torch.uint8), (0, unused))
+        kept = rotated.to(torch.bfloat16).contiguous().view(torch.uint8)
+        return torch.cat([self._codes(numbers), kept, stored], dim=1)
+
+    def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """(n, B) uint8 -> (n, D), the inverse up to rounding."""
+        if self.number is None:
+            return stored.contiguous().view(self.dtype).to(dtype)
+        codes, kept, exponents = stored.tensor_split((self._code_bytes, self._code_bytes + 2 * self.rotated), dim=1)
+        scales = torch.exp2(exponents.float() - _BIAS).repeat_interleave(self.block, dim=1)[:, : self.plain]
+        rotated = kept.contiguous().view(torch.bfloat16)
+        return torch.cat([(self._numbers(codes.contiguous()) * scales).to(dtype), rotated.to(dtype)], dim=1)
+
+    def _codes(self, numbers: Tensor) -> Tensor:
+        if self.number is FP8:
+            return numbers.to(FP8.storage).view(torch.uint8)
+        if self.number is INT4:
+            return pack_int4((numbers.round() + 8).to(torch.uint8))
+        return numbers.round().to(torch.int8).view(torch.uint8)
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        if self.number is FP8:
+            return codes.view(FP8.storage).float()
+        return unpack_int4(codes).float() - 8 if self.number is INT4 else codes.view(torch.int8).float()
+
+
+class EntryPool:
+    """Pages and rows of one layer; rules as of `StatePool`: a sequence that begins reads nothing. *Mutable*.
+
+    Args:
+        layout: how they lie.
+        num_pages: pages.
+        num_rows: sequences that run at once.
+        device: where they live.
+    Attributes:
+        num_page_bytes, num_row_bytes: bytes of all pages, of all rows.
+    """
+
+    def __init__(self, layout: EntryLayout, num_pages: int, num_rows: int, device: torch.device) -> None:
+        shape, kept = layout.shape, (layout.scheme.key.dtype, layout.dtype)
+        self._entry = EntryCodes(shape.key_dim, shape.rope_dim, ENTRY_BLOCK, ENTRY_EXPONENTS, *kept)
+        self._codes = [self._entry]
+        if shape.index_dim:
+            self._codes.append(EntryCodes(shape.index_dim, 0, INDEX_BLOCK, INDEX_EXPONENTS, *kept))
+        sizes = shape.page_parts(layout.form, layout.page_size)
+        self._pages = [torch.empty(num_pages, size, dtype=torch.uint8, device=device) for size in sizes]
+        window, past = shape.window or 0, (num_rows, shape.past_tokens, shape.past_width)
+        self._window = torch.empty(num_rows, window, self._entry.num_bytes, dtype=torch.uint8, device=device)
+        self._past = torch.empty(past, dtype=layout.dtype, device=device)
+
+    @property
+    def num_page_bytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(pages.nbytes for pages in self._pages)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self._window.nbytes + self._past.nbytes
+
+    def window(self, row: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """The newest tokens (n, D) that the next one sees, of a sequence of this length."""
+        size = self._window.shape[1]
+        slots = torch.arange(max(0, length - size + 1), length, device=row.device) % size
+        return self._entry.decode(self._window[row, slots], dtype)
+
+    def keep_window(self, row: Tensor, length: int, keys: Tensor) -> None:
+        """Add the last tokens (n, D) of a sequence that has this length with them."""
+        size = self._window.shape[1]
+        slots = torch.arange(max(length - len(keys), length - size), length, device=row.device) % size
+        self._window[row, slots] = self._entry.encode(keys[-size:])
+
+    def past(self, row: Tensor, length: int) -> Tensor:
+        """What is kept (n, past width) of the newest tokens of a sequence of this length."""
+        size = self._past.shape[1]
+        return self._past[row, max(0, size - length) :]
+
+    def keep_past(self, row: Tensor, past: Tensor) -> None:
+        """Keep the end of this (n, past width); the newest token is the last."""
+        count = min(len(past), self._past.shape[1])
+        self._past[row, self._past.shape[1] - count :] = past[len(past) - count :].to(self._past.dtype)
+
+    def entries(self, pages: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """The first entries (n, D) of a sequence with these pages, then their indexer's keys where there are any."""
+        return [
+            codes.decode(pool[pages].view(-1)[: count * codes.num_bytes].view(count, codes.num_bytes), dtype)
+            for codes, pool in zip(self._codes, self._pages, strict=False)
+        ]
+
+    def append(self, pages: Tensor, first: int, entries: Sequence[Tensor]) -> None:
+        """Store entries (n, D) from number `first` on, then their indexer's keys."""
+        for codes, pool, values in zip(self._codes, self._pages, entries, strict=False):
+            stored = codes.encode(values).view(-1)
+            offsets = torch.arange(len(stored), device=stored.device) + first * codes.num_bytes
+            pool[pages[offsets // pool.shape[1]], offsets % pool.shape[1]] = stored

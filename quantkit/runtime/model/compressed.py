@@ -1,0 +1,304 @@
+"""DeepSeek-V4's attention: a window of raw tokens beside entries that each stand for several.
+
+One vector of a token is key and value of all heads; what is attended to is turned back by the query's angle, so that
+only distances count. An entry is a sum of its tokens, weighed channel by channel by gates, and seen once all of these
+tokens are before the query. Where entries stand for few tokens they overlap, and an indexer picks those that a query
+reads. All of it by torch, sequence after sequence. Shapes: T new tokens of all sequences, L of one, H hidden width, Hq
+heads, D channels of a head, R of them rotated (the last), r tokens of an entry, E entries.
+Source: DeepSeek-AI 2026, DeepSeek-V4; transformers `models/deepseek_v4/`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.reference.attention import Span, attend_plainly, seen_by, spans
+from quantkit.kernels.reference.block import rotary_
+from quantkit.kernels.reference.experts import choose
+from quantkit.kernels.types import Angles, AttentionOptions, Linear
+from quantkit.models.attention_shape import AttentionShape
+from quantkit.models.rope import RopeConfig
+from quantkit.runtime.cache.entries import EntryPool
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.experts import Mixture
+from quantkit.runtime.model.layers import Norm
+from quantkit.runtime.model.rope import angles_at
+from quantkit.runtime.model.streams import StreamedBlock, StreamHead, StreamMixture
+from quantkit.runtime.model.weights import Weights, build_mixture
+
+_QUERIES = 128  # of a sequence whose scores are held at once
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Compressor:
+    """Makes entries.
+
+    Args:
+        bias: (r, S D) float32, of the gates by a token's place; S is 2 where entries overlap, else 1.
+        norm: of an entry.
+        width: D.
+        rope: of entries, at the position of their first own token.
+    """
+
+    bias: Tensor
+    norm: Norm
+    width: int
+    rope: RopeConfig
+
+    def __call__(self, tokens: Tensor, start: int, first: int, last: int) -> Tensor:
+        """Entries.
+
+        Args:
+            tokens: (n, 2 S D) values and gates of tokens from position `start` on.
+            first, last: numbers of the entries to make, the last one not included.
+        Returns:
+            (last - first, D).
+        """
+        rate, overlaps = len(self.bias), self.bias.shape[1] > self.width
+        begin = (first - overlaps) * rate
+        value, gate = tokens[max(0, begin) - start : last * rate - start].chunk(2, dim=1)
+        before = max(0, -begin)  # the first entry has no tokens before its own
+        value, gate = F.pad(value, (0, 0, before, 0)), F.pad(gate.float(), (0, 0, before, 0), value=-torch.inf)
+        value, gate = (one.view(-1, *self.bias.shape) for one in (value, gate))  # (E + overlaps, r, S D)
+        gate = gate + self.bias
+        if overlaps:
+            value, gate = (torch.cat([o[:-1, :, : self.width], o[1:, :, self.width :]], dim=1) for o in (value, gate))
+        entries = (value * gate.softmax(dim=1).to(value.dtype)).sum(dim=1)
+        positions = torch.arange(first, last, device=tokens.device) * rate
+        return turned(self.norm(entries)[0], angles_at(self.rope, positions))
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Indexer:
+    """Picks the entries that a query reads.
+
+    Args:
+        query: (T, rank) -> (T, heads D) of its own.
+        weight: (T, H) -> (T, heads), how much each head counts.
+        num_heads: of them.
+        top_k: entries of a query.
+    """
+
+    query: Linear
+    weight: Linear
+    num_heads: int
+    top_k: int
+
+    def scored(self, x: Tensor, narrow: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Queries (T, heads, D) and weights (T, heads) of inputs (T, H) and narrow queries (T, rank)."""
+        query = turned(self.query(narrow).view(len(x), self.num_heads, -1), angles)
+        return query, self.weight(x).float() * self.num_heads**-0.5
+
+    def pick(self, query: Tensor, weight: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+        """(L, E), true where an entry is read, of queries and weights of one sequence, keys (E, D) and what is seen."""
+        if keys.shape[0] <= self.top_k:
+            return seen
+        scores = F.relu(query.float() @ keys.float().T) * query.shape[-1] ** -0.5  # (L, heads, E)
+        total = (scores * weight.unsqueeze(-1)).sum(1).masked_fill(~seen, -torch.inf)
+        return seen & torch.zeros_like(seen).scatter_(1, total.topk(self.top_k, dim=-1).indices, True)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class CompressedAttention:
+    """Attention of one layer.
+
+    Args:
+        layer: its number in the cache.
+        shape: what the cache keeps.
+        qkv: (T, H) -> narrow queries (rank) and the key (D).
+        query_norm, query_up: from narrow queries to (T, Hq D).
+        key_norm: of the key.
+        grouped: (g, outputs of a group, Hq D / g), the first output projection.
+        output: the second.
+        options: scale, window and sinks.
+        eps: of the norm of each query, which has no weight.
+        past: (T, H) -> what entries are made of, of the layer's and then of the indexer's; None = there are none.
+        compressors: of these.
+        indexer: None = all entries are read.
+    """
+
+    layer: int
+    shape: AttentionShape
+    qkv: Linear
+    query_norm: Norm
+    query_up: Linear
+    key_norm: Norm
+    grouped: Tensor
+    output: Linear
+    options: AttentionOptions
+    eps: float
+    past: Linear | None
+    compressors: tuple[Compressor, ...]
+    indexer: Indexer | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """See `AnyAttention`."""
+        beside = () if self.past is None else (self.past,)
+        own = () if self.indexer is None else (self.indexer.query, self.indexer.weight)
+        return self.qkv, self.query_up, *beside, *own, self.output
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+        """See `Attention`."""
+        assert angles is not None, "all layers have positions"
+        narrow, key = self.qkv(x).tensor_split((-self.shape.key_dim,), dim=1)
+        narrow = self.query_norm(narrow.contiguous())[0]
+        query = self.query_up(narrow).view(len(x), self.shape.num_heads, -1)
+        query = query * torch.rsqrt(query.float().square().mean(-1, keepdim=True) + self.eps).to(query.dtype)
+        query, key = turned(query, angles), turned(self.key_norm(key.contiguous())[0], angles)
+        past = None if self.past is None else self.past(x)
+        scored = None if self.indexer is None else self.indexer.scored(x, narrow, angles)
+        pool, mixed = cache.entries[self.layer], []
+        for span in spans(batch):
+            row, pages = batch.residual_rows[span.row], batch.page_table[span.row].clamp_min(0).long()
+            keys = torch.cat([pool.window(row, span.cached, key.dtype), key[span.new]])
+            entries = [] if past is None else self._entries(pool, row, pages, span, past[span.new])
+            own = None if scored is None else (scored[0][span.new], scored[1][span.new])
+            mixed.append(self._attend(query[span.new], keys, entries, own, span.cached))
+            pool.keep_window(row, span.cached + len(key[span.new]), key[span.new])
+        out = turned(torch.cat(mixed), (angles[0], -angles[1])).reshape(len(x), len(self.grouped), -1)
+        return self.output(torch.bmm(out.transpose(0, 1), self.grouped.mT).transpose(0, 1).reshape(len(x), -1))
+
+    def _entries(self, pool: EntryPool, row: Tensor, pages: Tensor, span: Span, fresh: Tensor) -> list[Tensor]:
+        """All entries (E, D) of a sequence, then their indexer's keys, with those that its new tokens complete."""
+        length = span.cached + len(fresh)
+        before = pool.past(row, span.cached).to(fresh.dtype)
+        tokens, first, last = torch.cat([before, fresh]), span.cached // self.shape.ratio, length // self.shape.ratio
+        if last > first:
+            parts = tokens.split([2 * one.bias.shape[1] for one in self.compressors], dim=1)  # type: ignore[no-untyped-call]
+            start = span.cached - len(before)
+            made = [one(part, start, first, last) for one, part in zip(self.compressors, parts, strict=True)]
+            pool.append(pages, first, made)
+        pool.keep_past(row, tokens)
+        return pool.entries(pages, last, fresh.dtype)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, entries: Sequence[Tensor], own: tuple[Tensor, Tensor] | None, cached: int
+    ) -> Tensor:
+        """Attention of one sequence.
+
+        Args:
+            query: (L, Hq, D).
+            keys: (N, D); the last L are the queries' own tokens'.
+            entries: (E, D), then the indexer's keys; of layers that have any.
+            own: the indexer's queries and weights of the L.
+            cached: tokens before them.
+        Returns:
+            (L, Hq, D).
+        """
+        length = len(query)
+        seen = seen_by(length, len(keys), self.options.window, query.device)
+        if entries:
+            ends = torch.arange(1, len(entries[0]) + 1, device=query.device) * self.shape.ratio
+            complete = ends <= torch.arange(cached + 1, cached + length + 1, device=query.device).unsqueeze(1)
+            if self.indexer is not None and own is not None:
+                complete = self.indexer.pick(*own, entries[1], complete)
+            seen, keys = torch.cat([seen, complete], dim=1), torch.cat([keys, entries[0]])
+        parts = zip(query.split(_QUERIES), seen.split(_QUERIES), strict=True)  # type: ignore[no-untyped-call]
+        mixed = [
+            attend_plainly(part.transpose(0, 1), keys[None], keys[None], mask, self.options).transpose(0, 1)
+            for part, mask in parts
+        ]
+        return torch.cat(mixed)
+
+
+def turned(states: Tensor, angles: Angles) -> Tensor:
+    """A copy of states (T, D) or (T, heads, D) whose last channels are rotated, neighbours as pairs."""
+    cos, sin = angles
+    plain, rotated = states.tensor_split((-2 * cos.shape[-1],), dim=-1)
+    several = rotated.float().clone(memory_format=torch.contiguous_format).view(len(states), -1, 2 * cos.shape[-1])
+    rotary_(several, several[:, :0], cos, sin, interleaved=True)
+    return torch.cat([plain, several.view(rotated.shape).to(states.dtype)], dim=-1)
+
+
+def build_streamed_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> StreamedBlock:
+    """One decoder layer; see `weights.build_block`."""
+    config = weights.config
+    prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
+    assert rope is not None, "all layers have positions"
+    return StreamedBlock(
+        attention=_build_attention(weights, index, f"{prefix}self_attn.", rope),
+        mlp=_build_mixture(weights, prefix),
+        attention_streams=_build_streams(weights, f"{prefix}attn_hc."),
+        mlp_streams=_build_streams(weights, f"{prefix}ffn_hc."),
+        input_norm=weights.norm(f"{prefix}input_layernorm"),
+        mlp_norm=weights.norm(f"{prefix}post_attention_layernorm"),
+        rope=ropes.index(rope),
+    )
+
+
+def _build_mixture(weights: Weights, prefix: str) -> Mixture:
+    """Experts that are chosen by token id, or balanced by a number for each."""
+    mixture, gate, experts = build_mixture(weights, prefix), f"{prefix}mlp.gate.", weights.config.experts
+    assert experts is not None, "all layers have experts"
+    if f"{gate}tid2eid" in weights.reader:
+        mixture.table = weights.tensor(f"{gate}tid2eid", torch.int64)
+    else:
+        balance = weights.tensor(f"{gate}e_score_correction_bias", torch.float32)
+        mixture.choose = partial(choose, experts=experts, balance=balance)
+    return mixture
+
+
+def build_head(weights: Weights) -> StreamHead:
+    """What makes one stream of all after the last layer."""
+    weight, bias, scale = (
+        weights.tensor(f"model.hc_head.hc_{part}", torch.float32) for part in ("fn", "base", "scale")
+    )
+    return StreamHead(weight=weight, bias=bias, scale=scale, eps=weights.config.norm_eps, floor=_floor(weights))
+
+
+def _build_streams(weights: Weights, prefix: str) -> StreamMixture:
+    weight, bias, scale = (weights.tensor(prefix + part, torch.float32) for part in ("fn", "base", "scale"))
+    rounds = weights.config.entries.count("hc_sinkhorn_iters", default=20)
+    eps = weights.config.norm_eps
+    return StreamMixture(weight=weight, bias=bias, scale=scale, rounds=rounds, eps=eps, floor=_floor(weights))
+
+
+def _floor(weights: Weights) -> float:
+    return weights.config.entries.number("hc_eps", default=1e-6)
+
+
+def _build_attention(weights: Weights, index: int, prefix: str, rope: RopeConfig) -> CompressedAttention:
+    config, shape = weights.config, weights.config.attention(index)
+    assert isinstance(shape, AttentionShape)
+    owners = [f"{prefix}compressor.", f"{prefix}compressor.indexer."][: shape.series if shape.ratio else 0]
+    groups, grouped = config.entries.count("o_groups"), weights.dense(f"{prefix}o_a_proj")
+    return CompressedAttention(
+        layer=index,
+        shape=shape,
+        qkv=weights.linear([f"{prefix}q_a_proj", f"{prefix}kv_proj"]),
+        query_norm=weights.norm(f"{prefix}q_a_norm"),
+        query_up=weights.linear([f"{prefix}q_b_proj"]),
+        key_norm=weights.norm(f"{prefix}kv_norm"),
+        grouped=grouped.view(groups, -1, grouped.shape[1]),
+        output=weights.linear([f"{prefix}o_b_proj"]),
+        options=AttentionOptions(
+            scale=config.attention_scale, window=shape.window, sinks=weights.tensor(f"{prefix}sinks", torch.float32)
+        ),
+        eps=config.norm_eps,
+        past=weights.linear([f"{owner}{part}_proj" for owner in owners for part in ("kv", "gate")]) if owners else None,
+        compressors=tuple(
+            Compressor(
+                bias=weights.tensor(f"{owner}position_bias", torch.float32),
+                norm=weights.norm(f"{owner}kv_norm"),
+                width=width,
+                rope=rope,
+            )
+            for owner, width in zip(owners, (shape.key_dim, shape.index_dim), strict=False)
+        ),
+        indexer=_build_indexer(weights, shape, owners[-1]) if shape.index_dim else None,
+    )
+
+
+def _build_indexer(weights: Weights, shape: AttentionShape, owner: str) -> Indexer:
+    return Indexer(
+        query=weights.linear([f"{owner}q_b_proj"]),
+        weight=weights.linear([f"{owner}scorer.weights_proj"]),
+        num_heads=shape.index_heads,
+        top_k=shape.top_k or 0,
+    )

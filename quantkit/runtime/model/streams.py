@@ -1,0 +1,115 @@
+"""Several residual streams: what a layer reads is a mixture of them, and what it adds goes to each (hyper-connections).
+
+The weights of each mixture come from the streams themselves, in float32; those between old and new streams are made
+doubly stochastic, so that no sum of streams grows. Shapes: T tokens, n streams, H hidden width.
+Source: Xie et al. 2026, Manifold-Constrained Hyper-Connections; Sinkhorn and Knopp 1967.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.types import Angles
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.experts import Mixture
+from quantkit.runtime.model.layers import AnyAttention, Norm
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StreamMixture:
+    """What one half of a layer reads of the streams, and where its output goes.
+
+    Args:
+        weight: ((2 + n) n, n H) float32, of n to read with, n to write with, (n, n) between old and new streams.
+        bias: ((2 + n) n,) float32, added to these.
+        scale: (3,) float32, of each kind.
+        rounds: in which rows and columns are made to sum to one.
+        eps: of the norm; floor: added to what must not be zero.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    scale: Tensor
+    rounds: int
+    eps: float
+    floor: float
+
+    def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of streams (T, n, H): what is read (T, H), how an output is written (T, n), the streams mixed (T, n, H)."""
+        count = streams.shape[1]
+        weights = F.linear(_unit(streams.flatten(1).float(), self.eps), self.weight)
+        sizes = (count, count, count * count)
+        (read, write, mix), biases = (one.split(sizes, -1) for one in (weights, self.bias))  # type: ignore[no-untyped-call]
+        opened = torch.sigmoid(read * self.scale[0] + biases[0]) + self.floor
+        written = 2 * torch.sigmoid(write * self.scale[1] + biases[1])
+        square = (mix * self.scale[2] + biases[2]).unflatten(-1, (count, count)).softmax(-1) + self.floor
+        square = square / (square.sum(-2, keepdim=True) + self.floor)
+        for _ in range(self.rounds - 1):
+            square = square / (square.sum(-1, keepdim=True) + self.floor)
+            square = square / (square.sum(-2, keepdim=True) + self.floor)
+        entered = (opened.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
+        return entered, written.to(streams.dtype), square.to(streams.dtype).mT @ streams
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StreamHead:
+    """Streams out of an embedding, and one out of the streams before the last norm.
+
+    Args:
+        weight: (n, n H) float32; bias: (n,); scale: (1,).
+        eps, floor: see `StreamMixture`.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    scale: Tensor
+    eps: float
+    floor: float
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(T, H) -> (T, n, H), all alike."""
+        return x.unsqueeze(1).expand(-1, len(self.weight), -1)
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        """(T, n, H) -> (T, H)."""
+        mixed = F.linear(_unit(streams.flatten(1).float(), self.eps), self.weight)
+        opened = torch.sigmoid(mixed * self.scale + self.bias) + self.floor
+        return (opened.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
+
+
+def _unit(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StreamedBlock:
+    """One decoder layer between streams: attention, then experts, each behind a norm.
+
+    Args:
+        attention, mlp: the two halves.
+        attention_streams, mlp_streams: around each.
+        input_norm, mlp_norm: before each.
+        rope: see `Block`.
+    """
+
+    attention: AnyAttention
+    mlp: Mixture
+    attention_streams: StreamMixture
+    mlp_streams: StreamMixture
+    input_norm: Norm
+    mlp_norm: Norm
+    rope: int | None
+
+    def __call__(
+        self, x: Tensor, pending: Tensor | None, batch: ForwardBatch, cache: KVCache, angles: Angles | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Block`; x is (T, n, H), and nothing is ever pending."""
+        entered, write, mixed = self.attention_streams(x)
+        attended = self.attention(self.input_norm(entered)[0], batch, cache, angles)
+        x = mixed + write.unsqueeze(-1) * attended.unsqueeze(1)
+        entered, write, mixed = self.mlp_streams(x)
+        added = self.mlp(self.mlp_norm(entered)[0], batch.token_ids)
+        return mixed + write.unsqueeze(-1) * added.unsqueeze(1), None

@@ -1,0 +1,83 @@
+"""What processes tell each other, and that they end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from quantkit.cli._errors import explain
+from quantkit.distributed import assign, broadcast, exchange, fill, gather, joined, rank, share_out, world
+from quantkit.errors import DataError
+from tests.distributed import jobs
+
+CPU = torch.device("cpu")
+
+
+def test_alone_everything_comes_back_as_it_is():
+    value = object()
+    assert (rank(), world()) == (0, 1)
+    assert broadcast(value) is value
+    assert gather(value) == [value]
+    assert share_out([1, 2], str) == ["1", "2"]
+    assert assign([3.0, 1.0]) == [0, 0]
+    rows = {"x": torch.ones(2)}
+    assert exchange([rows], CPU) == [rows]
+
+
+def talk():
+    with joined(explain), torch.inference_mode():
+        assert world() == 2
+        assert gather(torch.tensor([rank()], dtype=torch.bfloat16)) == [torch.tensor([0.0]), torch.tensor([1.0])]
+        assert broadcast("second" if rank() else "first", source=1) == "second"
+        numbers = list(range(40))  # more than are told at once
+        assert share_out(numbers, lambda number: (number, rank()), costs=[1.0] * 40) == [(n, n % 2) for n in numbers]
+        assert assign([1, 5, 3, 3]) == [0, 0, 1, 1]
+        outgoing = [{("a", to): torch.full((3, 1 + rank()), 10 * rank() + to), "none": torch.empty(0)} for to in (0, 1)]
+        if rank():
+            outgoing[0]["half"] = torch.arange(5).to(torch.float16)[1:]
+        first, second = exchange(outgoing, CPU)
+        assert torch.equal(first["a", rank()], torch.full((3, 1), rank()))
+        assert torch.equal(second["a", rank()], torch.full((3, 2), 10 + rank()))
+        assert rank() or second["half"].tolist() == [1, 2, 3, 4]
+        filled = torch.full((2, 2), float(rank()))
+        fill(filled, 1)
+        assert filled.eq(1).all()
+
+
+def fail_in_second():
+    with joined(explain):
+        gather(None)
+        if rank() == 1:
+            raise DataError("no such text")
+        time.sleep(60)
+
+
+def die(killed, waiting):
+    with joined(explain):
+        gather(None)
+        if rank() == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60) if waiting else gather(None)
+
+
+def test_two_processes_talk(tmp_path):
+    assert jobs.run(tmp_path, 2, talk) == ([0, 0], "")
+
+
+def test_an_error_of_one_ends_all_in_one_line(tmp_path):
+    codes, said = jobs.run(tmp_path, 2, fail_in_second)
+    assert codes == [4, 4]
+    assert said == "error: rank 1: no such text\n"
+
+
+@pytest.mark.parametrize(("killed", "waiting"), [(0, False), (1, True)])
+def test_a_death_ends_all_in_one_line(tmp_path, killed, waiting):
+    codes, said = jobs.run(tmp_path, 2, die, killed, waiting)
+    assert (codes[killed], codes[1 - killed]) == (-signal.SIGKILL, 5)
+    assert said.count("\n") == 1
+    assert f"rank {killed} was lost" in said
+    assert "give the same command again" in said

@@ -1,0 +1,73 @@
+"""Batches of items: cut by the items alone, and who computes them in which order changes no bit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from quantkit.evaluate import shares
+from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.shares import cut, generate_in_turns, score_in_turns
+from quantkit.runtime.types import SamplingParams, ScoredText
+
+
+@pytest.mark.parametrize(
+    ("weights", "least", "most", "sizes"),
+    [
+        ([], 1, 8, []),
+        ([5], 1, 8, [1]),
+        ([1] * 3, 1, 8, [1, 1, 1]),
+        ([1] * 40, 8, 32, [10] * 4),
+        ([1] * 20, 8, 32, [10] * 2),
+        ([1] * 130, 8, 32, [17, 16, 16, 16, 17, 16, 16, 16]),
+        ([9, 1, 1, 1], 1, 64, [1, 3]),
+        ([4, 0, 0, 4, 4, 4], 1, 64, [3, 1, 1, 1]),
+    ],
+)
+def test_batches_are_about_as_heavy_and_leave_nothing_out(weights, least, most, sizes):
+    batches = cut(weights, least, most)
+    assert [len(batch) for batch in batches] == sizes
+    assert [at for batch in batches for at in batch] == list(range(len(weights)))
+
+
+@pytest.fixture
+def llm(tiny_llama):
+    return load_llm(str(tiny_llama), dtype="float32", threads=1, device="cpu")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Batches of a few tokens, as longer texts would have."""
+    monkeypatch.setattr(shares, "_TOKENS", (16, 64))
+
+
+def backwards(items, compute, costs=()):
+    """As another rank would: other batches before each."""
+    return [compute(item) for item in reversed(items)][::-1]
+
+
+TEXTS = [ScoredText(ids=(*range(5, 5 + 20 + n % 7), 3 + n, 4 + n % 3), num_scored=2 + n % 2) for n in range(60)]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_scores_do_not_depend_on_what_was_computed_before(llm, small, monkeypatch, chunk_size):
+    score = partial(score_in_turns, llm, TEXTS, chunk_size=chunk_size)
+    first = score()
+    monkeypatch.setattr(shares, "share_out", backwards)
+    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, score(), strict=True))
+    alone = llm.score_tokens(TEXTS, chunk_size=chunk_size)
+    for one, other in zip(first, alone, strict=True):
+        assert len(one.logprobs) == len(other.logprobs)
+        torch.testing.assert_close(one.logprobs, other.logprobs)
+
+
+def test_texts_do_not_depend_on_what_was_computed_before(llm, monkeypatch):
+    prompts = [list(text.ids) for text in TEXTS]
+    params = [SamplingParams(max_tokens=6, temperature=float(n % 2)) for n in range(len(prompts))]
+    first = generate_in_turns(llm, prompts, params)
+    assert len({done.token_ids for done in first[1::2]}) > 8  # drawn
+    monkeypatch.setattr(shares, "share_out", backwards)
+    again = generate_in_turns(llm, prompts, params)
+    assert [done.token_ids for done in again] == [done.token_ids for done in first]
