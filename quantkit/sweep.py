@@ -6,6 +6,7 @@ comparison. A sweep that was interrupted goes on; recipes and models may be adde
 """
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.reader import CheckpointReader, file_digest
+from quantkit.checkpoints.replaceable import check_checkpoint
 from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.work_folder import work_folder
 from quantkit.checkpoints.writer import write_json, write_text
@@ -27,6 +29,7 @@ from quantkit.trials import Command, Outcome, Trial, check_place, planned_bytes,
 from quantkit.untrusted import read_object
 
 DEMO = "demo"
+_REMEDY = "delete it and the checkpoint of its name"
 Progress = Callable[[str], None]
 
 
@@ -40,7 +43,7 @@ class SweepOptions:
         threads: of each trial; None = those that the sweep was begun with, else the cores of this machine over `jobs`.
         device: "auto", "cpu" or "cuda".
         verify: further arguments of `quantkit verify`.
-        resume: go on with what is in the folder; otherwise it is emptied.
+        resume: go on with what is in the folder; otherwise these trials are made anew, and others stay.
     """
 
     output: Path
@@ -71,8 +74,6 @@ def sweep(
     check_place(options.on)
     folders = {model: resolve(None if model == DEMO else model) for model in dict.fromkeys(models)}
     with work_folder(options.output, "sweep") as work:
-        if not options.resume:
-            work.clear()
         (work.path / "trials").mkdir(exist_ok=True)
         return _Sweep(recipes=recipes, folders=folders, options=options, progress=progress).run()
 
@@ -127,7 +128,25 @@ class _Sweep:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise InputError(f"two trials would be called {twice!r}; give recipes, or folders of models, other names")
+        if not self.options.resume:
+            self._forget(names)
+            return planned
         return [self._taken_over(record, kept.get(record.name)) for record in planned]
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Delete what trials of these names have made, and nothing else.
+
+        Raises:
+            OutputError: something that no trial made lies there; nothing is deleted.
+        """
+        made = [self._folder / name for name in names if os.path.lexists(self._folder / name)]
+        for checkpoint in made:
+            check_checkpoint(checkpoint)
+        for checkpoint in made:
+            shutil.rmtree(checkpoint)
+        for name in names:
+            for kind in ("json", "log"):
+                (self._folder / "trials" / f"{name}.{kind}").unlink(missing_ok=True)
 
     @cached_property
     def _folder(self) -> Path:
@@ -139,7 +158,7 @@ class _Sweep:
 
     def _record(self, model: str, recipe: Recipe, identity: dict[str, Any]) -> TrialRecord:
         return TrialRecord(
-            name=f"{model if model == DEMO else self.folders[model].resolve().name}-{recipe.name}",
+            name=f"{self._short_name(model)}-{recipe.name}",
             model=model,
             recipe=recipe.name,
             identity={
@@ -148,12 +167,24 @@ class _Sweep:
                 "calibration": calibration_digest(recipe),
                 "device": self.options.device,
                 "verify": list(self.options.verify),
+                "asked": {word: file_digest(Path(word)) for word in self.options.verify if Path(word).is_file()},
                 "versions": describe_versions(),
             },
         )
 
+    def _short_name(self, model: str) -> str:
+        """Of a folder its name; of a model on the hub that of its repository, whatever folder caches it."""
+        here = Path(model).expanduser()
+        return model if model == DEMO else here.resolve().name if here.exists() else model.rpartition("/")[2]
+
     def _taken_over(self, record: TrialRecord, kept: TrialRecord | None) -> TrialRecord:
-        if kept is None or (kept.report is None and not (self._folder / record.name).exists()):
+        is_made = (self._folder / record.name).exists()
+        if kept is None and is_made:
+            raise ResumeError(
+                f"{self._folder / record.name} is there without a record of how it was made; move it away, or start "
+                "over with --no-resume"
+            )
+        if kept is None or (kept.report is None and not is_made):
             return record
         what = f"trial {record.name} of {self._folder}"
         refuse_changes(kept.identity, json_ready(record.identity), what, "give another --output, or --no-resume")
@@ -167,7 +198,8 @@ class _Sweep:
         write_json(recipe, record.identity["recipe"])  # JSON is YAML
         model = [] if record.model == DEMO else [record.model]
         device, threads = ("--device", self.options.device), record.identity["threads"]
-        quantize = ("quantize", *model, "--recipe", str(recipe), "-o", str(checkpoint), *device)
+        anew = () if self.options.resume else ("--no-resume",)
+        quantize = ("quantize", *model, "--recipe", str(recipe), "-o", str(checkpoint), *device, *anew)
         baseline = ("--baseline", *model) if model else ()
         how = ("--no-sensitivity", "--threads", str(threads), *device, *self.options.verify)
         return Trial(
@@ -204,6 +236,6 @@ class _Sweep:
 
 def _read(path: Path) -> TrialRecord:
     try:
-        return TrialRecord.from_dict(read_object(path, ResumeError, "delete it, or start over with --no-resume"))
+        return TrialRecord.from_dict(read_object(path, ResumeError, _REMEDY))
     except ReportError as error:
-        raise ResumeError(f"{path} is damaged ({error}); delete it, or start over with --no-resume") from error
+        raise ResumeError(f"{path} is damaged ({error}); {_REMEDY}") from error

@@ -16,6 +16,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,6 +31,7 @@ RETRIES = 3  # after a lost worker
 _LIBC = ctypes.CDLL(None)  # loaded before a fork, in whose child nothing is
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _PROGRAM_BYTES = 1 << 30  # interpreter and libraries
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -138,11 +140,19 @@ def run_trials(trials: Sequence[Trial], on: str = "local", jobs: int = 1) -> Gen
 
 def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, None]:
     running: list[subprocess.Popen[str]] = []
+    stopped = threading.Event()
     pool = ThreadPoolExecutor(jobs)
+
+    def started(process: subprocess.Popen[str]) -> None:
+        running.append(process)
+        if stopped.is_set():
+            process.kill()
+
     try:
-        for future in as_completed([pool.submit(run_trial, trial, running.append) for trial in trials]):
+        for future in as_completed([pool.submit(run_trial, trial, started) for trial in trials]):
             yield future.result()
     finally:
+        stopped.set()
         # Also reached when the caller stops half-way, whom threads that wait for children would keep here.
         pool.shutdown(wait=False, cancel_futures=True)
         for process in running:
@@ -227,7 +237,7 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
     if unseen is not None:
         reason = f"{unseen} is not seen on {platform.node()}: all workers must share the file system of a trial"
         return Outcome(name=trial.name, exit_code=InputError.exit_code, reason=reason)
-    with trial.log.open("a+") as log:
+    with trial.log.open("a+", encoding="utf-8", errors="replace") as log:
         # Children hold it too: after a lost worker the next attempt waits here until the last one's child is gone.
         fcntl.flock(log, fcntl.LOCK_EX)
         print(f"attempt on {platform.node()}", file=log, flush=True)
@@ -251,8 +261,13 @@ def _run(
         stdout=subprocess.PIPE,
         stderr=log,
         cwd=trial.folder,
-        env={**os.environ, **dict.fromkeys(_THREADS, str(trial.threads))},
-        text=True,
+        # A trial is a job of its own, wherever it was started: not a rank of the one that starts it.
+        env={
+            **{name: value for name, value in os.environ.items() if name not in _RANKS},
+            **dict.fromkeys(_THREADS, str(trial.threads)),
+        },
+        encoding="utf-8",
+        errors="replace",
         preexec_fn=_die_with_parent,
     )
     started(process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 import quantkit.sweep as module
 from quantkit.cli import main
 from quantkit.compress.recipe import load
-from quantkit.errors import InputError, ResumeError
+from quantkit.errors import InputError, OutputError, ResumeError
 from quantkit.report.json import dumps
 from quantkit.sweep import SweepOptions, compare_trials, sweep
 from quantkit.trials import Outcome
@@ -36,6 +37,7 @@ class Trials:
             model = dataclasses.replace(self.report.model, name=trial.name, num_bytes=len(trial.name))
             file = trial.commands[-1].made
             file.parent.mkdir()
+            (file.parent / "quantkit.json").write_text('{"schema_version": 1, "identity": {}}')
             file.write_text(dumps(dataclasses.replace(self.report, model=model)))
             yield Outcome(name=trial.name, attempts=1, seconds=2.0)
 
@@ -78,6 +80,30 @@ def test_what_is_done_is_taken_over_and_what_failed_done_again(trials, tmp_path)
     trials.ran.clear()
     assert swept(tmp_path / "out", resume=False)
     assert trials.ran == ["demo-rtn-int4", "demo-rtn-int8"]
+    assert (tmp_path / "out/demo-fp8-dynamic/report.json").exists()  # which nobody has asked to be made anew
+
+
+def test_starting_over_deletes_nothing_that_no_trial_made(trials, tmp_path):
+    swept(tmp_path / "out")
+    (tmp_path / "out/demo-rtn-int8/notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds notes\.txt"):
+        swept(tmp_path / "out", resume=False)
+    assert (tmp_path / "out/demo-rtn-int4/report.json").exists()
+
+
+def test_a_checkpoint_without_a_record_is_not_taken_for_a_trial(trials, tmp_path):
+    swept(tmp_path / "out", recipes=("rtn-int4",))
+    (tmp_path / "out/trials/demo-rtn-int4.json").unlink()
+    with pytest.raises(ResumeError, match="without a record of how it was made"):
+        swept(tmp_path / "out", recipes=("rtn-int4",))
+
+
+def test_another_text_under_the_same_name_is_another_question(trials, tmp_path):
+    text = tmp_path / "mine.txt"
+    for words, outcome in (("one", nullcontext()), ("two", pytest.raises(ResumeError, match="asked"))):
+        text.write_text(words)
+        with outcome:
+            swept(tmp_path / "out", recipes=("rtn-int4",), verify=("--text", str(text)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from quantkit.bit_search.options import SearchOptions
 from quantkit.cli._errors import say
 from quantkit.cli._options import RUN, Settings, as_arguments, option_group, set_option, settings_of
 from quantkit.cli._output import Command, Output
+from quantkit.cli._verify import check_before, verify_options
 from quantkit.cli.verify import ASKED
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.report.table import Column, Table
@@ -66,10 +67,10 @@ def command(
     """
     from quantkit.sweep import SweepOptions, compare_trials, sweep
 
+    asked = [_recipe(name, changes) for name in _listed(recipes)]
+    _check_before(asked, changes, verify)
     options = SweepOptions(**{"output": Path("sweep"), **how}, verify=tuple(as_arguments(_VERIFY, verify)))
-    records = sweep(
-        [_recipe(name, changes) for name in _listed(recipes)], _listed(models), options, progress=output_to.tell
-    )
+    records = sweep(asked, _listed(models), options, progress=output_to.tell)
     compared = compare_trials(records)
     failed = [record for record in records if record.report is None]
     output_to.result(
@@ -82,6 +83,21 @@ def command(
         say(f"error: {len(failed)} of {len(records)} trials failed: {failed[0].name}: {failed[0].reason}")
         codes = {record.exit_code for record in failed}
         click.get_current_context().exit(1 if 1 in codes else max(codes))  # a bug first
+
+
+def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Mapping[str, Any]) -> None:
+    """Refuse before hours of compressing what trials would refuse after it, or nobody would follow."""
+    from quantkit.evaluate.verify.run import check_options
+
+    if all(recipe.calibration is None for recipe in recipes):
+        ignored = next((change for change in changes if change.startswith("calibration.")), None)
+        if ignored is not None:
+            raise click.UsageError(f"--set {ignored}: none of these recipes looks at data")
+    for recipe in recipes:
+        check_before(recipe, None)
+    asked = {name: verify[name] for name in ASKED if name in verify}
+    engine = {name: verify[name] for name in ("dtype", "kv_cache") if name in verify}
+    check_options(verify_options(asked, engine, text=verify.get("text"), bench=False))
 
 
 def _recipe(name: str, changes: Sequence[str]) -> Recipe:

@@ -4,7 +4,6 @@ import contextlib
 import io
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.distributed.job import group, rank, world
@@ -74,15 +73,12 @@ def _unpacked(packed: "torch.Tensor") -> Any:
     """What another process of this job has packed; what was on its GPU is on that of this one."""
     import torch
 
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    moved = partial(_moved, device=device)
-    return torch.load(
-        io.BytesIO(packed.numpy().tobytes()), map_location=moved, weights_only=False
-    )  # of the same job, so trusted
+    # Of the same job, so trusted.
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location=_moved, weights_only=False)
 
 
-def _moved(storage: Any, tag: str, device: str) -> Any:
-    return storage if tag == "cpu" else storage.cuda(device)
+def _moved(storage: Any, tag: str) -> Any:
+    return storage if tag == "cpu" else storage.cuda()  # the current one, of this process
 
 
 def share_out(
@@ -152,9 +148,10 @@ def _swapped(
         sent[start : start + x.nbytes] = x.contiguous().view(-1).view(torch.uint8)
         start += _padded(x.nbytes)
     travels = group(device.type)
+    todo = [(travels.send, sent, to), (travels.recv, received, source)]
     with _mourned():
-        works = [travels.send([sent], to, 0)] if len(sent) else []
-        works += [travels.recv([received], source, 0)] if len(received) else []
+        # NCCL does in order what a pair has to do, so that one of the two must receive first.
+        works = [move([data], peer, 0) for move, data, peer in (todo if rank() < to else todo[::-1]) if len(data)]
         for work in works:
             work.wait()
     parts = torch.split(received, sizes)

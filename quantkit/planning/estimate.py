@@ -248,9 +248,13 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
         return EVERYTHING
     if policy is not None and policy not in KV_POLICIES:
         raise InputError(f"unknown kv_policy {policy!r}{suggestion(policy, KV_POLICIES)}; use {', '.join(KV_POLICIES)}")
-    refused = [layer.attention.describe() for layer in shape.layers if layer.attention.kind in ("dsa", "csa", "hca")]
+    refused = [
+        layer.attention.describe()
+        for layer in shape.layers
+        if layer.attention.kind in ("dsa", "csa", "hca") or getattr(layer.attention, "has_rows", False)
+    ]
     if refused:
-        raise InputError(f"kv_budget: the bundled runtime has no pages for {refused[0]}; leave it out")
+        raise InputError(f"kv_budget: the bundled runtime evicts nothing of {refused[0]}; leave it out")
     if shape.layers and all(layer.attention.kind == "state" for layer in shape.layers):
         raise InputError("kv_budget: the model keeps a state of one size per sequence, of which nothing can be evicted")
     eviction = Eviction(budget=parse_budget(budget), policy=policy)

@@ -121,7 +121,7 @@ def _loading(report: Report) -> list[str]:
     format_ = _format(report.model.format)
     needs = f"`pip install {format_.package}`" if format_ and format_.package else "nothing else needed"
     path = plain(report.model.hub_id or report.model.path or report.model.name)
-    unread = {reading.engine.lower() for reading in report.model.engines if reading.reads == "no"}
+    unread = {reading.engine.lower() for reading in report.model.engines if not reading.is_right}
     engines = [name for name in (*(format_.engines if format_ else ()), "quantkit") if name not in unread]
     blocks = [
         f"{title}:\n\n```{language}\n{code}\n```" for title, language, code in (LOADERS[engine] for engine in engines)

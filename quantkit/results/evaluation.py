@@ -176,12 +176,13 @@ class FidelityResult(Record):
     def within(self, noise: Self) -> tuple[float, float]:
         """Least and most that `mean_kl` can be in an arithmetic that is as far from this one as `noise` says.
 
-        A small KL is half a squared distance, and distances add at most: so do the roots of KL.
+        A small KL is half a squared distance, and distances add at most: so do the roots of KL. Both models move, each
+        as far as the original is taken to.
 
         Args:
             noise: of the original in another arithmetic.
         """
-        low, step = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low, math.sqrt(noise.mean_kl)
+        low, step = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low, 2 * math.sqrt(noise.mean_kl)
         return max(0.0, math.sqrt(low) - step) ** 2, (math.sqrt(self.mean_kl) + step) ** 2
 
 

@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from quantkit.distributed.lifeline import LAUNCHED
 from tests import forked
 
 THREE_BATCHES = 128  # tokens, of 8 samples of 48
@@ -18,6 +19,7 @@ THREE_BATCHES = 128  # tokens, of 8 samples of 48
 def _work(number: int, count: int, port: int, errors: Path, function: Callable[..., object], arguments: Any) -> None:
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ.pop(LAUNCHED, None)  # where another test has launched something
     with errors.open("w", buffering=1) as stream, redirect_stderr(stream):
         function(*arguments)
 

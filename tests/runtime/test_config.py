@@ -98,6 +98,7 @@ def test_defaults_are_those_of_transformers(family):
         "deepseek_v2": ("num_experts_per_tok",),
         "olmoe": ("num_experts", "num_experts_per_tok"),
         "nemotron_h": ("layers_block_type",),
+        "deepseek_v4": ("moe_intermediate_size",),
     }.get(family, ())
     sizes |= {key: getattr(tiny_config(family), key) for key in needed}
     if family == "nemotron_h":

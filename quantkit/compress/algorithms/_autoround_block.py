@@ -164,6 +164,8 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
         block = TunedBlock(layer, values, {name: values[f"{name}.weight"].requires_grad_() for name in linears})
         for name in linears:
             linear = layer.linear(name)
+            if type(linear).forward is not nn.Linear.forward:
+                continue  # autograd has its gradient, see `_finish`
             vars(linear)["forward"] = partial(block.multiply, name, linear)  # in front of the class's own
             stack.callback(vars(linear).pop, "forward")
         yield block

@@ -129,8 +129,7 @@ class GptqStep:
             for names in sets:
                 gram = grams.pop(names[0])
                 if gram.is_split or layer.owner(names[0]) == rank():
-                    error = errors.pop(names[0]).errors() if names[0] in errors else None
-                    statistics[names] = gram.finish(), error
+                    statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
             self._quantize_sets(layer, sets, statistics)
 
     def _quantize_sets(self, layer: LayerContext, sets: list[tuple[str, ...]], statistics: Statistics) -> None:
@@ -150,7 +149,11 @@ class GptqStep:
             factor, error = factors[job.set]
             return self._solve_job(layer, job, factor, error), factor.raised
 
-        solved = share_out(jobs, solve, owners=owners(layer, jobs))
+        solvers = owners(layer, jobs)
+        own = {job.set for job, solver in zip(jobs, solvers, strict=True) if solver == rank()}
+        for names in statistics.keys() - own:
+            del statistics[names]
+        solved = share_out(jobs, solve, owners=solvers)
         parts: dict[str, list[QuantizedTensor]] = {}
         raised: dict[tuple[str, ...], float] = {}
         for job, (made, damping) in zip(jobs, solved, strict=True):

@@ -141,7 +141,8 @@ def load_processor(folder: Path) -> Any:
         if library := _LIBRARIES.search(str(error)):
             name = (library[1] or library[2]).lower()
             raise InputError(f"{folder}: the model's processor of images needs {name}; pip install {name}") from error
-        raise ModelError(f"{folder}: its processor of images cannot be loaded: {first_line(error)}") from error
+        why = f"its processor of images cannot be loaded: {first_line(error)}; see its preprocessor_config.json"
+        raise ModelError(f"{folder}: {why}") from error
     if getattr(processor, "image_processor", None) is None:
         raise ModelError(f"{folder}: the model has no processor of images; leave calibration.images out")
     return processor

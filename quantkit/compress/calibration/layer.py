@@ -30,7 +30,7 @@ from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Gram, Observer, Sample
 from quantkit.compress.calibration.records import measured
 from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
-from quantkit.distributed import gather, rank, share_out, world
+from quantkit.distributed import broadcast, gather, rank, share_out, world
 from quantkit.errors import CheckpointError
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
@@ -250,23 +250,27 @@ class LayerContext:
         hidden = hidden.to(self.device)
         return hidden_states(block(states_of(hidden), **{**self.arguments(hidden), **extra}))
 
-    def advance(self, number: int, batch: Batch, *, first: Tensor | None) -> Batch:
-        """What enters the next layer, given a batch that enters this one and its number.
+    def check_runs(self, first: Tensor | None) -> None:
+        """See in all processes whether runs were runs of this layer, by its output for the first sequence in one."""
+        if not self.data.streams or not isinstance(self.store[0], Tensor):
+            return
+        same = True
+        if first is not None:
+            with self.data.streams[0].replaying(0):
+                same = signal_to_noise_db(first, self.forward(self.store[0])[:1]) > _SAME_DB
+        if not broadcast(same):
+            self.forget_runs()
+            self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
 
-        By `first`, the output for the first sequence, it is checked that runs up to here have been runs of this layer.
-        """
+    def advance(self, number: int, batch: Batch) -> Batch:
+        """What enters the next layer, given a batch that enters this one and its number."""
         if not isinstance(batch, Tensor):
             with self.quantized_inputs(self.chosen.quantized):
                 return self._advance(self.block, batch)
         if not self.data.streams:
             return self.forward(batch)
         with self.data.streams[0].replaying(number):
-            output = self.forward(batch)
-        if number or first is None or signal_to_noise_db(first, output[:1]) > _SAME_DB:
-            return output
-        self.forget_runs()
-        self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
-        return self.forward(batch)
+            return self.forward(batch)
 
     def original_advance(self, number: int, batch: Batch) -> Batch:
         """The same in the original model."""
@@ -334,10 +338,7 @@ class LayerContext:
             current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
-        """(1,) the largest magnitude of all that shares a scale of the whole tensor with this linear, if it has one.
-
-        Once one of them has codes, it stays what it was then.
-        """
+        """(1,) the largest magnitude of all that share this linear's tensor-wide scale, as before any had codes."""
         if not self.schemes[name].weight.has_tensor_scale:
             return None
         sharing = self.sharing(name)

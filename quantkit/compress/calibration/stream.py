@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,7 @@ class _Kept:
         # Of a view, the whole of what it is a view of would be written.
         own = tree_map_only(Tensor, lambda x: x.to("cpu", copy=x.untyped_storage().nbytes() > x.nbytes), value)
         torch.save(own, self._folder / name)
-        return partial(torch.load, self._folder / name, weights_only=True)
+        return partial(_loaded, self._folder / name)
 
     def prune(self) -> None:
         """Drop what is inside of what is kept."""
@@ -291,6 +292,11 @@ def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: li
 def _copied(value: Any, device: torch.device | str) -> Any:
     """A nest with its tensors copied: layers may add to what modules return."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
+
+
+def _loaded(path: Path, device: torch.device) -> Any:
+    """A nest that was saved, on a device."""
+    return tree_map_only(Tensor, lambda x: x.to(device), torch.load(path, map_location="cpu", weights_only=True))
 
 
 def _is_inside(name: str, module: str) -> bool:

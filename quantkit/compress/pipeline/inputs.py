@@ -4,7 +4,6 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -168,7 +167,8 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
         layer: in codes.
         first: its output for the first sequence, in the process that has the first batch.
     """
-    forwards: list[Callable[[int, Batch], Batch]] = [partial(layer.advance, first=first), layer.original_advance]
+    layer.check_runs(first)
+    forwards: list[Callable[[int, Batch], Batch]] = [layer.advance, layer.original_advance]
     # Where no step compares with the original there is but one store.
     for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)

@@ -130,7 +130,8 @@ class Eviction:
         assert self._cache is not None, "a policy reads the cache"
         assert self.policy.scores is not None, "tokens in order of age have no scores"
         pages, done = sequence.pages[: sequence.num_kept // self.budget.page_size], sequence.num_computed
-        layers = self._cache.keys_of(pages, sequence.row, range(done - self.policy.observed, done))
+        observed = min(done, self.policy.observed)
+        layers = self._cache.keys_of(pages, sequence.row, range(done - observed, done))
         candidates = self._candidates(sequence)
         return {number: lowest(self.policy.scores(layer), candidates, count) for number, layer in layers}
 

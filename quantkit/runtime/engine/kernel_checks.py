@@ -122,7 +122,7 @@ def checks_of(path: Path, asked: EngineConfig, device: torch.device, *, draft: b
             continue  # recurrent layers and latent attention have no kernel but torch's
         label, options = _attention_kind(config, layout, window, rope)
         yield check("attention", label, _Parts.attention, layout, rope, options)
-    if config.experts is not None:
+    if config.experts is not None and config.activation in ACTIVATIONS:  # of other gates there is no kernel
         plain: list[LinearScheme | None] = [kind for kind in kinds if kind and kind.activation is None]
         for kind in plain or [None]:
             yield check("experts", _name(kind), _Parts.mixture, kind)

@@ -98,8 +98,10 @@ class Indexer:
         """(L, E), true where an entry is read, of queries and weights of one sequence, keys (E, D) and what is seen."""
         if keys.shape[0] <= self.top_k:
             return seen
-        scores = F.relu(query.float() @ keys.float().T) * query.shape[-1] ** -0.5  # (L, heads, E)
-        total = (scores * weight.unsqueeze(-1)).sum(1).masked_fill(~seen, -torch.inf)
+        single, scale = keys.float().T, query.shape[-1] ** -0.5
+        parts = zip(query.split(_QUERIES), weight.split(_QUERIES), strict=True)  # type: ignore[no-untyped-call]
+        scores = [(F.relu(some.float() @ single) * scale * of_head.unsqueeze(-1)).sum(1) for some, of_head in parts]
+        total = torch.cat(scores).masked_fill(~seen, -torch.inf)  # (L, E)
         return seen & torch.zeros_like(seen).scatter_(1, total.topk(self.top_k, dim=-1).indices, True)
 
 

@@ -60,7 +60,8 @@ def check_folds(layer, hidden):
     return count
 
 
-@pytest.mark.parametrize("family", EVERY_FAMILY)
+# DeepSeek-V4's layers take several streams and token ids: what AWQ folds there is seen in whole models only.
+@pytest.mark.parametrize("family", [name for name in EVERY_FAMILY if name != "deepseek_v4"])
 def test_a_folded_layer_computes_the_same(tmp_path, family):
     folder, hidden = make_model(tmp_path / "model", family, num_hidden_layers=2), torch.randn(2, 12, 64)
     with torch.inference_mode():
