@@ -96,7 +96,7 @@ class EntryCodes:
             return stored.contiguous().view(self.dtype).to(dtype)
         codes, kept, exponents = stored.tensor_split((self._code_bytes, self._code_bytes + 2 * self.rotated), dim=1)
         scales = torch.exp2(exponents.float() - _BIAS).repeat_interleave(self.block, dim=1)[:, : self.plain]
-        rotated = kept.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)  # from an even byte on
+        rotated = kept.contiguous().view(torch.bfloat16)
         return torch.cat([(self._numbers(codes.contiguous()) * scales).to(dtype), rotated.to(dtype)], dim=1)
 
     def _codes(self, numbers: Tensor) -> Tensor:
