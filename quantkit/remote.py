@@ -79,7 +79,7 @@ class Remote:
         """
         asked = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         try:
-            async with self._session.post(self.url + path, json=asked) as answer:
+            async with await self._post(path, asked) as answer:
                 await _check(answer)
                 async for line in answer.content:
                     data = line.removeprefix(b"data:").strip()
@@ -91,6 +91,13 @@ class Remote:
                     yield part
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise RequestError(f"{self.url} broke off: {type(error).__name__}: {first_line(error)}") from None
+
+    async def _post(self, path: str, asked: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Send a request; once more where the server has just closed the connection that was kept, as it may."""
+        try:
+            return await self._session.post(self.url + path, json=asked)
+        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+            return await self._session.post(self.url + path, json=asked)
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:
