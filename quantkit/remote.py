@@ -19,6 +19,7 @@ except ModuleNotFoundError:
 KEY_VARIABLES = ("QUANTKIT_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 600.0
 _DONE = b"[DONE]"
+_KEPT = 64  # connections that may all be closed
 
 
 class Remote:
@@ -93,11 +94,15 @@ class Remote:
             raise RequestError(f"{self.url} broke off: {type(error).__name__}: {first_line(error)}") from None
 
     async def _post(self, path: str, asked: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send a request; once more where the server has just closed the connection that was kept, as it may."""
-        try:
-            return await self._session.post(self.url + path, json=asked)
-        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
-            return await self._session.post(self.url + path, json=asked)
+        """Send a request; again where the server had closed a kept connection, as some do after each answer."""
+        for _ in range(_KEPT):
+            try:
+                return await self._session.post(self.url + path, json=asked)
+            except aiohttp.ClientConnectorError:
+                raise
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                continue
+        return await self._session.post(self.url + path, json=asked)
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:

@@ -16,8 +16,9 @@ HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: clo
 ANSWER = HEADER + b'data: {"n": 1}\n\ndata: [DONE]\n\n'
 
 
-@pytest.mark.parametrize(("closed", "served"), [(0, True), (1, True), (2, False)])
-def test_a_connection_that_is_closed_on_us_is_tried_once_more(closed, served):
+@pytest.mark.parametrize(("closed", "served"), [(0, True), (3, True), (5, False)])
+def test_a_connection_that_is_closed_on_us_is_no_answer(closed, served, monkeypatch):
+    monkeypatch.setattr("quantkit.remote._KEPT", 4)
     asked = []
 
     async def answer(reader, writer):
@@ -37,4 +38,4 @@ def test_a_connection_that_is_closed_on_us_is_tried_once_more(closed, served):
     else:
         with pytest.raises(RequestError, match="broke off: ServerDisconnectedError"):
             asyncio.run(talk())
-    assert len(asked) == min(closed + 1, 2)
+    assert len(asked) == min(closed + 1, 5)
