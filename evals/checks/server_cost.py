@@ -3,22 +3,35 @@
     python evals/checks/server_cost.py [MODEL ...] [--streams 1,8,32] [--rounds 3] [--out FILE]
 
 Without MODEL: the demo model, where the engine is fastest and the door weighs most, and random weights of 8 layers of
-TinyLlama-1.1B's shape. In turns for each number of streams, the same random prompts of 64 tokens, 64 new ones each. The
-engine computes with one thread on one core of its own, in process as in the server; the server's event loop and the
+TinyLlama-1.1B's shape. In turns for each number of streams, the same random prompts of 64 tokens, 64 new ones each, in
+closed loops of three kinds:
+
+    in process       what is sent on the news of a step is part of the next one
+    behind a step    in process too, but it comes when the next step has begun, as it does from any client elsewhere
+    server           through HTTP
+
+A request's first token takes a step in the first kind and in a busy engine two in the others, whatever the door costs;
+so TTFT is compared with the second. What of it is the door's own: TTFT of the client less that of the server, means.
+
+The engine computes with one thread on one core of its own, in process as in the server; the server's event loop and the
 client have the other cores, so that nobody takes time from the engine but through the door. Prints one JSON object and
-writes it to FILE: rates, medians, CPU per token of the whole server and of its event loop.
+writes it to FILE: rates, medians, CPU per token of the whole server, of its event loop, and of the client.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 import time
+import urllib.request
+from collections import deque
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
@@ -50,64 +63,94 @@ def cpu_seconds(process: int, thread: int | None = None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def summarize(run: Any, spent: float, loop: float = 0.0) -> Figures:
-    """Rates and medians of a BenchmarkRun, and CPU per token.
+def first_token_seconds(server: launch.Server) -> float:
+    """Of all requests so far together, as the server itself counts."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return float(re.search(r"^quantkit_time_to_first_token_seconds_sum (\S+)$", text, re.M)[1])
 
-    Args:
-        run: what was measured.
-        spent, loop: seconds of CPU: all, and of the event loop.
-    """
+
+def summarize(run: Any, **seconds: float) -> Figures:
+    """Rates and medians of a BenchmarkRun, and CPU per token of each of the given by name."""
     count = sum(timing.num_new_tokens for timing in run.requests)
     return {
         "requests_per_s": run.requests_per_s,
         "tokens_per_s": run.output_tokens_per_s,
         "ttft_ms": 1e3 * median(run.ttft_s),
         "itl_ms": 1e3 * median(run.inter_token_s),
-        "cpu_us_per_token": 1e6 * spent / count,
-        "loop_us_per_token": 1e6 * loop / count,
+        **{f"{name}_us_per_token": 1e6 * spent / count for name, spent in seconds.items()},
     }
+
+
+def run_behind_a_step(engine: Any, load: Any) -> Any:
+    """`run_load` with clients elsewhere: what they send on the news of a step comes when the next one has begun."""
+    from quantkit.benchmark.latency import Driver
+    from quantkit.results import BenchmarkRun
+
+    driver, requests = Driver(engine), deque(zip(load.prompts, load.new_tokens, strict=True))
+    while requests or driver.num_under_way:
+        sent, now = min(load.workload.concurrency - driver.num_under_way, len(requests)), driver.clock()
+        if driver.num_under_way:
+            driver.step()
+        for _ in range(sent):
+            driver.send(*requests.popleft(), arrived_s=now)
+    return BenchmarkRun(workload=load.workload, requests=tuple(driver.finished))
 
 
 def measure_model(model: str | None, shown: str, streams: list[int], rounds: int) -> list[dict[str, Any]]:
     """A row for each number of streams."""
-    from quantkit.benchmark.http import measure_server
+    from quantkit.benchmark import http
     from quantkit.benchmark.latency import run_load
-    from quantkit.benchmark.options import BenchmarkOptions
-    from quantkit.benchmark.workload import closed_loop, make_load
+    from quantkit.benchmark.workload import Load, closed_loop, make_load
     from quantkit.remote import Remote
     from quantkit.runtime.llm import LLM
 
-    cores, sizes = Cores(), {"prompt_tokens": TOKENS, "new_tokens": TOKENS}
+    cores, sizes = Cores(), {"prompt_tokens": TOKENS, "new_tokens": TOKENS, "num_warmup": 0}
     os.sched_setaffinity(0, cores.engine)
-    llm = LLM(model, max_sequences=max(streams), prefix_cache=False, threads=1)
+    llm = LLM(model, max_sequences=max(streams), threads=1)
     vocabulary: dict[str, Any] = {"vocab_size": llm.model.vocab_size, "avoid": tuple(llm.model.eos_ids)}
 
-    def inside(number: int, count: int, turn: int) -> Figures:
+    def inside(load: Load, loop: Any) -> Figures:
         os.sched_setaffinity(0, cores.engine)
-        load = make_load(closed_loop(number, num_requests=count, seed=turn, **sizes), **vocabulary)
         began = time.process_time()
-        run = run_load(llm.engine, load)
-        return summarize(run, time.process_time() - began)
+        run = loop(llm.engine, load)
+        return summarize(run, cpu=time.process_time() - began)
 
-    def through(server: launch.Server, number: int, count: int, turn: int) -> Figures:
+    async def send(server: launch.Server, load: Load) -> Any:
+        async with Remote(server.url) as remote:
+            return await http.run_load(remote, load)
+
+    def through(server: launch.Server, load: Load) -> Figures:
         os.sched_setaffinity(0, cores.door)
         process = server.process.pid
         cores.divide(process)
-        asked = BenchmarkOptions(concurrencies=(number,), num_requests=count, seed=turn, **sizes)
+        waited, client = first_token_seconds(server), time.process_time()
         began, loop = cpu_seconds(process), cpu_seconds(process, process)
-        run = measure_server(Remote(server.url), asked, **vocabulary)[0]
-        return summarize(run, cpu_seconds(process) - began, cpu_seconds(process, process) - loop)
+        run = asyncio.run(send(server, load))
+        spent = {"cpu": cpu_seconds(process) - began, "loop": cpu_seconds(process, process) - loop}
+        figures = summarize(run, **spent, client=time.process_time() - client)
+        own = (first_token_seconds(server) - waited) / len(run.requests)
+        return {**figures, "door_ttft_ms": 1e3 * (mean(run.ttft_s) - own)}
 
     rows = []
     with launch.quantkit(model, ["--max-running", str(max(streams)), "--threads", "1"]) as server:
+        ways = {
+            "in process": lambda load: inside(load, run_load),
+            "behind a step": lambda load: inside(load, run_behind_a_step),
+            "server": lambda load: through(server, load),
+        }
         for number in streams:
-            count = max(8 if model is None else 4, 2 * number)
-            kept: dict[str, list[Figures]] = {"in process": [], "server": []}
-            for turn in range(rounds):
-                ways = [("in process", inside), ("server", lambda *sizes: through(server, *sizes))]
-                for name, way in ways if turn % 2 == 0 else reversed(ways):
-                    kept[name].append(way(number, count, turn))
-            medians = {n: {key: median(e[key] for e in several) for key in several[0]} for n, several in kept.items()}
+            kept: dict[str, list[Figures]] = {name: [] for name in ways}
+            # The first turn is a short one that warms up.
+            for turn in range(rounds + 1):
+                count = number if turn == 0 else max(16, 8 * number) if model is None else max(4, 2 * number)
+                asked = closed_loop(number, num_requests=count, seed=turn, **sizes)
+                for place, name in list(enumerate(ways))[:: 1 if turn % 2 else -1]:
+                    # Other prompts for each: what one has computed, the next would find in the cache.
+                    kept[name].append(ways[name](make_load(asked, **vocabulary, turn=place)))
+            medians = {
+                n: {key: median(e[key] for e in several[1:]) for key in several[0]} for n, several in kept.items()
+            }
             rows.append({"model": shown, "streams": number, **medians})
             print(shown, number, json.dumps(medians), file=sys.stderr, flush=True)
     return rows

@@ -25,7 +25,9 @@ COLUMNS = {
 
 TEXTS = {
     "cost": """**What the door costs** (`evals/checks/server_cost.py`): the same requests to the engine in process and
-through HTTP; one thread computes, the event loop and the client have other cores.""",
+through HTTP; one thread computes, the event loop and the client have the other core. Behind a step: in process, but
+what is sent on the news of a step comes when the next has begun, as it does from any client. The door's part of TTFT is
+the client's less the server's own, means.""",
     "clients": """**Three load generators** against one server of the demo model (`evals/serve/clients.py`), medians of
 rounds in turns.""",
     "peers": """**Side by side** (`evals/serve/peers.py`): the same bfloat16 weights, 8 layers of a TinyLlama-1.1B,
@@ -37,12 +39,18 @@ COST_COLUMNS = (
     "model",
     "streams",
     "tokens/s in process",
+    "behind a step",
     "through HTTP",
-    "",
-    "TTFT more",
-    "CPU per token more",
-    "of it the event loop",
+    "share",
+    "TTFT ms behind a step",
+    "through HTTP",
+    "of it the door",
+    "CPU µs/token in process",
+    "server",
+    "of it its event loop",
+    "client",
 )
+CPU_OF = ("cpu", "loop", "client")  # of the server, its event loop, and whoever asks it
 
 
 def render(results: Path = RESULTS) -> str:
@@ -62,14 +70,19 @@ def _cost(data: dict[str, Any]) -> Iterator[str]:
     yield _line(COST_COLUMNS)
     yield "|" + "---|" * len(COST_COLUMNS)
     for row in data["rows"]:
-        inside, ours = row["in process"], row["server"]
-        more = {key: ours[key] - inside[key] for key in inside}
-        rates = inside["tokens_per_s"], ours["tokens_per_s"]
-        cells = [row["model"], row["streams"], *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.2f}×"]
-        cpu = (more["cpu_us_per_token"], ours["loop_us_per_token"])
-        yield _line([*cells, f"{more['ttft_ms']:.1f} ms", *(f"{value:.0f} µs" for value in cpu)])
+        inside, behind, ours = row["in process"], row.get("behind a step", {}), row["server"]
+        share = f"{ours['tokens_per_s'] / inside['tokens_per_s']:.2f}×"
+        rates = [_figure(figures, "tokens_per_s") for figures in (inside, behind, ours)]
+        times = [_figure(behind, "ttft_ms"), _figure(ours, "ttft_ms"), _figure(ours, "door_ttft_ms")]
+        cpu = [_figure(inside, "cpu_us_per_token"), *(_figure(ours, f"{who}_us_per_token") for who in CPU_OF)]
+        yield _line([row["model"], row["streams"], *rates, share, *times, *cpu])
     yield ""
     yield _origin(data)
+
+
+def _figure(figures: dict[str, float], key: str) -> str:
+    value = figures.get(key)
+    return "–" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _clients(data: dict[str, Any]) -> Iterator[str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure of docs/serve.md's last part, in one go, on a machine that does nothing else: about 25 minutes on two cores.
+# Every figure of docs/serve.md's last part, in one go, on a machine that does nothing else: about 30 minutes on two cores.
 #
 #   VLLM=ENV/bin/python GUIDELLM=ENV/bin/guidellm LLAMA_SERVER=.../llama-server PYTHON=ENV/bin/python evals/serve/run.sh
 #

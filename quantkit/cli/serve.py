@@ -28,6 +28,13 @@ class ServeOptions:
     max_prompt: int | None = setting(
         None, "Tokens of a prompt, at most.", flag="--max-prompt", minimum=1, shown="what fits"
     )
+    allow_origin: tuple[str, ...] = setting(
+        (),
+        "Web pages that may ask, by their origin; '*' = all.",
+        flag="--allow-origin URL,...",
+        commas=True,
+        shown="none",
+    )
     log_requests: bool = setting(False, "A line per request on stderr, without its text.", flag="--log-requests")
 
 
@@ -79,5 +86,6 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         max_prompt=options.max_prompt,
         key=key,
         log=say if options.log_requests else None,
+        origins=options.allow_origin,
     )
     HttpServer(server, output_to.tell).run_until_ended(bind(options.host, options.port))

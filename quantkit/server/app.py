@@ -5,12 +5,13 @@ import hmac
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -69,7 +70,9 @@ class Server:
         max_prompt: tokens of a prompt at most; None = as many as fit.
         key: that clients must bring; None = anybody may.
         log: told of each request in a line; None = not logged.
+        origins: whose pages a browser may let ask; "*" = all.
         is_ending: whether requests are refused since the server ends.
+        created: when it was, for clients that show it.
     """
 
     bridge: Bridge
@@ -77,7 +80,9 @@ class Server:
     max_prompt: int | None = None
     key: str | None = None
     log: Callable[[str], None] | None = None
+    origins: tuple[str, ...] = ()
     is_ending: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
     _vocabulary: Vocabulary | None = None
     _metrics: Metrics | None = None
 
@@ -107,6 +112,7 @@ class Server:
             "/metrics": ("GET", self.show_metrics),
             "/openapi.json": ("GET", self.openapi),
             "/v1/models": ("GET", self.models),
+            "/v1/models/{name:path}": ("GET", self.model),
             "/v1/completions": ("POST", self.complete),
             "/v1/chat/completions": ("POST", self.chat),
             "/tokenize": ("POST", self.tokenize),
@@ -117,7 +123,17 @@ class Server:
             routes=[Route(path, route, methods=[method]) for path, (method, route) in routes.items()],
             exception_handlers=handlers,  # type: ignore[arg-type]
         )
-        return _Doorkeeper(app, self)
+        door = _Doorkeeper(app, self)
+        if not self.origins:
+            return door
+        # Before the key: browsers ask without one whether they may, and a page should see why it was refused.
+        return CORSMiddleware(
+            door,
+            allow_origins=self.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After",),
+        )
 
     async def health(self, _request: Request) -> Response:
         """Whether it computes at all."""
@@ -138,10 +154,18 @@ class Server:
         return JSONResponse(describe())
 
     async def models(self, _request: Request) -> Response:
-        """The one model."""
+        """The one model, in a list."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model of that name."""
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> answers.Json:
         length = self.bridge.engine.capacity if self.bridge.is_ready else None
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "quantkit", "max_model_len": length}
-        return JSONResponse({"object": "list", "data": [model]})
+        about = {"created": self.created, "owned_by": "quantkit", "max_model_len": length}
+        return {"id": self.name, "object": "model", **about}
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
@@ -149,10 +173,14 @@ class Server:
         prompts = [await self._encoded(prompt) for prompt in ask.prompts]
         if ask.stream and ask.echo and ask.logprobs is not None:
             raise Refused("echo with logprobs is not streamed; set stream to false", "echo")
+        vocabulary = self.vocabulary  # first: without a tokenizer nothing is to be computed
         mailbox = self.bridge.submit([(ids, ask.params_for(len(ids))) for ids in prompts])
         shown = zip(ask.prompts, prompts, strict=True)
-        texts = [(given if isinstance(given, str) else self._plain(ids), ids) for given, ids in shown]
-        shape = TextShape(ask, texts, self.vocabulary, self.name)
+        texts = [
+            ("" if not ask.echo else given if isinstance(given, str) else self._plain(given), ids)
+            for given, ids in shown
+        ]
+        shape = TextShape(ask, texts, vocabulary, self.name)
         num_prompt = sum(len(ids) for ids in prompts)
         return await self._answer(request, ask, mailbox, shape, num_prompt, hidden=ask.max_tokens == 0)
 
@@ -219,10 +247,12 @@ class Server:
             ask = kind.model_validate(data)
         except ValidationError as error:
             raise explain(error) from None
-        model = getattr(ask, "model", None)
+        self._check_name(getattr(ask, "model", None))
+        return ask
+
+    def _check_name(self, model: str | None) -> None:
         if model not in (None, self.name):
             raise _UnknownModel(f"model {model[:100]!r} is not served here; {self.name!r} is")
-        return ask
 
     def _check_ready(self) -> None:
         if self.is_ending:

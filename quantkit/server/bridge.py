@@ -161,12 +161,12 @@ class Bridge:
             num_waiting = max(len(prompts), self.num_open - self.llm.config.max_sequences)
             retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
             raise Busy(f"{self.num_open} requests are computed or wait, as many as may; try again later", retry_s)
-        mailbox = Mailbox(num_open=len(prompts))
+        mailbox, arrived_s = Mailbox(num_open=len(prompts)), time.perf_counter()
         self.num_open += len(prompts)
 
         def add(engine: Engine) -> None:
             for index, (ids, params) in enumerate(prompts):
-                number = mailbox.numbers[index] = engine.add(ids, params)
+                number = mailbox.numbers[index] = engine.add(ids, params, arrived_s)
                 self._mailboxes[number] = mailbox, index
 
         self._post(add)

@@ -18,6 +18,7 @@ _POSTS: dict[str, tuple[type[Schema], str]] = {
 }
 _GETS = {
     "/v1/models": "The served model",
+    "/v1/models/{model}": "The served model, by its name",
     "/health": "Whether it computes",
     "/ready": "Whether it takes requests",
     "/openapi.json": "This description",
@@ -37,6 +38,8 @@ def describe() -> Json:
     _, models = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     paths: Json = {path: {"get": {"summary": text, "responses": _responses({})}} for path, text in _GETS.items()}
     paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": {"200": {"description": "text"}}}}
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{model}"]["get"]["parameters"] = [model]
     for path, (schema, text) in _POSTS.items():
         body = {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
         streams = {"text/event-stream": {"schema": {"type": "object"}}} if path.startswith("/v1/") else {}

@@ -15,7 +15,7 @@ class Shape(Protocol):
     head: Head
 
     def first(self) -> list[Json]:
-        """Choices that come before any token."""
+        """Choices that stand in front of the first token's."""
         ...
 
     def part(self, index: int, output: StepOutput) -> Json | None:

@@ -93,6 +93,7 @@ class EventStream(Response):
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # else nginx keeps parts until it has many
         self._bridge, self._mailbox, self._shape = bridge, mailbox, shape
         self._on_end, self._num_prompt = on_end, num_prompt
         self._with_usage = options.include_usage
@@ -113,10 +114,9 @@ class EventStream(Response):
     async def _events(self) -> AsyncIterator[bytes]:
         shape, done = self._shape, list[Completion]()
         num_new, frame = 0, self._frame(0)
-        if first := shape.first():
-            yield b"".join(framed(frame, choice) for choice in first)
+        # With the first news: what comes before them would pass for a first token.
+        body = b"".join(framed(frame, choice) for choice in shape.first())
         while self._mailbox.num_open:
-            body = b""
             for index, output in await self._mailbox.read():
                 if output.completion is not None:
                     done.append(output.completion)
@@ -131,6 +131,7 @@ class EventStream(Response):
                     body += framed(frame, choice)
             if body:
                 yield body
+                body = b""
         if self._with_usage:
             yield event(shape.head.around([], usage=usage(done)))
 

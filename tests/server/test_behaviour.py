@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -182,6 +184,50 @@ def test_metrics(checkpoint):
             "quantkit_kv_pages_used": 0,
         }.items():
             assert float(values[name]) == value, name
+
+
+def test_a_request_arrives_when_it_comes_and_not_after_the_step(checkpoint):
+    with serving(checkpoint) as server:
+        engine, began, go_on = server.bridge.engine, threading.Event(), threading.Event()
+        step, arrived = engine.runner.step, []
+
+        def hold(chunks, tokens=None):
+            began.set()
+            assert go_on.wait(30)
+            arrived.extend(chunk.holder.arrived for chunk in chunks)
+            return step(chunks, tokens)
+
+        engine.runner.step = hold
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(server.ask, "/v1/completions", {**LONG, "max_tokens": 2})]
+            assert began.wait(30)
+            asked.append(pool.submit(server.ask, "/v1/completions", {**LONG, "max_tokens": 1}))
+            wait_until(lambda: server.bridge.num_open == 2)
+            released = time.perf_counter()
+            go_on.set()
+            assert [each.result()[0] for each in asked] == [200, 200]
+        assert len(set(arrived)) == 2
+        assert max(arrived) < released
+
+
+def test_pages_of_other_origins(checkpoint):
+    origin, other = "http://chat.example", "http://other.example"
+    with serving(checkpoint, settings={"key": "k", "origins": (origin,)}) as server:
+
+        def ask(method, path, **headers):
+            request = urllib.request.Request(server.url + path, method=method, headers=headers)
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    return answer.status, answer.headers.get("Access-Control-Allow-Origin")
+            except urllib.error.HTTPError as error:
+                return error.code, error.headers.get("Access-Control-Allow-Origin")
+
+        question = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        assert ask("OPTIONS", "/v1/completions", Origin=origin, **question) == (200, origin)
+        assert ask("OPTIONS", "/v1/completions", Origin=other, **question) == (400, None)
+        assert ask("GET", "/v1/models", Origin=origin, Authorization="Bearer k") == (200, origin)
+        assert ask("GET", "/v1/models", Origin=other, Authorization="Bearer k") == (200, None)
+        assert ask("GET", "/v1/models", Origin=origin) == (401, origin)
 
 
 def test_what_is_under_way_is_answered_before_the_end(checkpoint):

@@ -192,5 +192,8 @@ def test_a_client_that_times_out_frees_its_pages(client, served):
 
 
 def test_models(client):
-    model = client.models.list().data[0]
-    assert (model.id, model.max_model_len) == ("tiny", 512)
+    for model in (client.models.list().data[0], client.models.retrieve("tiny")):
+        assert (model.id, model.max_model_len) == ("tiny", 512)
+        assert model.created > 1_700_000_000
+    with pytest.raises(openai.NotFoundError, match="'some/other' is not served here"):
+        client.models.retrieve("some/other")

@@ -103,12 +103,18 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._requests or self._failed)
 
-    def add(self, prompt_ids: Many[int], params: SamplingParams = SamplingParams()) -> int:  # noqa: B008 - frozen
+    def add(
+        self,
+        prompt_ids: Many[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        arrived_s: float | None = None,
+    ) -> int:
         """Queue a request.
 
         Args:
             prompt_ids: at least one token.
             params: how to continue.
+            arrived_s: when it came, on `time.perf_counter`, to whoever had to wait for a step; None = now.
         Returns:
             its number, as in `StepOutput`.
         Raises:
@@ -127,7 +133,7 @@ class Engine:
             limit=self.capacity if params.max_tokens is None else len(ids) + params.max_tokens,
             seed=derived_seed(self.config.seed, number) if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
-            arrived=time.perf_counter(),
+            arrived=time.perf_counter() if arrived_s is None else arrived_s,
             text=None if decode is None else TextStream(decode, ids, params.stop_texts),
             history=TokenHistory(ids) if params.has_penalties else None,
             constraint=None if params.json_schema is None else self._schemas.start(params.json_schema),
