@@ -88,7 +88,6 @@ METHODS_OF_FLOATS = ("rtn", CALIBRATED, "gptq", "gptq asymmetric sequential", "a
 # Why a row is behind the best peer, by model, number type and form; the page asks for a reason where there is none.
 REASONS = {
     ("demo", "w4g32", True): "perplexity below the original's is no merit there, see above",
-    ("babyllama-361", "w8pc", True): "our GPTQ has not been measured there, rounding has",
 }
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
@@ -176,7 +175,7 @@ class Peer:
         method: likewise.
         job: method and options of the script in evals/peers.
         bits: of integers that it is measured at; empty = none.
-        presets: whether it is measured on the types that are no integers.
+        presets: the types that are no integers, as far as it is measured on them.
         zero_points: whether with them; None = both forms.
         groups: whether it has groups of any size; else of 16 and more.
     """
@@ -185,7 +184,7 @@ class Peer:
     method: str
     job: dict[str, Any]
     bits: tuple[int, ...] = (2, 3, 4, 8)
-    presets: bool = False
+    presets: tuple[str, ...] = ()
     zero_points: bool | None = None
     groups: bool = True
 
@@ -195,12 +194,16 @@ class Peer:
 
 
 LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND = "llm-compressor", "GPTQModel", "auto-round"
-_BEST_RANGES: dict[str, Any] = {"observer": "memoryless_mse"}
+_MSE: dict[str, Any] = {"options": {"observer": "memoryless_mse"}}
+_WIDER: dict[str, Any] = {"options": {"observer": "fouroversix"}}  # ranges beyond the largest weight too
+_NVFP4_ONLY: dict[str, Any] = {"bits": (), "presets": ("nvfp4",)}
 PEERS = (
-    Peer(tool=LLM_COMPRESSOR, method="rounding", job={"method": "rtn"}, presets=True),
-    Peer(tool=LLM_COMPRESSOR, method="rounding, memoryless_mse", job={"method": "rtn", "options": _BEST_RANGES}),
-    Peer(tool=LLM_COMPRESSOR, method="GPTQ", job={"method": "gptq"}, presets=True),
-    Peer(tool=LLM_COMPRESSOR, method="GPTQ, memoryless_mse", job={"method": "gptq", "options": _BEST_RANGES}),
+    Peer(tool=LLM_COMPRESSOR, method="rounding", job={"method": "rtn"}, presets=FLOATS),
+    Peer(tool=LLM_COMPRESSOR, method="rounding, memoryless_mse", job={"method": "rtn", **_MSE}, presets=FLOATS),
+    Peer(tool=LLM_COMPRESSOR, method="GPTQ", job={"method": "gptq"}, presets=FLOATS),
+    Peer(tool=LLM_COMPRESSOR, method="GPTQ, memoryless_mse", job={"method": "gptq", **_MSE}, presets=FLOATS),
+    Peer(tool=LLM_COMPRESSOR, method="rounding, fouroversix", job={"method": "rtn", **_WIDER}, **_NVFP4_ONLY),
+    Peer(tool=LLM_COMPRESSOR, method="GPTQ, fouroversix", job={"method": "gptq", **_WIDER}, **_NVFP4_ONLY),
     Peer(tool=LLM_COMPRESSOR, method="AWQ", job={"method": "awq"}, bits=(2, 3, 4), zero_points=True),
     Peer(tool=LLM_COMPRESSOR, method="AWQ, then GPTQ", job={"method": "awq+gptq"}, bits=(2, 3, 4), zero_points=True),
     Peer(tool=GPTQ_MODEL, method="rounding", job={"method": "rtn"}, groups=False, zero_points=False),
@@ -218,7 +221,7 @@ def peer_rows(model: Model) -> Iterator[tuple[Peer, str, bool]]:
             can = numbers.bits in peer.bits and (peer.groups or (numbers.group or 16) >= 16)
             if numbers.activations and peer.tool != LLM_COMPRESSOR:
                 continue
-            if not (can if numbers.is_integer else peer.presets):
+            if not (can if numbers.is_integer else name in peer.presets):
                 continue
             given = [form for form in forms(numbers) if peer.zero_points is None or form != peer.zero_points]
             yield from ((peer, name, form) for form in given)

@@ -36,7 +36,7 @@ def main() -> None:
 
 def modifiers(job: Job) -> list[Any]:
     """Steps of the method."""
-    common: dict[str, Any] = {"ignore": ["lm_head"]}
+    common: dict[str, Any] = {"ignore": ["lm_head"], "weight_observer": job.options.get("observer")}
     if "scheme" in job.options:  # a preset such as NVFP4A16
         common |= {"targets": "Linear", "scheme": job.options["scheme"]}
     else:
@@ -51,7 +51,6 @@ def modifiers(job: Job) -> list[Any]:
 
 def own_scheme(job: Job) -> QuantizationScheme:
     """Integers in groups or per channel."""
-    observer = {"observer": job.options["observer"]} if "observer" in job.options else {}
     channel = job.group < 0
     weights = QuantizationArgs(
         num_bits=job.bits,
@@ -59,7 +58,6 @@ def own_scheme(job: Job) -> QuantizationScheme:
         symmetric=job.symmetric,
         strategy="channel" if channel else "group",
         group_size=None if channel else job.group,
-        **observer,
     )
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     if job.options.get("inputs") == "int8":
