@@ -61,12 +61,14 @@ class Eviction:
         """Whether it will have more pages when it draws than it has now."""
         return min(sequence.limit, self.budget.tokens) > len(sequence.pages) * self.budget.page_size
 
-    def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None]) -> None:
+    def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None], oldest: int) -> None:
         """Evict what is due of sequences that have just been computed.
 
         Args:
             sequences: they, but for those that have ended.
             preempt: takes the pages of the youngest sequence that runs, for copies of pages.
+            oldest: number of the request that came first of those alive. Nobody takes its pages, so of what it gave up
+                earlier nothing is kept.
         """
         for sequence in sequences:
             # One that lost its pages meanwhile keeps nothing, and is not due.
@@ -74,6 +76,8 @@ class Eviction:
                 preempt()
             if self._is_due(sequence):
                 self._evict(sequence)
+                if sequence.id == oldest:
+                    sequence.forget_evictions()
 
     def _is_due(self, sequence: Sequence) -> bool:
         computed, kept = sequence.num_computed, sequence.num_kept
