@@ -58,7 +58,24 @@ def table() -> str:
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     cases = " to ".join(map(str, sorted({row["cases"] for row in known})))
     origin = f"{cases} cases each. Commit {abouts[0]['commit']}, {abouts[0]['date']}; {listed}."
-    return "\n".join([*lines, "", f"![Recall against bytes of the cache]({PLOT})", "", origin, ""])
+    return "\n".join([*lines, "", f"![Recall against bytes of the cache]({PLOT})", "", origin, "", *_soak(), ""])
+
+
+def _soak() -> Iterator[str]:
+    """What `eviction_soak.py` has counted."""
+    kept = _read("soak")
+    about, rows = kept["about"], kept["rows"]
+    yield "| Soak | preemptions | pages evicted | tokens found in the prefix cache | same text alone |"
+    yield "|---" * 5 + "|"
+    for row in rows:
+        counts = " | ".join(f"{row[key]:,}" for key in ("preemptions", "evicted_pages", "prefix_hit_tokens"))
+        name = f"{row['policy']}, {TYPES.get(row['kv_cache'], '32 bit')}"
+        yield f"| {name} | {counts} | {row['same_alone']} of {row['asked_alone']} |"
+    yield ""
+    yield (
+        f"{rows[0]['requests']:,} requests each in 80 pages of 8 tokens, budget 64; no page was lost. "
+        f"Commit {about['commit']}, {about['date']}."
+    )
 
 
 def _figure(value: float | None) -> str:

@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import plain, stamp
 
 from quantkit.demo import DEMO_MODEL
+from quantkit.errors import RequestError
+from quantkit.models.kv_budget import KVBudget
 from quantkit.runtime.config import KV_POLICIES, EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.llm import LLM
@@ -39,9 +40,8 @@ ABOUT = plain(stamp())
 NAMES = ("model", "task", "kv_cache", "policy", "page_size", "share")
 RECALL, TEXT = ROOT / "tasks/demo/demo_recall.jsonl", ROOT / "tasks/demo/demo_text.txt"
 SCORED = 32
-LEAST_PAGES = 4  # of a budget
 TYPES = ("bf16", "int8", "int4")
-PAGES = {"bf16": (4,), "int8": (4,), "int4": (16, 8)}  # small ones, as the contexts are: the first that fits
+PAGES = {"bf16": (4,), "int8": (4,), "int4": (16, 8)}  # small ones, as the contexts are: the largest that fits
 
 
 def main() -> None:
@@ -120,15 +120,24 @@ def choices(task: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple
         yield kind, None, 16, 1.0
         least = min(case["chunk"] for case in task["cases"])
         for policy, share in itertools.product(options.policies.split(","), map(float, options.shares.split(","))):
-            fitting = [size for size in PAGES[kind] if share * least >= LEAST_PAGES * size]
+            fitting = [size for size in PAGES[kind] if holds(round(share * least), size)]
             yield from ((kind, policy, size, share) for size in fitting[:1])
+
+
+def holds(budget: int, page_size: int) -> bool:
+    """Whether a budget is enough for what is never evicted."""
+    try:
+        KVBudget(tokens=budget, page_size=page_size, chunk=1)
+    except RequestError:
+        return False
+    return True
 
 
 def run(
     model: Any, task: dict[str, Any], kind: str, policy: str | None, page_size: int, share: float
 ) -> dict[str, Any]:
     """One row."""
-    began, by_chunk = time.perf_counter(), defaultdict(list)
+    by_chunk = defaultdict(list)
     for case in task["cases"]:
         by_chunk[case["chunk"]].append(case)
     losses, right, num_bytes = [], [], 0.0
@@ -169,7 +178,7 @@ def run(
         for name, low, high in (("far", 0, 1 / 3), ("middle", 1 / 3, 2 / 3), ("near", 2 / 3, 2)):
             third = [hit for hit, depth in right if low <= depth < high]
             row[name] = sum(third) / len(third) if third else None
-    return {**row, "seconds": round(time.perf_counter() - began, 1)}
+    return row
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from quantkit.models.kv_budget import SINK_TOKENS, KVBudget
+from quantkit.models.kv_budget import KVBudget
 from quantkit.runtime.cache.compaction import Array, lowest
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
@@ -89,9 +89,9 @@ class Eviction:
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
     def _candidates(self, sequence: Sequence) -> range:
-        """Slots of the tokens that a policy judges: neither sinks, nor the newest, nor in an open page."""
+        """Slots of the tokens that a policy judges: neither sinks, unless it judges them, nor the newest, nor in an open page."""
         kept, size = sequence.num_kept, self.budget.page_size
-        return range(SINK_TOKENS, min(kept - self.budget.recent, kept // size * size))
+        return range(self.policy.sinks, min(kept - self.budget.recent, kept // size * size))
 
     def _given_up(self, sequence: Sequence) -> range:
         """Which pages of its list go, whatever the policy: the first ones behind the sinks."""
