@@ -26,8 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import plain, stamp
 
 from quantkit.demo import DEMO_MODEL
-from quantkit.errors import RequestError
-from quantkit.models.kv_budget import KVBudget
 from quantkit.runtime.config import KV_POLICIES, EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.llm import LLM
@@ -41,7 +39,8 @@ NAMES = ("model", "task", "kv_cache", "policy", "page_size", "share")
 RECALL, TEXT = ROOT / "tasks/demo/demo_recall.jsonl", ROOT / "tasks/demo/demo_text.txt"
 SCORED = 32
 TYPES = ("bf16", "int8", "int4")
-PAGES = {"bf16": (4,), "int8": (4,), "int4": (16, 8)}  # small ones, as the contexts are: the largest that fits
+LEAST_PAGES = 6  # of a budget
+PAGES = {"bf16": (4,), "int8": (4,), "int4": (16, 8)}  # small, as the contexts are: the first that fits, or the last
 
 
 def main() -> None:
@@ -120,17 +119,8 @@ def choices(task: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple
         yield kind, None, 16, 1.0
         least = min(case["chunk"] for case in task["cases"])
         for policy, share in itertools.product(options.policies.split(","), map(float, options.shares.split(","))):
-            fitting = [size for size in PAGES[kind] if holds(round(share * least), size)]
-            yield from ((kind, policy, size, share) for size in fitting[:1])
-
-
-def holds(budget: int, page_size: int) -> bool:
-    """Whether a budget is enough for what is never evicted."""
-    try:
-        KVBudget(tokens=budget, page_size=page_size, chunk=1)
-    except RequestError:
-        return False
-    return True
+            fitting = [size for size in PAGES[kind] if share * least >= LEAST_PAGES * size]
+            yield kind, policy, (fitting or PAGES[kind][-1:])[0], share
 
 
 def run(

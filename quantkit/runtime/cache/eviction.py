@@ -89,7 +89,7 @@ class Eviction:
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
     def _candidates(self, sequence: Sequence) -> range:
-        """Slots of the tokens that a policy judges: neither sinks, unless it judges them, nor the newest, nor in an open page."""
+        """Slots of the tokens that a policy judges: not its sinks, nor the newest, nor those in an open page."""
         kept, size = sequence.num_kept, self.budget.page_size
         return range(self.policy.sinks, min(kept - self.budget.recent, kept // size * size))
 
