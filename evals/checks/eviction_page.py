@@ -58,7 +58,38 @@ def table() -> str:
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     cases = " to ".join(map(str, sorted({row["cases"] for row in known})))
     origin = f"{cases} cases each. Commit {abouts[0]['commit']}, {abouts[0]['date']}; {listed}."
-    return "\n".join([*lines, "", f"![Recall against bytes of the cache]({PLOT})", "", origin, ""])
+    shown = f"![Recall against bytes of the cache]({PLOT})"
+    return "\n".join([*lines, "", shown, "", origin, "", _users(), "", *_soak(), ""])
+
+
+def _users() -> str:
+    """What `eviction_users.py` has counted."""
+    kept = _read("users")
+    full, evicting = (kept["measured"][name] for name in ("full", "budget"))
+    return (
+        f"Users: in a pool of {kept['pool']}, prompts of {kept['prompt']} tokens and {kept['new']} new ones, "
+        f"{evicting['in_flight']:.1f} requests in flight with a budget of {kept['budget']} and {full['in_flight']:.1f} "
+        f"without, {kept['measured_ratio']:.2f} times as many (planned: {kept['planned_ratio']:.2f}); "
+        f"{evicting['tokens_per_s']:,.0f} and {full['tokens_per_s']:,.0f} tokens per second."
+    )
+
+
+def _soak() -> Iterator[str]:
+    """What `eviction_soak.py` has counted."""
+    kept = _read("soak")
+    about, rows = kept["about"], kept["rows"]
+    yield "| Soak | preemptions | pages evicted | tokens found in the prefix cache | same text alone |"
+    yield "|---" * 5 + "|"
+    for row in rows:
+        counts = " | ".join(f"{row[key]:,}" for key in ("preemptions", "evicted_pages", "prefix_hit_tokens"))
+        name = f"{row['policy']}, {TYPES.get(row['kv_cache'], '32 bit')}"
+        yield f"| {name} | {counts} | {row['same_alone']} of {row['asked_alone']} |"
+    yield ""
+    yield (
+        f"{rows[0]['requests']:,} requests each in 80 pages of 8 tokens, budget 64; no page was lost. "
+        "With a quantized cache a text may depend on its batch, with a budget or without. "
+        f"Commit {about['commit']}, {about['date']}."
+    )
 
 
 def _figure(value: float | None) -> str:

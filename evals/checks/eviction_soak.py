@@ -1,6 +1,7 @@
 """Two thousand requests with a budget, a prefix cache and too few pages: no page is lost, no text depends on others.
 
-    python evals/checks/eviction_soak.py [MODEL] [--requests 2000] [--policy window] [--kv-cache auto] [--seed 0]
+    python evals/checks/eviction_soak.py [MODEL] [--policies window,keydiff] [--types auto,int8] [--requests 2000]
+                                          # -> evals/results/eviction/soak.json
 
 Requests begin alike now and then, are cancelled now and then, and are preempted. After every step the page pool is
 compared with the sequences that hold pages, and no sequence may keep more than budget and chunk. Some requests are run
@@ -11,10 +12,16 @@ without one: `same_alone` is then only reported.) MODEL is a directory; without 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
-import time
+import sys
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import plain, stamp
 
 from quantkit.demo import DEMO_MODEL
 from quantkit.runtime.config import KV_POLICIES, EngineConfig
@@ -23,25 +30,36 @@ from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import Completion, SamplingParams
 
+RESULT = Path(__file__).parents[1] / "results/eviction/soak.json"
 LONGEST, NEW, CHECKED = 120, 48, 40
 
 
 def main() -> None:
-    """Run the soak and print what happened."""
+    """Run a soak for each policy and KV type, and keep what happened; those that are there already are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, default=DEMO_MODEL)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--policy", choices=KV_POLICIES, default="window")
-    parser.add_argument("--kv-cache", default="auto")
+    parser.add_argument("--policies", default=",".join(KV_POLICIES))
+    parser.add_argument("--types", default="auto,int8,int4")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    began, draw = time.perf_counter(), random.Random(options.seed)
     model = load_model(options.model, dtype="float32")
+    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    for kind, policy in itertools.product(options.types.split(","), options.policies.split(",")):
+        if (policy, kind) not in {(row["policy"], row["kv_cache"]) for row in rows}:
+            rows.append({"policy": policy, "kv_cache": kind, **soak(model, options, policy, kind)})
+            RESULT.write_text(json.dumps({"about": plain(stamp()), "rows": rows}, indent=1) + "\n")
+            print(json.dumps(rows[-1]), flush=True)
+
+
+def soak(model: Any, options: argparse.Namespace, policy: str, kind: str) -> dict[str, Any]:
+    """What happened to so many requests."""
+    draw = random.Random(options.seed)
 
     def engine(**settings: int) -> Engine:
         config = EngineConfig(
-            page_size=8, max_sequences=16, token_budget=64, kv_budget=64, kv_policy=options.policy,
-            kv_cache=options.kv_cache, dtype="float32", seed=options.seed, **settings,
+            page_size=8, max_sequences=16, token_budget=64, kv_budget=64, kv_policy=policy,
+            kv_cache=kind, dtype="float32", seed=options.seed, **settings,
         )  # fmt: skip
         return build_engine(model, config)
 
@@ -65,13 +83,12 @@ def main() -> None:
     assert busy.pool.num_free == busy.pool.num_pages, "pages are lost"
     assert len(done) + cancelled == options.requests, "requests are lost"
     same = sum(again(engine(), asked[number], done[number]) for number in draw.sample(sorted(done), CHECKED))
-    print(json.dumps({
+    assert same == CHECKED or kind != "auto", "a text depends on who else runs"
+    return {
         "requests": len(asked), "cancelled": cancelled, "preemptions": busy.scheduler.num_preemptions,
         "evicted_pages": busy.eviction.num_evicted_pages, "prefix_hit_tokens": busy.prefix.num_hit_tokens,
-        "same_alone": f"{same} of {CHECKED}", "policy": options.policy, "kv_cache": options.kv_cache,
-        "seconds": round(time.perf_counter() - began, 1),
-    }))  # fmt: skip
-    assert same == CHECKED or options.kv_cache != "auto", "a text depends on who else runs"
+        "same_alone": same, "asked_alone": CHECKED,
+    }  # fmt: skip
 
 
 def params(new: int) -> SamplingParams:

@@ -269,12 +269,19 @@ class EntryLayout:
         page_size: tokens per page.
         dtype: of what is not quantized.
         scheme: number types; entries and raw tokens are both kept as its keys.
+    Raises:
+        SchemeError: INT4 with an odd number of channels.
     """
 
     shape: AttentionShape
     page_size: int
     dtype: torch.dtype
     scheme: KVScheme
+
+    def __post_init__(self) -> None:
+        if not self.shape.offers(self.form):
+            widths = f"{self.shape.key_dim - self.shape.rope_dim} and {self.shape.index_dim}"
+            raise SchemeError(f"int4 entries and their keys need even numbers of channels, not {widths}; use int8")
 
     @property
     def form(self) -> KVForm:

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
 
 LATENT = ("mla", "dsa", "csa", "hca")
 
@@ -118,14 +118,18 @@ class AttentionShape:
         """Whether engines keep this kind of layer in that form.
 
         Latent attention comes in 16 (32) bits and fp8 only; the bundled runtime keeps that without indexer in int8 too.
+        Codes of 4 bits are two to a byte.
         """
-        if self.kind not in ("mla", "dsa") or form.bits >= 16:
+        if form.bits >= 16:
             return True
-        return form.name == "fp8" or (self.kind == "mla" and form.name == "int8")
+        if self.kind in ("mla", "dsa"):
+            return form.name == "fp8" or (self.kind == "mla" and form.name == "int8")
+        widths = self.key_dim - self.rope_dim, self.value_dim, self.index_dim
+        return form.bits != 4 or not any(width % 2 for width in widths)
 
     def entry_bytes(self, form: KVForm) -> float:
         """Bytes of one entry, the indexer's key not counted."""
-        form, plain = self._kept(form), self.key_dim - self.rope_dim
+        plain = self.key_dim - self.rope_dim
         if self.kind not in ("dsa", "csa", "hca") or form.bits >= 16:
             return self.num_kv_heads * (form.key.token_bytes(self.key_dim) + form.value.token_bytes(self.value_dim))
         if self.kind == "dsa":
@@ -137,7 +141,6 @@ class AttentionShape:
         """Bytes of one page of this layer in the bundled runtime; of kinds that it pages."""
         if self.has_rows:
             return sum(self.page_parts(form, page_size))
-        form = self._kept(form)
         dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
         return padded_bytes(page_arrays(form.key, form.value, **dims, page_size=page_size))
 
@@ -158,16 +161,17 @@ class AttentionShape:
         Args:
             tokens: length.
             form: of the cache.
-            dtype_bytes: of one element of the residual window, and of what entries are made of.
+            dtype_bytes: of one element of the residual window, and of what quantized entries are made of.
         """
         if not self.is_paged:
             return self.cached_bytes(tokens, form)
         pages = math.ceil(tokens / DEFAULT_PAGE_SIZE)
         if self.has_rows:
-            return pages * self.page_bytes(form) + self.row_bytes(form, dtype_bytes)
+            plain = form.bits // 8 if form.bits >= 16 else dtype_bytes
+            return pages * self.page_bytes(form) + self.row_bytes(form, plain)
         if self.window is not None:
             pages = min(pages, math.ceil(self.window / DEFAULT_PAGE_SIZE) + 1)  # a window lies across one page more
-        residual = residual_tokens(self._kept(form).key) * self.num_kv_heads * self.key_dim * dtype_bytes
+        residual = residual_tokens(form.key) * self.num_kv_heads * self.key_dim * dtype_bytes
         return pages * self.page_bytes(form) + residual
 
     def index_bytes(self, form: KVForm) -> int:
@@ -215,10 +219,6 @@ class AttentionShape:
         """Channels that are added up by the scores: of mla the latent vector without its rotary part."""
         latent = self.kind in ("mla", "dsa")
         return self.value_dim or self.key_dim - (self.rope_dim if latent else 0)
-
-    def _kept(self, form: KVForm) -> KVForm:
-        """Layers with a window stay in 16 bits: they keep few tokens, and their errors are known to cost accuracy."""
-        return BF16 if self.kind == "window" and form.bits < 16 else form
 
     def _entries(self, tokens: int) -> tuple[float, float, float]:
         """Raw entries, compressed entries, and keys of the indexer."""

@@ -25,7 +25,7 @@ SINK_TOKENS = 4
 """At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
 
 RECENT_TOKENS = 32
-"""At the end, that no policy judges: at most, and an eighth of the budget where that is less."""
+"""At the end, that no policy judges: at most, and a twelfth of the budget where that is less."""
 
 
 def kept_tokens(budget: int | float | None, length: int) -> int:
@@ -77,7 +77,7 @@ class KVBudget:
         return self._recent(self.tokens)
 
     def _recent(self, budget: int) -> int:
-        return max(self.window, min(RECENT_TOKENS, budget // 8))
+        return max(self.window, min(RECENT_TOKENS, budget // 12))
 
     @property
     def first_candidate(self) -> int:

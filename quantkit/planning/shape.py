@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.models.attention_shape import AttentionShape
-from quantkit.models.cache import KVForm
+from quantkit.models.cache import KVForm, find_kv_form
 from quantkit.models.family import Family
 from quantkit.models.state_shape import StateShape
 from quantkit.models.tensors import LayerTensors
@@ -82,8 +82,14 @@ class ModelShape:
         return self.head or self.embedding
 
     def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape | StateShape, KVForm]]:
-        """The cache of each layer, and the form that it is kept in."""
-        return ((layer.attention, form.of(index)) for index, layer in enumerate(self.layers))
+        """The cache of each layer, and the form that it is kept in.
+
+        Layers with a window are not quantized: they keep few tokens, and their errors are known to cost accuracy.
+        """
+        plain = find_kv_form("auto", self.dtype)
+        for index, layer in enumerate(self.layers):
+            kept = form.of(index)
+            yield layer.attention, plain if layer.attention.kind == "window" and kept.bits < 16 else kept
 
     @property
     def attention_kinds(self) -> dict[str, int]:

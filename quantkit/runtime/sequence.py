@@ -101,7 +101,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     # Tokens that each head gave up; and which, by number of tokens computed, layer and head, which is kept through
-    # preemptions: computed again, it loses the same ones.
+    # preemptions as long as there may be one: computed again, it loses the same ones.
     num_evicted: int = 0
     evictions: dict[int, dict[int, Array]] = field(default_factory=dict)
     num_cached: int = 0
@@ -146,6 +146,10 @@ class Sequence:
         if scoring is None or len(self.ids) > self.num_prompt:
             return len(self.ids) - 1
         return 0 if scoring.logits else self.num_prompt - 1 - scoring.num_tokens
+
+    def forget_evictions(self) -> None:
+        """Keep only which tokens were given up last, or will be when it has come as far as before a preemption."""
+        self.evictions = {n: slots for n, slots in self.evictions.items() if n >= self.num_computed}
 
     def complete(self, reason: FinishReason, now: float) -> Completion:
         """The request as it ended at a time."""

@@ -121,9 +121,9 @@ MODELS = {
         "index_n_heads": 64,
         "index_topk": 2048,
     },
-    "deepseek-v4-flash": deepseek_v4(4096, 43, 64, 256, 1024, 512, 8, 2048, [0, 0] + [4, 128] * 20 + [4]),
-    # 30 layers of ratio 4 and 31 of ratio 128.
-    "deepseek-v4-pro": deepseek_v4(7168, 61, 128, 384, 1536, 1024, 16, 3072, [128] + [4, 128] * 30),
+    "deepseek-v4-flash": deepseek_v4(4096, 43, 64, 256, 1024, 512, 8, 2048, [0, 0] + [4, 128] * 20 + [4, 0]),
+    # 30 layers of ratio 4 and 31 of ratio 128; the last number is that of a layer which drafts.
+    "deepseek-v4-pro": deepseek_v4(7168, 61, 128, 384, 1536, 1024, 16, 3072, [128, 128] + [4, 128] * 29 + [4, 0]),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.models.cache import BF16, FP8, INT4, INT8, KVForm, Side
+from quantkit.models.families.deepseek_v4 import published_names
 from quantkit.planning.devices import find_device, make_device
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
 from quantkit.planning.memory import (
@@ -108,6 +109,57 @@ def test_deepseek_v4_at_a_million_tokens():
     assert kv_allocated_bytes(pro, tokens, BF16) / GIB == pytest.approx(9.62, rel=0.002)
     assert old == pytest.approx(83.9, abs=0.05)
     assert old / new == pytest.approx(8.7, abs=0.05)
+
+
+# Shapes as in the shard headers of deepseek-ai/DeepSeek-V4-Pro, codes of FP4 counted one by one, scales left out.
+V4_LAYER = {
+    "attn_norm.weight": (7168,),
+    "ffn_norm.weight": (7168,),
+    **{f"hc_{part}_fn": (24, 28672) for part in ("attn", "ffn")},
+    **{f"hc_{part}_base": (24,) for part in ("attn", "ffn")},
+    **{f"hc_{part}_scale": (3,) for part in ("attn", "ffn")},
+    "attn.attn_sink": (128,),
+    "attn.kv_norm.weight": (512,),
+    "attn.q_norm.weight": (1536,),
+    "attn.wkv.weight": (512, 7168),
+    "attn.wq_a.weight": (1536, 7168),
+    "attn.wq_b.weight": (65536, 1536),
+    "attn.wo_a.weight": (16384, 4096),
+    "attn.wo_b.weight": (7168, 16384),
+    "attn.compressor.norm.weight": (512,),
+    "ffn.gate.weight": (384, 7168),
+    **{f"ffn.{owner}.w{n}.weight": (3072, 7168) for owner in ("experts.0", "shared_experts") for n in (1, 3)},
+    **{f"ffn.{owner}.w2.weight": (7168, 3072) for owner in ("experts.0", "shared_experts")},
+}
+V4_HEAVY = {
+    "attn.compressor.ape": (128, 512),
+    **{f"attn.compressor.{part}.weight": (512, 7168) for part in ("wgate", "wkv")},
+}
+V4_SPARSE = {
+    "attn.compressor.ape": (4, 1024),
+    **{f"attn.compressor.{part}.weight": (1024, 7168) for part in ("wgate", "wkv")},
+    "attn.indexer.compressor.ape": (4, 256),
+    "attn.indexer.compressor.norm.weight": (128,),
+    **{f"attn.indexer.compressor.{part}.weight": (256, 7168) for part in ("wgate", "wkv")},
+    "attn.indexer.weights_proj.weight": (64, 7168),
+    "attn.indexer.wq_b.weight": (8192, 1536),
+}
+V4_HASHED, V4_LEARNED = {"ffn.gate.tid2eid": (129280, 6)}, {"ffn.gate.bias": (384,)}
+
+
+@pytest.mark.parametrize(
+    ("index", "own"),
+    [(0, V4_HEAVY | V4_HASHED), (1, V4_HEAVY | V4_HASHED), (2, V4_SPARSE | V4_HASHED), (60, V4_SPARSE | V4_LEARNED)],
+)
+def test_tensors_of_deepseek_v4_are_those_of_the_published_files(index, own):
+    layer = shape_of("deepseek-v4-pro").layers[index]
+    counted = {f"{matrix.first}.weight": (matrix.out_features, matrix.in_features) for matrix in layer.matrices}
+    published = {f"layers.{index}.{name}": size for name, size in (V4_LAYER | own).items()}
+    stored = published_names([*published]).tensors
+    assert counted | dict(layer.vectors) == {
+        name.removeprefix(f"model.layers.{index}."): published[file] for name, file in stored.items()
+    }
+    assert {m.copies for m in layer.matrices} == {1, 384}
 
 
 def test_what_a_token_reads_in_deepseek_v4():

@@ -9,20 +9,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.api import quantize
-from quantkit.errors import ModelError, RequestError
+from quantkit.errors import InputError, ModelError, RequestError, SchemeError
 from quantkit.kernels.layouts import EntryLayout, kv_scheme
 from quantkit.models.attention_shape import AttentionShape
-from quantkit.models.cache import find_kv_form
+from quantkit.models.cache import KV_FORMS, find_kv_form
 from quantkit.models.config import NotNative
 from quantkit.models.families import family_for_counting, find
-from quantkit.numerics.scheme import KVScheme
-from quantkit.planning.memory import kv_allocated_bytes
+from quantkit.models.families.deepseek_v4 import published_names
+from quantkit.numerics.dtype import FP8
+from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.scheme import ActivationScheme, KVScheme
+from quantkit.planning import estimate
+from quantkit.planning.memory import kv_allocated_bytes, kv_bytes
 from quantkit.planning.source import from_model
 from quantkit.runtime.cache.entries import EntryPool
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import load_tensors, save_tokenizer, transformers_logits
+from tests.planning.shapes import shape_of
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -82,11 +87,36 @@ def test_greedy_text_is_that_of_transformers(models, expected, settings):
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["auto", "bf16", "fp8", "int8", "int4"])
-def test_the_plan_counts_the_bytes_of_the_pool(tmp_path, name):
-    folder = make_loud_model(tmp_path / "model", "deepseek_v4", dtype=torch.bfloat16)
-    llm = LLM(folder, backend="native", dtype="bfloat16", kv_cache=name, max_sequences=3, num_pages=3 * 2)
-    assert llm.stats()["kv_bytes"] == 3 * kv_allocated_bytes(from_model(folder), 128, find_kv_form(name))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_plan_counts_the_bytes_of_the_pool(tmp_path, dtype):
+    folder = make_loud_model(tmp_path / "model", "deepseek_v4", dtype=getattr(torch, dtype))
+    for name in ("auto", *KV_FORMS):
+        settings = {"max_sequences": 3, "num_pages": 3 * 2}
+        llm = LLM(folder, backend="native", dtype=dtype, kv_cache=name, **settings)
+        form = find_kv_form(name, dtype)
+        assert llm.stats()["kv_bytes"] == 3 * kv_allocated_bytes(from_model(folder), 128, form), name
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "int8", "int4"])
+def test_bytes_of_a_token_at_the_published_sizes(name):
+    """What 64 more tokens take of the pool and in the plan: in 16 bits 1024 B an entry, 256 B a key of its indexer."""
+    shape, scheme = shape_of("deepseek-v4-pro"), kv_scheme(name) or KVScheme()
+    pages = sum(
+        EntryLayout(shape=layer.attention, page_size=64, dtype=torch.bfloat16, scheme=scheme).page_bytes
+        for layer in shape.layers
+    )
+    form, length = find_kv_form(name), 1 << 20
+    assert pages == kv_bytes(shape, length, form) - kv_bytes(shape, length - 64, form)
+    if name == "auto":
+        assert pages == 30 * 16 * (1024 + 256) + 31 * 512
+
+
+def test_odd_widths_are_refused_in_4_bits_before_anything_is_loaded(tmp_path):
+    folder = make_loud_model(tmp_path / "model", "deepseek_v4", head_dim=33, partial_rotary_factor=8 / 33)
+    with pytest.raises(SchemeError, match=r"even numbers of channels, not 25 and 16; use int8"):
+        LLM(folder, backend="native", kv_cache="int4", lazy=True)
+    with pytest.raises(InputError, match=r"in int4; use one of bf16, fp8, int8"):
+        estimate(folder, kv_cache="int4")
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp8", 0.2), ("int8", 0.05), ("int4", 0.5)])
@@ -143,7 +173,8 @@ def test_published_and_own_names_are_one_model(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["gptq-int4", "fp8-block", "rtn-int8", pytest.param("awq-int4", marks=pytest.mark.slow)]
+    "recipe",
+    ["gptq-int4", "rtn-int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8-block", "awq-int4"))],
 )
 def test_a_quantized_checkpoint_runs_as_in_transformers(models, tmp_path, recipe):
     folder, sequences = models("mixed"), prompts(33)
@@ -172,6 +203,37 @@ def test_a_quantized_checkpoint_runs_as_in_transformers(models, tmp_path, recipe
     actual = run(load_model(tmp_path / "q", dtype="float32", backend="native"), sequences, 16)
     close = 1e-4 if recipe != "fp8-block" else 0.1  # with inputs rounded to 8 bits, each at its own edges
     assert difference(actual, [expected]) < close
+
+
+@pytest.mark.parametrize("inputs", [16, pytest.param(None, marks=pytest.mark.slow)])
+def test_experts_in_fp8_run_as_their_values_do_in_transformers(models, tmp_path, inputs):
+    """It loads no codes of experts: their values stand for them, and what every product reads is rounded before it."""
+    from transformers import AutoModelForCausalLM
+
+    folder, sequences = models("mixed"), prompts(33)
+    plain = {"weights.group_size": "16x16", "activations": None}
+    quantize(folder, "fp8-block", tmp_path / "dense", overrides={**plain, "format": "dense"})
+    if inputs is not None:
+        plain = {**plain, "activations": {"dtype": "fp8", "group_size": inputs}}
+    quantize(folder, "fp8-block", tmp_path / "q", overrides=plain)
+    codes = {name for name, value in load_tensors(tmp_path / "q").items() if value.dtype == torch.float8_e4m3fn}
+    assert sum(".experts." in name for name in codes) == 4 * 4 * 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32, attn_implementation="eager")
+    scheme = None if inputs is None else ActivationScheme(dtype=FP8, group_size=inputs)
+    quantized = {own.removesuffix(".weight") for own in published_names([*codes]).tensors}
+
+    def rounded(states):
+        return states if scheme is None else fake_quantize_inputs(states, scheme)
+
+    for name, module in model.named_modules():
+        if name in quantized or name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda _, given: (rounded(given[0]), *given[1:]))
+        if name.endswith("mlp.experts"):
+            module._apply_gate = lambda states, gate=module._apply_gate: rounded(gate(states))
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor(sequences)).logits[0]
+    actual = run(load_model(tmp_path / "q", dtype="float32", backend="native"), sequences, 16)
+    assert difference(actual, [expected]) < (1e-4 if inputs is None else 0.1)  # rounded each at its own edges
 
 
 def test_a_published_config_says_the_same(tmp_path):

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def lowest(scores: Tensor, candidates: range, count: int) -> Array:
-    """Slots of each head's tokens with the lowest scores, (H, count) int32 in order; of equal ones the first go.
+    """Slots of each head's tokens with the lowest scores, (H, count) in order; of equal ones the first go.
 
     Args:
         scores: (H, N).
@@ -34,8 +34,8 @@ def lowest(scores: Tensor, candidates: range, count: int) -> Array:
         count: how many go.
     """
     order = scores[:, candidates.start : candidates.stop].argsort(dim=1, stable=True)[:, :count]
-    slots: Array = (order.sort(1).values + candidates.start).int().cpu().numpy()
-    return slots
+    slots: Array = (order.sort(1).values + candidates.start).cpu().numpy()
+    return slots.astype(np.min_scalar_type(candidates.stop))  # many are kept for long
 
 
 def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) -> None:

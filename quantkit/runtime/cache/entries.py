@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.errors import SchemeError
 from quantkit.kernels.layouts import EntryLayout
 from quantkit.kernels.reference.kv_codes import pack_int4, unpack_int4
 from quantkit.models.attention_shape import (
@@ -44,8 +43,6 @@ class EntryCodes:
         multiple: bytes that exponents come in.
         number: type of the codes; None = `dtype` is kept.
         dtype: of what is not quantized.
-    Raises:
-        SchemeError: INT4 with an odd number of channels.
     """
 
     width: int
@@ -54,10 +51,6 @@ class EntryCodes:
     multiple: int
     number: DType | None
     dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if self.number is INT4 and self.plain % 2:
-            raise SchemeError(f"int4 entries need an even number of channels, not {self.plain}; use int8")
 
     @property
     def plain(self) -> int:

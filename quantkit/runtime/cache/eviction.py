@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from quantkit.models.kv_budget import SINK_TOKENS, KVBudget
+from quantkit.models.kv_budget import KVBudget
 from quantkit.runtime.cache.compaction import Array, lowest
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
@@ -61,12 +61,14 @@ class Eviction:
         """Whether it will have more pages when it draws than it has now."""
         return min(sequence.limit, self.budget.tokens) > len(sequence.pages) * self.budget.page_size
 
-    def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None]) -> None:
+    def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None], oldest: int) -> None:
         """Evict what is due of sequences that have just been computed.
 
         Args:
             sequences: they, but for those that have ended.
             preempt: takes the pages of the youngest sequence that runs, for copies of pages.
+            oldest: number of the request that came first of those alive. Nobody takes its pages, so of what it gave up
+                earlier nothing is kept.
         """
         for sequence in sequences:
             # One that lost its pages meanwhile keeps nothing, and is not due.
@@ -74,6 +76,8 @@ class Eviction:
                 preempt()
             if self._is_due(sequence):
                 self._evict(sequence)
+                if sequence.id == oldest:
+                    sequence.forget_evictions()
 
     def _is_due(self, sequence: Sequence) -> bool:
         computed, kept = sequence.num_computed, sequence.num_kept
@@ -85,9 +89,9 @@ class Eviction:
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
     def _candidates(self, sequence: Sequence) -> range:
-        """Slots of the tokens that a policy judges: neither sinks, nor the newest, nor in an open page."""
+        """Slots of the tokens that a policy judges: not its sinks, nor the newest, nor those in an open page."""
         kept, size = sequence.num_kept, self.budget.page_size
-        return range(SINK_TOKENS, min(kept - self.budget.recent, kept // size * size))
+        return range(self.policy.sinks, min(kept - self.budget.recent, kept // size * size))
 
     def _given_up(self, sequence: Sequence) -> range:
         """Which pages of its list go, whatever the policy: the first ones behind the sinks."""

@@ -142,7 +142,7 @@ class KVCache:
         """
         numbers = torch.tensor(pages, device=self.device)
         for n, slots in evicted.items():
-            fill_holes(self._views[n], numbers, given_up, torch.from_numpy(slots).to(self.device).long())
+            fill_holes(self._views[n], numbers, given_up, torch.from_numpy(slots.astype("int64")).to(self.device))
 
     def copy_page(self, page: int, copy: int) -> None:
         """Write what a page holds, in all layers, to another."""

@@ -277,7 +277,8 @@ class Engine:
         """Evict pages of those that have not ended."""
         if self.eviction is not None:
             alive = (sequence for sequence in sequences if sequence.id in self._requests)
-            self.eviction.evict(alive, self.scheduler.preempt_youngest)
+            oldest = next(iter(self._requests), -1)
+            self.eviction.evict(alive, self.scheduler.preempt_youngest, oldest)
 
     def _commit(self, step: InFlightStep, outputs: list[StepOutput]) -> None:
         """Give each sequence of a step that was launched before its token; those that have ended since want none."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quantkit.models.kv_budget import SINK_TOKENS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKeys:
@@ -33,7 +35,9 @@ class Policy:
         scores: of each head's tokens in a layer, (Hkv, N); larger ones are kept longer. None = older pages go first,
             and nothing is read or moved.
         observed: newest queries that it asks for.
+        sinks: tokens at the beginning that it does not judge.
     """
 
     scores: Callable[[LayerKeys], Tensor] | None
     observed: int = 0
+    sinks: int = SINK_TOKENS
