@@ -8,6 +8,7 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,32 +34,43 @@ ActOrder = Literal["none", "weight", "group"]
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
 _RUN = 32
-# Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted.
-_FIT_ELEMENTS = 1 << 22
+# Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted,
+# and columns of the Hessian.
+_FIT_ELEMENTS, _FIT_COLUMNS = 1 << 21, 512
 # Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
-# Rows of a Hessian copied at once into another order.
-_REORDERED = 256
+# Rows of a Hessian copied at once into another order; of it, from one half to the other, and of weights.
+_REORDERED, _COPIED = 64, 512
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
 
 
 class Factor(NamedTuple):
-    """A damped Hessian as H = L L', its columns in the order opposite to that in which they are settled.
+    """A damped Hessian and its factor, H = L L', in one square.
 
-    So the loop can use L as it comes, from its last row up.
+    The columns of L are in the order opposite to that in which they are settled, so that the loop can use it as it
+    comes, from its last row up; H is in the order of the inputs.
 
     Args:
-        lower: (K, K) float32, lower triangular L.
+        lower: (K, K) float32, L on its diagonal and below, H above.
         backwards: (K,) input column of each row of L.
         raised: the damping that was needed if it had to be raised, else 0.
-        hessian: (K, K) float32, H itself, in the order of the inputs.
+        diagonal: (K,) float32, of H.
     """
 
     lower: Tensor
     backwards: Tensor
     raised: float
-    hessian: Tensor
+    diagonal: Tensor
+
+    def hessian(self, rows: slice) -> Tensor:
+        """(R, K) rows of H, a copy."""
+        copied = torch.empty(rows.stop - rows.start, len(self.lower), device=self.lower.device)
+        copied[:, : rows.stop] = self.lower[: rows.stop, rows].T
+        own = copied[:, rows].tril_(-1)
+        own += own.T + self.diagonal[rows].diag()
+        copied[:, rows.stop :] = self.lower[rows, rows.stop :]
+        return copied
 
 
 Errors = Tensor | tuple[Tensor, ...]
@@ -131,6 +143,7 @@ class GptqStep:
                 if gram.is_split or layer.owner(names[0]) == rank():
                     statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
             self._quantize_sets(layer, sets, statistics)
+            release_freed_memory()
 
     def _quantize_sets(self, layer: LayerContext, sets: list[tuple[str, ...]], statistics: Statistics) -> None:
         """Linears that share inputs share the Hessian; what is solved together, one process solves."""
@@ -143,10 +156,13 @@ class GptqStep:
                 # Taken out, so that a set's matrices are free again once its linears are settled.
                 hessian, error = statistics.pop(job.set)
                 factor = self._factor(hessian)
+                del hessian
                 if isinstance(error, Tensor):
                     error = correction(error, factor, self.asymmetric_calibration)
                 factors[job.set] = factor, error
             factor, error = factors[job.set]
+            if layer.device.type == "cpu":  # what the job before took lies in pieces that do not fit this one's
+                release_freed_memory()
             return self._solve_job(layer, job, factor, error), factor.raised
 
         solvers = owners(layer, jobs)
@@ -165,7 +181,6 @@ class GptqStep:
             layer.chosen.notes.append(f"{listed}: damping raised to {damping:.3g}, the Hessian is nearly singular")
         factors.clear()
         layer.commit({name: join_rows(made) for name, made in parts.items()})
-        release_freed_memory()
 
     def _factor(self, hessian: Tensor) -> Factor:
         # Stable, so that inputs of equal size keep their order from run to run.
@@ -233,26 +248,32 @@ def settle_columns(
     sizes = [weight.shape[0] for weight in weights]
     rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
     for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
-        part.copy_(weight.T[backwards])
+        for own, order in zip(torch.split(part, _COPIED), torch.split(backwards, _COPIED), strict=True):
+            own.copy_(weight.T[order])
     scales = torch.cat([scale for scale, _ in ranges]).T.contiguous()  # (G, N)
     zeros = None if scheme.symmetric else torch.cat([z for _, z in ranges if z is not None]).T.contiguous()
     # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
     groups = group_index[backwards].tolist()
     pivots = lower.diagonal().tolist()
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
+    # Views made all at once: to index a tensor takes longer than to compute with one of its rows.
+    columns, of_columns, steps = rows.unbind(), codes.unbind(), scales.unbind()
+    offsets: Sequence[Tensor | None] = [None] * len(steps) if zeros is None else zeros.unbind()
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         owed = lower[stop:, start:stop].T @ rows[stop:]  # what each column of the block makes up for, times its pivot
         for run_stop in range(stop, start, -_RUN):
             run_start = max(run_stop - _RUN, start)
-            for row in range(run_stop - 1, run_start - 1, -1):
-                step, offset = scales[groups[row]], None if zeros is None else zeros[groups[row]]
-                aimed = torch.add(rows[row], owed[row - start], alpha=1 / pivots[row])
-                code = to_codes(aimed, step, offset, scheme.dtype)
-                codes[row] = code
-                rows[row] -= from_codes(code, step, offset)
-                owed[run_start - start : row - start].addr_(lower[row, run_start:row], rows[row])
             run = slice(run_start, run_stop)
+            owed_in_run, shares = owed[run_start - start : run_stop - start], lower[run, run].unbind()
+            sums = owed_in_run.unbind()
+            for row in range(run_stop - 1, run_start - 1, -1):
+                number, column, step, offset = row - run_start, columns[row], steps[groups[row]], offsets[groups[row]]
+                aimed = torch.add(column, sums[number], alpha=1 / pivots[row])
+                code = to_codes(aimed, step, offset, scheme.dtype)
+                of_columns[row].copy_(code)
+                column -= from_codes(code, step, offset)
+                owed_in_run[:number].addr_(shares[number][:number], column)
             owed[: run_start - start].addmm_(lower[run, start:run_start].T, rows[run])
     forwards = torch.argsort(backwards)
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
@@ -316,11 +337,11 @@ def fit_scales(
     """
     scale, zero = ranges
     groups, width = scale.shape[1], weight.shape[1]
-    hessian = factor.hessian
+    hessian: Callable[[slice], Tensor] = factor.hessian
     columns: slice | Tensor = slice(None)
     if (group_index.diff() < 0).any():
         columns = torch.argsort(group_index, stable=True)  # group by group
-        hessian = hessian[columns][:, columns]
+        hessian = hessian(slice(0, width))[columns][:, columns].__getitem__
     step = max(1, _FIT_ELEMENTS // max(width, groups**2))
     fitted = torch.empty_like(scale)
     for start in range(0, len(scale), step):
@@ -338,29 +359,34 @@ def fit_scales(
     return round_scale(torch.where(usable, fitted, scale), scale_dtype)
 
 
-def _normal_equations(values: Tensor, error: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
     """D'H D (R, G, G) and D'H e (R, G) of each row.
 
     Args:
         values: (R, G, g) codes less their zero points.
         error: (R, K) e, group by group as everything here.
-        hessian: (K, K) H.
+        hessian: gives rows of H.
     """
     num_rows, groups, size = values.shape
     normal = torch.empty(num_rows, groups, groups, device=values.device)
-    for group in range(groups):
-        own = slice(group * size, (group + 1) * size)
-        # Symmetric: a group meets itself and those that follow.
-        met = (values[:, group] @ hessian[own, own.start :]).view(num_rows, -1, size)
-        normal[:, group, group:] = normal[:, group:, group] = met.mul_(values[:, group:]).sum(2)
-    return normal, (error @ hessian).view_as(values).mul_(values).sum(2)
+    right = torch.empty_like(error)
+    at_once = max(1, _FIT_COLUMNS // size)
+    for first in range(0, groups, at_once):
+        panel = slice(first * size, min(first + at_once, groups) * size)
+        of_panel = hessian(panel)
+        torch.mm(error, of_panel.T, out=right[:, panel])
+        for group, rows in enumerate(torch.split(of_panel, size), first):
+            # Symmetric: a group meets itself and those that follow.
+            met = (values[:, group] @ rows[:, group * size :]).view(num_rows, -1, size)
+            normal[:, group, group:] = normal[:, group:, group] = met.mul_(values[:, group:]).sum(2)
+    return normal, right.view_as(values).mul_(values).sum(2)
 
 
 def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
 
     Args:
-        hessian: (K, K) float32, symmetric; damped in place, and kept in what is returned.
+        hessian: (K, K) float32, of which the upper half is not read; damped in place.
         order: (K,) columns in the order in which they are settled.
         damping: fraction of the mean diagonal that is added.
     Raises:
@@ -376,14 +402,26 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     while amount < _DAMPING_LIMIT:
         diagonal.add_((amount - added) * mean)
         added = amount
-        for rows in torch.split(torch.arange(len(order), device=order.device), _REORDERED):
-            torch.index_select(hessian[backwards[rows]], 1, backwards, out=lower[rows[0] : rows[-1] + 1])
+        for start in range(0, len(order), _REORDERED):
+            stop = min(start + _REORDERED, len(order))
+            rows, columns = backwards[start:stop, None], backwards[:stop]
+            lower[start:stop, :stop] = hessian[torch.maximum(rows, columns), torch.minimum(rows, columns)]
         # In place: L' in column-major order is L in row-major order.
         torch.linalg.cholesky_ex(lower.T, upper=True, out=(lower.T, info))
         if not info.item() and torch.isfinite(lower.diagonal()).all():
-            return Factor(lower.tril_(), backwards, amount if amount != damping else 0.0, hessian)
+            _copy_upper(hessian, lower)
+            return Factor(lower, backwards, amount if amount != damping else 0.0, diagonal.clone())
         amount *= _DAMPING_FACTOR
     raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
+
+
+def _copy_upper(lower: Tensor, upper: Tensor) -> None:
+    """Give one square, above its diagonal, what another one has below."""
+    for start in range(0, len(lower), _COPIED):
+        stop = start + _COPIED
+        upper[start:stop, stop:] = lower[stop:, start:stop].T
+        own = upper[start:stop, start:stop].tril_()
+        own += lower[start:stop, start:stop].tril(-1).T
 
 
 STEP = GptqStep
