@@ -1,11 +1,9 @@
-"""Imports that must not take more memory than there is, or than they need.
+"""Under a limit on the memory of a process (`ulimit -v`) a library may do worse than raise while it is imported.
 
-Under a limit on the memory of a process (`ulimit -v`) a library may do worse than raise while it is imported: OpenBLAS
-ends the process or tries again for ever, glibc aborts. So where there is such a limit, a child goes first.
+OpenBLAS ends the process or tries again for ever, glibc aborts. So where there is such a limit, a child goes first.
 """
 
 import importlib
-import os
 import resource
 import sys
 from importlib.abc import MetaPathFinder
@@ -14,8 +12,6 @@ from quantkit.child import ends_well
 
 _TIMEOUT_S = 60.0
 _HEAVY = ("numpy", "torch")
-# What those two import if it is there, for losses of detectors and kernels of their own: 100 MB.
-_OPTIONAL = ("scipy", "triton")
 
 
 def guard_imports() -> None:
@@ -23,28 +19,6 @@ def guard_imports() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY and not any(name in sys.modules for name in _HEAVY):
         sys.meta_path.insert(0, _Guard(limit))
-
-
-def spare_memory() -> None:
-    """Before compressing on a CPU: import transformers and compressed-tensors without what they can do without.
-
-    And have oneDNN keep fewer compiled products: each takes half a megabyte, and GPTQ has hundreds of shapes.
-    """
-    import torch
-
-    # Once transformers is there it believes in what it has seen.
-    if torch.cuda.is_available() or "transformers" in sys.modules:
-        return
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    hidden = [name for name in _OPTIONAL if name not in sys.modules]
-    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None: Python says that they are not installed
-    try:
-        import compressed_tensors  # noqa: F401
-        import transformers.modeling_utils
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-    getattr(transformers.utils.is_scipy_available, "cache_clear", int)()  # models may ask for it
 
 
 class _Guard(MetaPathFinder):

@@ -11,7 +11,6 @@ import click
 
 from quantkit.cli import _verify
 from quantkit.cli._errors import explain
-from quantkit.cli._memory import spare_memory
 from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
 from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, elapsed
@@ -123,7 +122,9 @@ def _compressed(
     model: str | None, recipe: Recipe, output: str | None, output_to: Output, how: dict[str, Any]
 ) -> CompressionResult | None:
     """In the one process that there is, or in the first of several; None in another, which has nothing to say."""
-    spare_memory()
+    from quantkit.checkpoints.memory import spare_memory
+
+    spare_memory()  # before transformers is imported
     import quantkit.compress.pipeline as pipeline
     from quantkit import distributed
     from quantkit.cli._progress import listening

@@ -8,21 +8,21 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.compress.algorithms._gptq_factor import Factor, cholesky_factor
 from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds, is_of_one_expert, owners
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram
 from quantkit.distributed import rank, share_out
-from quantkit.errors import ModelError
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import Ranges, WeightGrid, from_codes, to_codes
@@ -36,42 +36,11 @@ ActOrder = Literal["none", "weight", "group"]
 _RUN = 32
 # Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted,
 # and columns of the Hessian.
-_FIT_ELEMENTS, _FIT_COLUMNS = 1 << 21, 512
+_FIT_ELEMENTS, _FIT_COLUMNS = 1 << 22, 512
 # Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
-# Rows of a Hessian copied at once into another order; of it, from one half to the other, and of weights.
-_REORDERED, _COPIED = 64, 512
-_DAMPING_FACTOR = 3.0
-_DAMPING_LIMIT = 100.0
-
-
-class Factor(NamedTuple):
-    """A damped Hessian and its factor, H = L L', in one square.
-
-    The columns of L are in the order opposite to that in which they are settled, so that the loop can use it as it
-    comes, from its last row up; H is in the order of the inputs.
-
-    Args:
-        lower: (K, K) float32, L on its diagonal and below, H above.
-        backwards: (K,) input column of each row of L.
-        raised: the damping that was needed if it had to be raised, else 0.
-        diagonal: (K,) float32, of H.
-    """
-
-    lower: Tensor
-    backwards: Tensor
-    raised: float
-    diagonal: Tensor
-
-    def hessian(self, rows: slice) -> Tensor:
-        """(R, K) rows of H, a copy."""
-        copied = torch.empty(rows.stop - rows.start, len(self.lower), device=self.lower.device)
-        copied[:, : rows.stop] = self.lower[: rows.stop, rows].T
-        own = copied[:, rows].tril_(-1)
-        own += own.T + self.diagonal[rows].diag()
-        copied[:, rows.stop :] = self.lower[rows, rows.stop :]
-        return copied
-
+# Columns of weights copied at once into another order.
+_COPIED = 512
 
 Errors = Tensor | tuple[Tensor, ...]
 """Of a set: see `CrossGram.errors`."""
@@ -256,24 +225,19 @@ def settle_columns(
     groups = group_index[backwards].tolist()
     pivots = lower.diagonal().tolist()
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
-    # Views made all at once: to index a tensor takes longer than to compute with one of its rows.
-    columns, of_columns, steps = rows.unbind(), codes.unbind(), scales.unbind()
-    offsets: Sequence[Tensor | None] = [None] * len(steps) if zeros is None else zeros.unbind()
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         owed = lower[stop:, start:stop].T @ rows[stop:]  # what each column of the block makes up for, times its pivot
         for run_stop in range(stop, start, -_RUN):
             run_start = max(run_stop - _RUN, start)
-            run = slice(run_start, run_stop)
-            owed_in_run, shares = owed[run_start - start : run_stop - start], lower[run, run].unbind()
-            sums = owed_in_run.unbind()
             for row in range(run_stop - 1, run_start - 1, -1):
-                number, column, step, offset = row - run_start, columns[row], steps[groups[row]], offsets[groups[row]]
-                aimed = torch.add(column, sums[number], alpha=1 / pivots[row])
+                step, offset = scales[groups[row]], None if zeros is None else zeros[groups[row]]
+                aimed = torch.add(rows[row], owed[row - start], alpha=1 / pivots[row])
                 code = to_codes(aimed, step, offset, scheme.dtype)
-                of_columns[row].copy_(code)
-                column -= from_codes(code, step, offset)
-                owed_in_run[:number].addr_(shares[number][:number], column)
+                codes[row] = code
+                rows[row] -= from_codes(code, step, offset)
+                owed[run_start - start : row - start].addr_(lower[row, run_start:row], rows[row])
+            run = slice(run_start, run_stop)
             owed[: run_start - start].addmm_(lower[run, start:run_start].T, rows[run])
     forwards = torch.argsort(backwards)
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
@@ -380,48 +344,6 @@ def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], 
             met = (values[:, group] @ rows[:, group * size :]).view(num_rows, -1, size)
             normal[:, group, group:] = normal[:, group:, group] = met.mul_(values[:, group:]).sum(2)
     return normal, right.view_as(values).mul_(values).sum(2)
-
-
-def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
-    """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
-
-    Args:
-        hessian: (K, K) float32, of which the upper half is not read; damped in place.
-        order: (K,) columns in the order in which they are settled.
-        damping: fraction of the mean diagonal that is added.
-    Raises:
-        ModelError: no damping makes it positive definite; the inputs are not finite.
-    """
-    diagonal = hessian.diagonal()
-    mean = diagonal.mean().item()
-    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
-    backwards = order.flip(0)
-    lower = torch.empty_like(hessian)
-    info = torch.empty((), dtype=torch.int32, device=hessian.device)
-    amount, added = damping, 0.0
-    while amount < _DAMPING_LIMIT:
-        diagonal.add_((amount - added) * mean)
-        added = amount
-        for start in range(0, len(order), _REORDERED):
-            stop = min(start + _REORDERED, len(order))
-            rows, columns = backwards[start:stop, None], backwards[:stop]
-            lower[start:stop, :stop] = hessian[torch.maximum(rows, columns), torch.minimum(rows, columns)]
-        # In place: L' in column-major order is L in row-major order.
-        torch.linalg.cholesky_ex(lower.T, upper=True, out=(lower.T, info))
-        if not info.item() and torch.isfinite(lower.diagonal()).all():
-            _copy_upper(hessian, lower)
-            return Factor(lower, backwards, amount if amount != damping else 0.0, diagonal.clone())
-        amount *= _DAMPING_FACTOR
-    raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
-
-
-def _copy_upper(lower: Tensor, upper: Tensor) -> None:
-    """Give one square, above its diagonal, what another one has below."""
-    for start in range(0, len(lower), _COPIED):
-        stop = start + _COPIED
-        upper[start:stop, stop:] = lower[stop:, start:stop].T
-        own = upper[start:stop, start:stop].tril_()
-        own += lower[start:stop, start:stop].tril(-1).T
 
 
 STEP = GptqStep

@@ -9,12 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quantkit.compress.algorithms import _gptq_jobs, gptq
+from quantkit.compress.algorithms._gptq_factor import cholesky_factor
 from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.algorithms.gptq import (
     STEP,
     GptqStep,
-    cholesky_factor,
     corrected,
     correction,
     fit_scales,
