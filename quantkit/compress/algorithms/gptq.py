@@ -36,7 +36,7 @@ ActOrder = Literal["none", "weight", "group"]
 _RUN = 32
 # Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted,
 # and columns of the Hessian.
-_FIT_ELEMENTS, _FIT_COLUMNS = 1 << 22, 512
+_FIT_ELEMENTS, _FIT_COLUMNS = 1 << 21, 512
 # Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 # Columns of weights copied at once into another order.
