@@ -27,7 +27,7 @@ def quantize(
     *,
     overrides: Overrides = (),
     device: str = "auto",
-    activations: Literal["ram", "disk"] = "ram",
+    activations: Literal["auto", "ram", "disk"] = "auto",
     resume: bool = True,
     overwrite: bool = False,
     engine: str | None = None,
@@ -41,7 +41,7 @@ def quantize(
         output: directory to create; None = `./<model>-<recipe>`.
         overrides: recipe fields to replace, `{"weights.group_size": 32}` or `["weights.group_size=32"]`.
         device: "auto", "cpu", "cuda" or "cuda:1".
-        activations: where hidden states are kept between layers; "disk" when they do not fit in memory.
+        activations: where hidden states are kept between layers; "auto": in memory where a GPU computes.
         resume: go on where an interrupted run with the same inputs stopped.
         overwrite: replace an existing output directory.
         engine: that is to read the result, "vllm", "vllm:h100" or another of `quantkit.engines`; what it cannot read is

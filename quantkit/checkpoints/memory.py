@@ -5,10 +5,16 @@ glibc holds on to freed blocks of up to 32 MiB; between two phases with differen
 
 import contextlib
 import ctypes
+import os
 import re
 import resource
 import sys
 from pathlib import Path
+
+# What transformers and compressed-tensors import if it is there, for losses of detectors and their own kernels: 100 MB.
+_OPTIONAL = ("scipy", "triton")
+# Compiled products that oneDNN keeps: each takes half a megabyte, and GPTQ multiplies in hundreds of shapes.
+_PRODUCTS = "16"
 
 
 def release_freed_memory() -> None:
@@ -37,3 +43,25 @@ def proc_bytes(file: str, key: str) -> int | None:
         entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE)
         return int(entry[1]) * 1024 if entry else None
     return None
+
+
+def spare_memory() -> None:
+    """Before compressing on a CPU: import transformers and compressed-tensors without what they can do without.
+
+    And have oneDNN keep fewer compiled products. To be called by a program, not by a library: nothing of it is undone.
+    """
+    import torch
+
+    # Once transformers is there it believes in what it has seen.
+    if torch.cuda.is_available() or "transformers" in sys.modules:
+        return
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRODUCTS)
+    hidden = [name for name in _OPTIONAL if name not in sys.modules]
+    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None: Python says that they are not installed
+    try:
+        import compressed_tensors  # noqa: F401
+        import transformers.modeling_utils
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    getattr(transformers.utils.is_scipy_available, "cache_clear", int)()  # models may ask for it

@@ -40,7 +40,10 @@ _FIELDS: Settings = {
     "seed": setting(None, "Seed of everything random.", flag="--seed", minimum=0, shown=_RECIPES),
 }
 _ACTIVATIONS = setting(
-    "ram", "Where hidden states are kept between layers.", flag="--activations", choices=("ram", "disk")
+    "auto",
+    "Where hidden states are kept between layers; auto: in memory where a GPU computes.",
+    flag="--activations",
+    choices=("auto", "ram", "disk"),
 )
 _NPROC = setting(
     1,
@@ -119,6 +122,9 @@ def _compressed(
     model: str | None, recipe: Recipe, output: str | None, output_to: Output, how: dict[str, Any]
 ) -> CompressionResult | None:
     """In the one process that there is, or in the first of several; None in another, which has nothing to say."""
+    from quantkit.checkpoints.memory import spare_memory
+
+    spare_memory()  # before transformers is imported
     import quantkit.compress.pipeline as pipeline
     from quantkit import distributed
     from quantkit.cli._progress import listening

@@ -24,3 +24,14 @@ def test_an_import_that_does_not_fit_is_one_line(kib):
     assert done.returncode == 5, done.stderr
     assert done.stderr.startswith("error: out of memory: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_is_never_called_is_not_imported():
+    """By transformers and compressed-tensors; it can be, later."""
+    code = (
+        "import sys, importlib; from quantkit.checkpoints import memory; memory.spare_memory();"
+        "print([name for name in memory._OPTIONAL if name in sys.modules], 'transformers.loss' in sys.modules);"
+        "[importlib.import_module(name) for name in memory._OPTIONAL if importlib.util.find_spec(name)]"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == ("[] True\n", 0), run.stderr

@@ -8,20 +8,21 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.compress.algorithms._gptq_factor import Factor, cholesky_factor
 from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds, is_of_one_expert, owners
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram
 from quantkit.distributed import rank, share_out
-from quantkit.errors import ModelError
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import Ranges, WeightGrid, from_codes, to_codes
@@ -33,33 +34,13 @@ ActOrder = Literal["none", "weight", "group"]
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
 _RUN = 32
-# Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted.
-_FIT_ELEMENTS = 1 << 22
+# Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted,
+# and columns of the Hessian.
+_FIT_ELEMENTS, _FIT_COLUMNS = 1 << 21, 512
 # Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
-# Rows of a Hessian copied at once into another order.
-_REORDERED = 256
-_DAMPING_FACTOR = 3.0
-_DAMPING_LIMIT = 100.0
-
-
-class Factor(NamedTuple):
-    """A damped Hessian as H = L L', its columns in the order opposite to that in which they are settled.
-
-    So the loop can use L as it comes, from its last row up.
-
-    Args:
-        lower: (K, K) float32, lower triangular L.
-        backwards: (K,) input column of each row of L.
-        raised: the damping that was needed if it had to be raised, else 0.
-        hessian: (K, K) float32, H itself, in the order of the inputs.
-    """
-
-    lower: Tensor
-    backwards: Tensor
-    raised: float
-    hessian: Tensor
-
+# Columns of weights copied at once into another order.
+_COPIED = 512
 
 Errors = Tensor | tuple[Tensor, ...]
 """Of a set: see `CrossGram.errors`."""
@@ -131,6 +112,7 @@ class GptqStep:
                 if gram.is_split or layer.owner(names[0]) == rank():
                     statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
             self._quantize_sets(layer, sets, statistics)
+            release_freed_memory()
 
     def _quantize_sets(self, layer: LayerContext, sets: list[tuple[str, ...]], statistics: Statistics) -> None:
         """Linears that share inputs share the Hessian; what is solved together, one process solves."""
@@ -143,10 +125,13 @@ class GptqStep:
                 # Taken out, so that a set's matrices are free again once its linears are settled.
                 hessian, error = statistics.pop(job.set)
                 factor = self._factor(hessian)
+                del hessian
                 if isinstance(error, Tensor):
                     error = correction(error, factor, self.asymmetric_calibration)
                 factors[job.set] = factor, error
             factor, error = factors[job.set]
+            if layer.device.type == "cpu":  # what the job before took lies in pieces that do not fit this one's
+                release_freed_memory()
             return self._solve_job(layer, job, factor, error), factor.raised
 
         solvers = owners(layer, jobs)
@@ -165,7 +150,6 @@ class GptqStep:
             layer.chosen.notes.append(f"{listed}: damping raised to {damping:.3g}, the Hessian is nearly singular")
         factors.clear()
         layer.commit({name: join_rows(made) for name, made in parts.items()})
-        release_freed_memory()
 
     def _factor(self, hessian: Tensor) -> Factor:
         # Stable, so that inputs of equal size keep their order from run to run.
@@ -233,7 +217,8 @@ def settle_columns(
     sizes = [weight.shape[0] for weight in weights]
     rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
     for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
-        part.copy_(weight.T[backwards])
+        for own, order in zip(torch.split(part, _COPIED), torch.split(backwards, _COPIED), strict=True):
+            own.copy_(weight.T[order])
     scales = torch.cat([scale for scale, _ in ranges]).T.contiguous()  # (G, N)
     zeros = None if scheme.symmetric else torch.cat([z for _, z in ranges if z is not None]).T.contiguous()
     # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
@@ -316,11 +301,11 @@ def fit_scales(
     """
     scale, zero = ranges
     groups, width = scale.shape[1], weight.shape[1]
-    hessian = factor.hessian
+    hessian: Callable[[slice], Tensor] = factor.hessian
     columns: slice | Tensor = slice(None)
     if (group_index.diff() < 0).any():
         columns = torch.argsort(group_index, stable=True)  # group by group
-        hessian = hessian[columns][:, columns]
+        hessian = hessian(slice(0, width))[columns][:, columns].__getitem__
     step = max(1, _FIT_ELEMENTS // max(width, groups**2))
     fitted = torch.empty_like(scale)
     for start in range(0, len(scale), step):
@@ -338,52 +323,27 @@ def fit_scales(
     return round_scale(torch.where(usable, fitted, scale), scale_dtype)
 
 
-def _normal_equations(values: Tensor, error: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
     """D'H D (R, G, G) and D'H e (R, G) of each row.
 
     Args:
         values: (R, G, g) codes less their zero points.
         error: (R, K) e, group by group as everything here.
-        hessian: (K, K) H.
+        hessian: gives rows of H.
     """
     num_rows, groups, size = values.shape
     normal = torch.empty(num_rows, groups, groups, device=values.device)
-    for group in range(groups):
-        own = slice(group * size, (group + 1) * size)
-        # Symmetric: a group meets itself and those that follow.
-        met = (values[:, group] @ hessian[own, own.start :]).view(num_rows, -1, size)
-        normal[:, group, group:] = normal[:, group:, group] = met.mul_(values[:, group:]).sum(2)
-    return normal, (error @ hessian).view_as(values).mul_(values).sum(2)
-
-
-def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
-    """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
-
-    Args:
-        hessian: (K, K) float32, symmetric; damped in place, and kept in what is returned.
-        order: (K,) columns in the order in which they are settled.
-        damping: fraction of the mean diagonal that is added.
-    Raises:
-        ModelError: no damping makes it positive definite; the inputs are not finite.
-    """
-    diagonal = hessian.diagonal()
-    mean = diagonal.mean().item()
-    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
-    backwards = order.flip(0)
-    lower = torch.empty_like(hessian)
-    info = torch.empty((), dtype=torch.int32, device=hessian.device)
-    amount, added = damping, 0.0
-    while amount < _DAMPING_LIMIT:
-        diagonal.add_((amount - added) * mean)
-        added = amount
-        for rows in torch.split(torch.arange(len(order), device=order.device), _REORDERED):
-            torch.index_select(hessian[backwards[rows]], 1, backwards, out=lower[rows[0] : rows[-1] + 1])
-        # In place: L' in column-major order is L in row-major order.
-        torch.linalg.cholesky_ex(lower.T, upper=True, out=(lower.T, info))
-        if not info.item() and torch.isfinite(lower.diagonal()).all():
-            return Factor(lower.tril_(), backwards, amount if amount != damping else 0.0, hessian)
-        amount *= _DAMPING_FACTOR
-    raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
+    right = torch.empty_like(error)
+    at_once = max(1, _FIT_COLUMNS // size)
+    for first in range(0, groups, at_once):
+        panel = slice(first * size, min(first + at_once, groups) * size)
+        of_panel = hessian(panel)
+        torch.mm(error, of_panel.T, out=right[:, panel])
+        for group, rows in enumerate(torch.split(of_panel, size), first):
+            # Symmetric: a group meets itself and those that follow.
+            met = (values[:, group] @ rows[:, group * size :]).view(num_rows, -1, size)
+            normal[:, group, group:] = normal[:, group:, group] = met.mul_(values[:, group:]).sum(2)
+    return normal, right.view_as(values).mul_(values).sum(2)
 
 
 STEP = GptqStep

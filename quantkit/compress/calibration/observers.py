@@ -34,45 +34,45 @@ class _MeanMatrix:
     """
 
     def __init__(self, width: int, device: torch.device, rows: int | None = None, *, split: bool = False) -> None:
-        self._sum = torch.zeros(rows or width, width, dtype=torch.float32, device=device)
+        # Not zeros: what is never written to takes no memory, and of a Gram matrix that is nearly half.
+        self._sum = torch.empty(rows or width, width, dtype=torch.float32, device=device)
         self.is_split = split
         starts = range(0, len(self._sum), _PANEL)
         panels = [slice(start, min(start + _PANEL, len(self._sum))) for start in starts]
         # As dear as those of a Gram matrix, of which each is wider than the one before.
         self._shared = list(zip(panels, assign([panel.stop for panel in panels]), strict=True))
         self._panels = [panel for panel, owner in self._shared if not split or owner == rank()]
+        for panel in panels:
+            self._part(panel).zero_()
         self.num_tokens = 0
+
+    def _part(self, panel: slice) -> Tensor:
+        """What of these rows is summed."""
+        return self._sum[panel]
 
     def finish(self) -> Tensor:
         """The mean; the observer gives up its memory and is not to be used again. All processes at once, if split."""
-        if self.is_split:
-            for panel, owner in self._shared:
+        for panel, owner in self._shared:
+            if self.is_split:
                 fill(self._sum[panel], owner)
+            self._part(panel).div_(max(self.num_tokens, 1))
         total, self._sum = self._sum, torch.empty(0)
-        return total.div_(max(self.num_tokens, 1))
+        return total
 
 
 class Gram(_MeanMatrix):
-    """Mean of x x' over tokens: GPTQ's Hessian up to a factor."""
+    """Mean of x x' over tokens: GPTQ's Hessian up to a factor. What is above its diagonal means nothing."""
+
+    def _part(self, panel: slice) -> Tensor:
+        return self._sum[panel, : panel.stop]
 
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
         for rows in torch.split(inputs, _TOKENS):
             values = rows.float()
             for panel in self._panels:
-                self._sum[panel, : panel.stop].addmm_(values[:, panel].T, values[:, : panel.stop])
+                self._part(panel).addmm_(values[:, panel].T, values[:, : panel.stop])
         self.num_tokens += inputs.shape[0]
-
-    def finish(self) -> Tensor:
-        """The (K, K) mean, of which only the lower half was summed; see `_MeanMatrix.finish`."""
-        mean = super().finish()
-        for start in range(0, mean.shape[0], _PANEL):
-            stop = min(start + _PANEL, mean.shape[0])
-            block = mean[start:stop, start:stop]
-            # Computed in full, but its two halves need not agree to the last bit, and a Hessian must be symmetric.
-            block.copy_(block.tril() + block.tril(-1).T)
-            mean[:start, start:stop] = mean[start:stop, :start].T
-        return mean
 
 
 class CrossGram(_MeanMatrix):
@@ -99,9 +99,10 @@ class CrossGram(_MeanMatrix):
             wrong = others - values  # in float32
             if not wrong.any():  # what enters the first layer
                 continue
-            of_weights = wrong.to(self._weights[0].dtype) if self._weights else wrong
+            if self._weights:
+                wrong = wrong.to(self._weights[0].dtype)
             for panel in self._panels:
-                part = linear(of_weights, self._rows(panel)).float() if self._weights else wrong[:, panel]
+                part = linear(wrong, self._rows(panel)).float() if self._weights else wrong[:, panel]
                 self._sum[panel].addmm_(part.T, values)
         self.num_tokens += inputs.shape[0]
 

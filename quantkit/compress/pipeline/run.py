@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
+from quantkit.devices import pick_device
 from quantkit.distributed import assign, barrier, broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
@@ -53,7 +54,7 @@ def quantize(
     output: str | Path | None = None,
     *,
     device: str = "auto",
-    activations: Mode = "ram",
+    activations: Mode | Literal["auto"] = "auto",
     resume: bool = True,
     overwrite: bool = False,
     engine: str | None = None,
@@ -67,7 +68,7 @@ def quantize(
         output: directory to write, or file for a format that is one; None = `<model>-<recipe>` in the current one.
             Written under another name and renamed when everything has been checked.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        activations: keep hidden states in memory or on disk.
+        activations: keep hidden states in memory or on disk, where reading them is little beside a CPU's products.
         resume: go on where an interrupted run stopped; False starts over.
         overwrite: replace an existing output.
         engine: that is to read the result, by its name in `quantkit.engines`: what it cannot read is refused first.
@@ -76,10 +77,11 @@ def quantize(
         InputError: model, recipe, data or output cannot be used.
         ResourceError: out of disk or memory; the same command resumes.
     """
+    mode = activations if activations != "auto" else "disk" if pick_device(device).type == "cpu" else "ram"
     # From here on the clock runs, so that reading headers and data counts as preparing.
     compress = partial(
         _compress if is_writer() else _assist,
-        activations=activations,
+        activations=mode,
         resume=resume,
         listener=listener,
         started=time.perf_counter(),
@@ -218,6 +220,8 @@ def _calibrate_layers(
     stores = open_stores(plan, samples, state, mode, work.path)
     for index in range(len(state.records), plan.skeleton.num_layers):
         _run_layer(plan, index, state, stores, work, listener)
+        release_freed_memory()
+        barrier()  # what is forgotten lies where the next layer keeps things too
 
 
 def _run_layer(
@@ -258,8 +262,6 @@ def _run_layer(
         for store in stores:
             store.forget_previous()
         listener.layer_finished(record)
-    release_freed_memory()
-    barrier()  # what is forgotten lies where the next layer keeps things too
 
 
 def _first_output(layer: LayerContext, name: str) -> Tensor | None:

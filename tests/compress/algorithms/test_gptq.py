@@ -9,12 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quantkit.compress.algorithms import _gptq_jobs, gptq
+from quantkit.compress.algorithms._gptq_factor import cholesky_factor
 from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.algorithms.gptq import (
     STEP,
     GptqStep,
-    cholesky_factor,
     corrected,
     correction,
     fit_scales,
@@ -69,11 +69,13 @@ def test_equals_the_textbook(symmetric, block_size, shuffled):
 def test_cholesky_factor_factors_the_damped_hessian():
     _, hessian = problem()
     order = torch.randperm(48)
-    lower, backwards, *_ = cholesky_factor(hessian.clone(), order, 0.01)
+    factor = cholesky_factor(hessian.tril().add(torch.ones(48, 48).triu(1)), order, 0.01)  # above: anything
+    lower, backwards, *_ = factor
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)
     assert torch.equal(backwards, order.flip(0))
-    torch.testing.assert_close(lower @ lower.T, damped[backwards][:, backwards], rtol=1e-4, atol=1e-3)
-    assert torch.equal(lower, lower.tril())
+    torch.testing.assert_close(lower.tril() @ lower.tril().T, damped[backwards][:, backwards], rtol=1e-4, atol=1e-3)
+    # In the same square, above the factor.
+    assert torch.equal(torch.cat([factor.hessian(slice(0, 20)), factor.hessian(slice(20, 48))]), damped)
 
 
 def test_a_singular_hessian_raises_the_damping_and_says_so(make_layer):

@@ -1,0 +1,83 @@
+"""What GPTQ's loop needs of a Hessian (K, K), in the memory of one square."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import ModelError
+
+# Rows copied at once into another order, or from one half to the other.
+_COPIED = 256
+_DAMPING_FACTOR = 3.0
+_DAMPING_LIMIT = 100.0
+
+
+class Factor(NamedTuple):
+    """A damped Hessian and its factor, H = L L', in one square.
+
+    The columns of L are in the order opposite to that in which they are settled, so that the loop can use it as it
+    comes, from its last row up; H is in the order of the inputs.
+
+    Args:
+        lower: (K, K) float32, L on its diagonal and below, H above.
+        backwards: (K,) input column of each row of L.
+        raised: the damping that was needed if it had to be raised, else 0.
+        diagonal: (K,) float32, of H.
+    """
+
+    lower: Tensor
+    backwards: Tensor
+    raised: float
+    diagonal: Tensor
+
+    def hessian(self, rows: slice) -> Tensor:
+        """(R, K) rows of H, a copy."""
+        copied = torch.empty(rows.stop - rows.start, len(self.lower), device=self.lower.device)
+        copied[:, : rows.stop] = self.lower[: rows.stop, rows].T
+        own = copied[:, rows].tril_(-1)
+        own += own.T + self.diagonal[rows].diag()
+        copied[:, rows.stop :] = self.lower[rows, rows.stop :]
+        return copied
+
+
+def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
+    """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
+
+    Args:
+        hessian: (K, K) float32, of which the upper half is not read; damped in place.
+        order: (K,) columns in the order in which they are settled.
+        damping: fraction of the mean diagonal that is added.
+    Raises:
+        ModelError: no damping makes it positive definite; the inputs are not finite.
+    """
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean().item()
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
+    backwards = order.flip(0)
+    lower = torch.empty_like(hessian)
+    _copy_upper(hessian, hessian)
+    info = torch.empty((), dtype=torch.int32, device=hessian.device)
+    amount, added = damping, 0.0
+    while amount < _DAMPING_LIMIT:
+        diagonal.add_((amount - added) * mean)
+        added = amount
+        for start in range(0, len(order), _COPIED):
+            rows = backwards[start : start + _COPIED]
+            torch.index_select(hessian[rows], 1, backwards, out=lower[start : start + _COPIED])
+        # In place: L' in column-major order is L in row-major order.
+        torch.linalg.cholesky_ex(lower.T, upper=True, out=(lower.T, info))
+        if not info.item() and torch.isfinite(lower.diagonal()).all():
+            _copy_upper(hessian, lower)
+            return Factor(lower, backwards, amount if amount != damping else 0.0, diagonal.clone())
+        amount *= _DAMPING_FACTOR
+    raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
+
+
+def _copy_upper(lower: Tensor, upper: Tensor) -> None:
+    """Give a square, above its diagonal, what another one, or itself, has below."""
+    for start in range(0, len(lower), _COPIED):
+        stop = start + _COPIED
+        upper[start:stop, stop:] = lower[stop:, start:stop].T
+        own = upper[start:stop, start:stop].tril_()
+        own += lower[start:stop, start:stop].tril(-1).T
