@@ -90,7 +90,7 @@ def eviction_plot(_: str) -> str:
 def formats(page: str) -> str:
     """docs/formats.md."""
     engines = generator("checks/engines_page.py")
-    for name in ("rules", "vllm", "others"):
+    for name in ("rules", "vllm", "verified", "others"):
         page = section(page, name, getattr(engines, name)())
     return page
 

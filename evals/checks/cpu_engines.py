@@ -8,6 +8,7 @@ demo model are loaded the way each engine's documentation says (`cpu_engines_ser
 beginnings greedily; rows are kept in evals/results/cpu_engines. *agrees*: texts part only where transformers, of the
 values that are stored and in float32, prefers its token by at most `GAP`, and log-probabilities, where the engine
 tells them, differ by at most `NEAR` on average. *other numbers*: they do not. *refused*: with what the engine said.
+Both must be what `quantkit.engines` says beforehand, which stands beside them; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import provenance
 import vllm_cpu
 import vllm_cpu_models as models
 
+from quantkit.results import EngineReading
+
 SERVE = Path(__file__).with_name("cpu_engines_serve.py")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu_engines"
 CASES = (
-    *("", "gptq-int4", "gptq-int4 as gptq", "awq-int4 as awq", "rtn-int4 as gguf", "gptq-int4 as dense"),
-    *("w8a8-int8", "fp8-dynamic", "nvfp4", "mxfp4"),
+    *("", " as gguf", "gptq-int4", "gptq-int4 as gptq", "gptq-int4 as gptq-v2", "gptq-int4 as dense"),
+    *("awq-int4 as awq", "rtn-int4 as gguf", "w8a8-int8", "fp8-dynamic", "nvfp4", "mxfp4"),
 )
 GAP, NEAR = 0.2, 0.02
 LIMIT_S = 900
@@ -52,11 +55,14 @@ def main() -> None:
     rows = []
     for case in CASES:
         checkpoint, dense = _checkpoint(case, source, folder)
-        answer = _ask(options, checkpoint, texts, folder / f"{options.engine}-{checkpoint.name}.answer.json")
-        rows.append({"case": case or "unquantized", **judge(answer, dense, json.loads(texts.read_text()))})
+        answer = _ask(options, [checkpoint, source, texts], folder / f"{options.engine}-{checkpoint.name}.answer.json")
+        name = case if case.partition(" as ")[0] else f"unquantized{case}"
+        said = models.foretold(None, case, options.engine)
+        row = {"case": name, **judge(answer, dense, json.loads(texts.read_text()))}
+        rows.append({**row, "ours": f"{said.reads}: {said.reason}", "foretold": is_foretold(row, said)})
         print(json.dumps(rows[-1]), flush=True)
         _write(options.engine, {"commit": provenance.commit(), "engine": _version(options)}, rows)
-    sys.exit(any(row["verdict"] == "other numbers" for row in rows))
+    sys.exit(not all(row["foretold"] for row in rows))
 
 
 def _checkpoint(case: str, source: Path, folder: Path) -> tuple[Path, Path]:
@@ -65,7 +71,7 @@ def _checkpoint(case: str, source: Path, folder: Path) -> tuple[Path, Path]:
 
     recipe, _, export = case.partition(" as ")
     if not recipe:
-        return source, source
+        return (_gguf_file(source, folder / "source", "f16") if export else source), source
     target = folder / f"{recipe}-{provenance.digest(api.load_recipe(recipe).source)}"
     dense = target.with_name(f"{target.name}-as-dense")
     why = models.make_checkpoint(source, recipe, target)
@@ -73,20 +79,26 @@ def _checkpoint(case: str, source: Path, folder: Path) -> tuple[Path, Path]:
     if models.convert_to(target, "dense", dense):
         dense = target  # transformers decodes it with compressed-tensors
     if export == "gguf":
-        file = target.with_suffix(".gguf")
-        if not file.exists():
-            models.convert_to(target, "gguf", file)
-        return file, dense
+        return _gguf_file(target, target), dense
     exported = target.with_name(f"{target.name}-as-{export}") if export else target
     if export:
         models.convert_to(target, export, exported)
     return exported, dense
 
 
-def _ask(options: argparse.Namespace, checkpoint: Path, texts: Path, output: Path) -> dict[str, Any]:
+def _gguf_file(checkpoint: Path, name: Path, type_name: str | None = None) -> Path:
+    from quantkit.compress.convert import convert
+
+    file = name.with_suffix(".gguf")
+    if not file.exists():
+        convert(checkpoint, "gguf", file, type_name=type_name)
+    return file
+
+
+def _ask(options: argparse.Namespace, files: list[Path], output: Path) -> dict[str, Any]:
     """What the engine says, in a process of its own; an answer that is there is kept."""
     if not output.exists():
-        command = [options.python, SERVE, options.engine, checkpoint, texts, output]
+        command = [options.python, SERVE, options.engine, *files, output]
         try:
             with output.with_suffix(".log").open("w") as log:
                 subprocess.run(command, stdout=log, stderr=log, timeout=LIMIT_S, check=True)
@@ -108,6 +120,13 @@ def judge(answer: dict[str, Any], dense: Path, texts: list[list[int]]) -> dict[s
         row["difference"] = round(float((known - torch.tensor(answer["logprobs"])).abs().mean()), 4)
     is_right = row["gap"] <= GAP and row.get("difference", 0) <= NEAR
     return {"verdict": "agrees" if is_right else "other numbers", **row}
+
+
+def is_foretold(row: dict[str, Any], said: EngineReading) -> bool:
+    """Whether the rules say beforehand what was seen, of a refusal with the engine's own words."""
+    if row["verdict"] == "refused":
+        return said.reads == "no" and bool(said.error) and said.error in row["reason"]
+    return said.is_right if row["verdict"] == "agrees" else said.reads == "wrong"
 
 
 def _write(engine: str, made: dict[str, str], rows: list[dict[str, Any]]) -> None:

@@ -1,6 +1,8 @@
 """The engines' half of cpu_engines.py: loads one checkpoint and continues texts. Needs the engine, not quantkit.
 
-python cpu_engines_serve.py openvino|onnxruntime CHECKPOINT TEXTS.json OUTPUT.json
+python cpu_engines_serve.py openvino|onnxruntime CHECKPOINT SOURCE TEXTS.json OUTPUT.json
+
+SOURCE: the model's folder, for those who take config.json from there where CHECKPOINT is one GGUF file.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ Answer = dict[str, Any]
 
 def main() -> None:
     """One checkpoint."""
-    engine, checkpoint, texts, output = sys.argv[1:]
+    engine, checkpoint, source, texts, output = sys.argv[1:]
     ids = json.loads(Path(texts).read_text())
-    ask = {"openvino": _openvino, "onnxruntime": _onnxruntime}[engine]
     try:
-        answer = ask(Path(checkpoint), ids, Path(f"{output}.work"))
+        if engine == "openvino":
+            answer = _openvino(Path(checkpoint), ids)
+        else:
+            answer = _onnxruntime(Path(checkpoint), source, ids, Path(f"{output}.work"))
     except Exception as error:
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__
@@ -53,13 +57,13 @@ def _chosen(logits: Callable[[list[int]], Any], ids: list[list[int]]) -> list[li
     return [row.gather(-1, torch.tensor(text)[1:, None])[:, 0].tolist() for row, text in zip(rows, ids, strict=True)]
 
 
-def _openvino(checkpoint: Path, ids: list[list[int]], work: Path) -> Answer:
+def _openvino(checkpoint: Path, ids: list[list[int]]) -> Answer:
     if checkpoint.suffix == ".gguf":
         return _openvino_gguf(checkpoint, ids)
     import torch
     from optimum.intel import OVModelForCausalLM
 
-    model = OVModelForCausalLM.from_pretrained(checkpoint, export=True, load_in_8bit=False, ov_config=EXACT)
+    model = OVModelForCausalLM.from_pretrained(str(checkpoint), export=True, load_in_8bit=False, ov_config=EXACT)
 
     def logits(tokens: list[int]) -> Any:
         text = torch.tensor([tokens])
@@ -84,16 +88,16 @@ def _openvino_gguf(checkpoint: Path, ids: list[list[int]]) -> Answer:
     return {"greedy": written}
 
 
-def _onnxruntime(checkpoint: Path, ids: list[list[int]], work: Path) -> Answer:
+def _onnxruntime(checkpoint: Path, source: str, ids: list[list[int]], work: Path) -> Answer:
     import onnxruntime_genai as og
     from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
     work.mkdir(exist_ok=True)
     is_file = checkpoint.suffix == ".gguf"
-    quantized = is_file or "quantization_config" in json.loads((checkpoint / "config.json").read_text())
-    # With a checkpoint that has codes, int4 means those.
+    quantized = not is_file and "quantization_config" in json.loads((checkpoint / "config.json").read_text())
+    # With a checkpoint that has codes, int4 means those; with a GGUF file it would round anew.
     precision = "int4" if quantized else "fp32"
-    arguments = (None, str(checkpoint), str(work), precision, "cpu", str(work / "cache"))
+    arguments = (source if is_file else None, str(checkpoint), str(work), precision, "cpu", str(work / "cache"))
     create_model(
         *arguments, **parse_extra_options(*arguments, ["accuracy_level=1", "nodes_to_exclude=/lm_head/MatMul"])
     )

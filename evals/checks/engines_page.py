@@ -76,10 +76,29 @@ def vllm() -> str:
     return f"{versions}\n\n{_table(rows['rows'])}\n\n{_refusals(rows['rows'])}\n\n{found}{names}."
 
 
-def newest(kind: str) -> dict[str, Any]:
-    """The rows, or the breaches, of the newest release of vLLM."""
-    data: dict[str, Any] = json.loads(max(RESULTS.glob(f"*-cpu-{kind}.json")).read_text())
-    return data
+def verified() -> str:
+    """What `verify` and `eval` say by vLLM and by our engine: answers item by item, where the KL lies, gates."""
+    head = ["", "items", "answered otherwise", "KL by our engine", "by vLLM", "by vLLM, with noise", "gates"]
+    return _markdown(head, [_compared(row) for row in newest("verify")])
+
+
+def _compared(row: dict[str, Any]) -> list[str]:
+    by_side = row["answered otherwise"]
+    # Of verify: items of the checkpoint and of the original; of eval: items with what they differ by.
+    ties = [f"{item}: {gap:.1e} nats" for item, gap in by_side.items() if not isinstance(gap, list)]
+    differ = len(ties) or sum(len(items) for items in by_side.values())
+    cells = [f"`{row['what']}`", str(row["items"]), f"{differ}{' (' + '; '.join(ties) + ')' if ties else ''}"]
+    if "gates" not in row:
+        return [*cells, "", "", "", ""]
+    spans = [" to ".join(f"{end:.6f}" for end in row[name]) for name in ("ends", "in an arithmetic as close")]
+    alike = "the same" if row["gates alike"] else "others"
+    gates = f"{alike}, {sum(row['gates'].values())} of {len(row['gates'])} hold"
+    return [*cells, f"{row['ours']:.6f}", *spans, gates]
+
+
+def newest(kind: str) -> Any:
+    """Rows, breaches, or what `verify` says, of the newest release of vLLM."""
+    return json.loads(max(RESULTS.glob(f"*-cpu-{kind}.json")).read_text())
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -126,6 +145,7 @@ def others() -> str:
 def _seen(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    if "difference" in row:
-        return f"{row['verdict']}, {row['difference']:.3f}"
-    return f"{row['verdict']}: {row['reason'][:140].replace('|', '/')}"
+    if row["verdict"] == "agrees":
+        difference = f", {row['difference']:.3f}" if "difference" in row else ""
+        return f"agrees{difference}"
+    return f"{row['verdict']}: {row['ours'].partition(': ')[2]}"

@@ -152,7 +152,7 @@ def foretold(config: Path | None, case: str, engine: str = "vllm:cpu") -> Engine
 @functools.cache
 def _stored(config: Path | None, case: str) -> StoredModel:
     recipe, _, export = case.partition(" as ")
-    if not recipe:
+    if not recipe or export == "dense":
         return StoredModel(format="dense")
     planned = estimate(shape_file=config, recipe=recipe).recipe
     assert planned is not None

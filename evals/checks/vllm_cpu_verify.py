@@ -117,7 +117,7 @@ def _gap(data: Path | None, ours: EvaluationResult, task: str, index: int) -> fl
     llm = LLM(ours.model, dtype={"float32": "fp32", "bfloat16": "bf16"}[ours.arithmetic])
     texts = [tuple(llm.encode(f" {json.loads(line)[name]}")) for name in ("sentence_good", "sentence_bad")]
     good, bad = llm.score_tokens([ScoredText(ids=ids, num_scored=len(ids) - 1) for ids in texts])
-    return float(good.logprobs.sum() - bad.logprobs.sum())
+    return float(good.logprobs.double().sum() - bad.logprobs.double().sum())
 
 
 if __name__ == "__main__":

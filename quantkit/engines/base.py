@@ -6,10 +6,11 @@ Architecture support is another question, which nothing here answers. Torch-free
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from quantkit.numerics.scheme import LinearScheme
@@ -163,6 +164,35 @@ class Rule:
         )
 
 
+_SINGLE = ("zero_points", "experts", "static", "group_order", "compressed_experts", "hidden")
+_WORDS: dict[str, Any] = {"yes": True, "no": False, "16-bit": "", "amx": AMX}
+
+
+def read_rules(text: str, **shared: Any) -> tuple[Rule, ...]:
+    """Rules of a table, in its order.
+
+    Args:
+        text: of each rule a line of how it reads and what it is about, by the names of `Rule` (`no weights=int4,int8
+            experts=yes`); indented below it the reason, the source and perhaps the error. Lines indented twice go on.
+        shared: what all are about that say nothing else.
+    """
+    rules = re.split(r"\n(?=\S)", re.sub(r"\n {8}", " ", text.strip()))
+    return tuple(_read_rule(shared, *rule.split("\n    ")) for rule in rules)
+
+
+def _read_rule(shared: dict[str, Any], head: str, reason: str, source: str, error: str = "") -> Rule:
+    reads, *about = head.split()
+    values = dict(shared)
+    for name, _, given in (part.partition("=") for part in about):
+        parts = tuple(_WORDS.get(part, int(part) if part.isdigit() else part) for part in given.split(","))
+        values[name] = parts[0] if name in _SINGLE else parts
+    return Rule(reads=Reads(reads), reason=reason, source=source, error=error, **values)
+
+
+ORDINARY = Rule(reads=Reads.FAST, reason="an ordinary checkpoint, as large as the original", source="")
+"""What most engines say of a model without codes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
     """One engine at one release.
@@ -179,6 +209,6 @@ class Engine:
     title: str
     release: str
     rules: tuple[Rule, ...]
-    ordinary: Rule
+    ordinary: Rule = ORDINARY
     caches: Mapping[Cache, str] = field(default_factory=dict)
     devices: bool = True

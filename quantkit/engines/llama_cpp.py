@@ -1,34 +1,30 @@
 """llama.cpp (llama-cpp-python 0.3), run on CPUs: GGUF files and nothing else."""
 
-from quantkit.engines.base import CPU, Engine, Reads, Rule
+from quantkit.engines.base import CPU, Engine, Reads, Rule, read_rules
+
+_RULES = read_rules(
+    """
+fast format=gguf
+    its own format; activations become 8-bit in products
+    ggml/src/ggml-cpu
+no
+    it reads GGUF only: set format=gguf, or quantkit convert CHECKPOINT --to gguf
+    src/llama-model-loader.cpp
+""",
+    capability=(CPU, 999),
+)
+_CACHE = "a GGUF file says nothing of the cache: 16-bit keys and values"
 
 ENGINE = Engine(
     title="llama.cpp",
     release="llama-cpp-python 0.3",
-    rules=(
-        Rule(
-            reads=Reads.FAST,
-            format=("gguf",),
-            capability=(CPU, 999),
-            reason="its own format; activations become 8-bit in products",
-            source="ggml/src/ggml-cpu",
-        ),
-        Rule(
-            reads=Reads.NO,
-            capability=(CPU, 999),
-            reason="it reads GGUF only: set format=gguf, or quantkit convert CHECKPOINT --to gguf",
-            source="src/llama-model-loader.cpp",
-        ),
-    ),
+    rules=_RULES,
     ordinary=Rule(
         reads=Reads.FAST,
         reason="after convert_hf_to_gguf.py",
         source="convert_hf_to_gguf.py",
         capability=(CPU, 999),
     ),
-    caches={
-        "own": "a GGUF file says nothing of the cache: 16-bit keys and values",
-        "fp8": "a GGUF file says nothing of the cache: 16-bit keys and values",
-    },
+    caches={"own": _CACHE, "fp8": _CACHE},
     devices=False,
 )

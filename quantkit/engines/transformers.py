@@ -3,83 +3,57 @@
 `integrations` and `quantizers` are transformers' own. It decodes weights and keeps activations as they are.
 """
 
-from functools import partial
+from dataclasses import replace
 
-from quantkit.engines.base import CPU, Engine, Reads, Rule
+from quantkit.engines.base import CPU, ORDINARY, Engine, Reads, read_rules
 
-_EXPERTS = "integrations/compressed_tensors.py: CompressedTensorsDequantize.convert"
-_DECODED = "with compressed-tensors installed"
-_slow, _wrong, _no = (
-    partial(Rule, reads=reads, capability=(CPU, 999)) for reads in (Reads.SLOW, Reads.WRONG, Reads.NO)
-)
-_experts_slow, _experts_wrong, _experts_no = (
-    partial(rule, format=("compressed-tensors",), experts=True) for rule in (_slow, _wrong, _no)
-)
-
-_RULES = (
-    _slow(
-        format=("gptq", "gptq-v2", "awq"),
-        reason="with gptqmodel installed",
-        source="quantizers/quantizer_gptq.py, quantizer_awq.py: validate_environment",
-    ),
-    _slow(
-        format=("gguf",),
-        reason="decoded to 16 bits while loading",
-        source="modeling_gguf_pytorch_utils.py",
-    ),
-    _slow(
-        format=("bitsandbytes", "torchao", "fp8", "mxfp4"),
-        reason="with the library of {format} installed",
-        source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING",
-    ),
-    _no(format=("modelopt",), reason="it has no loader of {format}", source="quantizers/auto.py"),
-    _experts_no(
-        zero_points=True,
-        reason="its decoder is not given zero points of experts and stops; set weights.symmetric=true, or format=dense",
-        source=_EXPERTS,
-    ),
-    _experts_no(
-        compressed_experts=False,
-        reason="it does not load compressed experts of this family, whoever wrote them; set format=dense",
-        source="conversion_mapping.py; " + _EXPERTS,
-    ),
-    _experts_no(
-        weights=("int8", "int4"),
-        inputs=("int8",),
-        reason="INT8 experts with INT8 activations: it has no rule that joins them; take rtn-int8 or fp8-dynamic",
-        source=_EXPERTS,
-    ),
-    _experts_wrong(
-        weights=("nvfp4",),
-        reason="it decodes NVFP4 experts without their global scale, to other numbers",
-        source=_EXPERTS,
-    ),
-    _experts_no(
-        weights=("fp8", "mxfp8"),
-        groups=("block", 32),
-        reason="FP8 experts with scales of blocks or groups are not decoded",
-        source=_EXPERTS,
-    ),
-    _experts_slow(
-        static=True,
-        reason="with compressed-tensors installed; input scales of experts are dropped, activations stay as they are",
-        source=_EXPERTS,
-    ),
-    _slow(
-        weights=("fp8", "nvfp4", "mxfp4", "mxfp8"),
-        reason=_DECODED + ", decoded to bfloat16",
-        source="quantizers/quantizer_compressed_tensors.py",
-    ),
-    _slow(reason=_DECODED, source="quantizers/quantizer_compressed_tensors.py"),
+_RULES = read_rules(
+    """
+slow format=gptq,gptq-v2,awq
+    with gptqmodel installed
+    quantizers/quantizer_gptq.py, quantizer_awq.py: validate_environment
+slow format=gguf
+    decoded to 16 bits while loading
+    modeling_gguf_pytorch_utils.py
+slow format=bitsandbytes,torchao,fp8,mxfp4
+    with the library of {format} installed
+    quantizers/auto.py: AUTO_QUANTIZER_MAPPING
+no format=modelopt
+    it has no loader of {format}
+    quantizers/auto.py
+no format=compressed-tensors zero_points=yes experts=yes
+    its decoder is not given zero points of experts and stops; set weights.symmetric=true, or format=dense
+    integrations/compressed_tensors.py: CompressedTensorsDequantize.convert
+no format=compressed-tensors experts=yes compressed_experts=no
+    it does not load compressed experts of this family, whoever wrote them; set format=dense
+    conversion_mapping.py; integrations/compressed_tensors.py: CompressedTensorsDequantize.convert
+no format=compressed-tensors weights=int8,int4 inputs=int8 experts=yes
+    INT8 experts with INT8 activations: it has no rule that joins them; take rtn-int8 or fp8-dynamic
+    integrations/compressed_tensors.py: CompressedTensorsDequantize.convert
+wrong format=compressed-tensors weights=nvfp4 experts=yes
+    it decodes NVFP4 experts without their global scale, to other numbers
+    integrations/compressed_tensors.py: CompressedTensorsDequantize.convert
+no format=compressed-tensors weights=fp8,mxfp8 groups=block,32 experts=yes
+    FP8 experts with scales of blocks or groups are not decoded
+    integrations/compressed_tensors.py: CompressedTensorsDequantize.convert
+slow format=compressed-tensors experts=yes static=yes
+    with compressed-tensors installed; input scales of experts are dropped, activations stay as they are
+    integrations/compressed_tensors.py: CompressedTensorsDequantize.convert
+slow weights=fp8,nvfp4,mxfp4,mxfp8
+    with compressed-tensors installed, decoded to bfloat16
+    quantizers/quantizer_compressed_tensors.py
+slow
+    with compressed-tensors installed
+    quantizers/quantizer_compressed_tensors.py
+""",
+    capability=(CPU, 999),
 )
 
 ENGINE = Engine(
     title="transformers",
     release="5.23.0",
     rules=_RULES,
-    ordinary=_slow(reason="an ordinary checkpoint, as large as the original", source=""),
-    caches={
-        "own": "the cache's own entry (quantkit_kv_cache) is ignored: 16-bit keys and values",
-    },
+    ordinary=replace(ORDINARY, reads=Reads.SLOW, capability=(CPU, 999)),
+    caches={"own": "the cache's own entry (quantkit_kv_cache) is ignored: 16-bit keys and values"},
     devices=False,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def test_rules_say_of_every_row_what_vllm_did(load, tmp_path):
         if row["verdict"] != "refused by us" and (said.is_right != ran or not explained):
             differ.append((row["model"], row["case"], row["verdict"], said.reads, said.reason))
     assert not differ
+
+
+def test_rules_say_of_every_row_what_other_engines_did_on_a_cpu(load):
+    models, checks = load("vllm_cpu_models"), load("cpu_engines")
+    files = sorted(checks.RESULTS.glob("*.json"))
+    rows = [(file.stem, row) for file in files for row in json.loads(file.read_text())["rows"]]
+    assert len(rows) == len(files) * len(checks.CASES)
+    for engine, row in rows:
+        said = models.foretold(None, row["case"].removeprefix("unquantized"), engine)
+        assert checks.is_foretold(row, said), (engine, row, said)
 
 
 def test_nvfp4_files_must_share_global_scales_and_have_no_negative_ones(load, tmp_path):

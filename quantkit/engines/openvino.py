@@ -1,0 +1,40 @@
+"""OpenVINO 2026.4.1, run on a CPU: optimum-intel 2.2.0 with gptqmodel 7.6, and openvino-genai for GGUF files.
+
+`exporters` is `optimum/exporters/openvino`.
+"""
+
+from dataclasses import replace
+
+from quantkit.engines.base import CPU, ORDINARY, Engine, read_rules
+
+_RULES = read_rules(
+    """
+fast format=gptq,gptq-v2 weights=int4 experts=no
+    with gptqmodel installed
+    exporters/__main__.py: main_export, do_gptq_patching
+no format=awq experts=no
+    gptqmodel's AWQ layers cannot be traced: the export stops; set format=gptq
+    exporters/__main__.py: main_export
+    Tracing failed sanity checks
+fast format=gguf weights=int2,int3,int4 zero_points=no experts=no
+    Q4_0 files by openvino-genai
+    openvino.genai/src/cpp/src/gguf_utils
+no format=compressed-tensors
+    it exports gptq, awq and bitnet only, and stops while loading others; set format=gptq, gguf or dense
+    exporters/__main__.py: main_export, supported_quant_methods
+    more than one element of the written-to tensor
+unknown
+    {linear} in format {format} was not tried
+    exporters/__main__.py: main_export, supported_quant_methods
+""",
+    capability=(CPU, 999),
+)
+
+ENGINE = Engine(
+    title="OpenVINO",
+    release="2026.4.1, optimum-intel 2.2.0",
+    rules=_RULES,
+    ordinary=replace(ORDINARY, capability=(CPU, 999)),
+    caches={"own": "the cache's own entry (quantkit_kv_cache) is ignored: the cache is what OpenVINO is told"},
+    devices=False,
+)
