@@ -95,7 +95,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     make_model(folder / "llama")
     (folder / "llama" / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.txt").write_text(TEXT[:1200])
     quantkit.quantize(folder / "llama", "rtn-int4", folder / "out", overrides=["weights.group_size=32"], device="cpu")
     return folder
 
@@ -165,3 +165,21 @@ def output_error():
         return (wrong / sum(b.square().sum() for b in before)).sqrt().item()
 
     return measure
+
+
+@pytest.fixture(scope="session")
+def quantized_pair(tmp_path_factory):
+    """A function from a kind of quantized checkpoint to one of them and its dense twin; not to be changed by tests."""
+    from tests import quantized_sources as sources  # which imports the libraries that define the formats
+
+    folder, pairs = tmp_path_factory.mktemp("sources"), {}
+
+    def made(kind):
+        if kind not in pairs:
+            family, maker, section = sources.KINDS[kind]
+            if not (folder / family).exists():
+                make_model(folder / family, family, dtype=torch.bfloat16, **sources.MODELS[family])
+            pairs[kind] = sources.write_pair(folder / family, folder / kind.replace(" ", "-"), maker, section)
+        return pairs[kind]
+
+    return made

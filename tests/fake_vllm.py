@@ -71,13 +71,12 @@ class FakeLLM:
         ]
 
     def _scored(self, ids, rows, count):
-        values, tokens = rows.sort(-1, descending=True)
+        values, tokens = (part.tolist() for part in rows.sort(-1, descending=True))
 
         def row(position, chosen):
-            ranks = [*([] if chosen is None else [int((tokens[position] == chosen).nonzero())]), *range(count)]
+            ranks = [*([] if chosen is None else [tokens[position].index(chosen)]), *range(count)]
             return {
-                int(tokens[position, rank]): SimpleNamespace(logprob=float(values[position, rank]), rank=rank + 1)
-                for rank in ranks
+                tokens[position][rank]: SimpleNamespace(logprob=values[position][rank], rank=rank + 1) for rank in ranks
             }
 
         prompt = [None, *(row(at, token) for at, token in enumerate(ids[1:]))]

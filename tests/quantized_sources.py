@@ -196,3 +196,40 @@ def nf4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
     return stored, (table[index] * absmax[:, None]).view(weight.shape).to(weight.dtype)
+
+
+SMALL = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+LARGE = {"hidden_size": 256, "intermediate_size": 384}
+MIXTURE = {**LARGE, "moe_intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128}
+MODELS = {
+    "deepseek_v3": MIXTURE,
+    "gpt_oss": {},
+    "minimax_m2": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3": SMALL,
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+# DeepSeek-V3, MiniMax-M2, gpt-oss and Kimi as they are published, and what else is read: model, maker and section.
+KINDS = {
+    "fp8 blocks": ("deepseek_v3", *fp8()),
+    "fp8 of minimax": ("minimax_m2", *fp8()),
+    "fp8 powers of two": ("deepseek_v3", *fp8(scale_fmt="ue8m0")),
+    "fp8 ragged blocks": ("deepseek_v3", fp8_ragged, FP8),
+    "fp8 per tensor": ("qwen3", *fp8(None)),
+    "mxfp4 stacks": ("gpt_oss", mxfp4_stack, {"quant_method": "mxfp4"}),
+    "int4 experts": ("deepseek_v3", *compressed("W4A16", where="experts")),
+    "int4 zero points": ("qwen3", *compressed("W4A16_ASYM")),
+    "int8": ("qwen3", *compressed("W8A8")),
+    "fp8 channels": ("qwen3", *compressed("FP8_DYNAMIC")),
+    "fp8 tensors": ("qwen3", *compressed("FP8")),
+    "fp8 blocks of compressed-tensors": ("qwen3", *compressed("FP8_BLOCK")),
+    "nvfp4": ("deepseek_v3", *compressed("NVFP4A16")),
+    "nvfp4 of modelopt": ("deepseek_v3", *modelopt_nvfp4()),
+    "modelopt of two kinds": ("qwen3", *modelopt_mixed()),
+    "mxfp4": ("qwen3", *compressed("MXFP4A16")),
+    "mxfp8": ("qwen3", *compressed("MXFP8A16")),
+    "nf4": ("qwen3", nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -75,7 +75,8 @@ def main() -> None:
     os.chdir(ROOT)
     options = ["-o", "addopts=", "-o", "required_plugins=", "-o", f"faulthandler_timeout={TEST_SECONDS}"]
     options += ["-o", "faulthandler_exit_on_timeout=true", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    options += ["-p", "xdist", "-p", "run_tests", "-n", str(os.cpu_count()), "--maxschedchunk", "1"]
+    workers = 1 if arguments.device == "cpu" else os.cpu_count()
+    options += ["-p", "xdist", "-p", "run_tests", "-n", str(workers), "--maxschedchunk", "1"]
     chosen = ["-m", "not slow", INTERPRETED] if arguments.device == "cpu" else ["-m", "gpu", ON_GPU]
     code = pytest.main([*options, *chosen], plugins=[Recorder(results)])
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED, GO_ON):

@@ -28,6 +28,23 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     module.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
+def set_stored(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module one of its parameters or saved buffers; buffers in their own dtype: they may be indices or flags.
+
+    Args:
+        module: modified.
+        name: relative, dots included.
+        value: of it.
+        dtype, device: of parameters, and of all.
+    """
+    owner, _, leaf = name.rpartition(".")
+    buffers = module.get_submodule(owner)._buffers
+    if (buffer := buffers.get(leaf)) is not None:
+        buffers[leaf] = value.to(device, buffer.dtype)
+    else:
+        set_parameter(module, name, value.to(device, dtype))
+
+
 class Expert(nn.Module):
     """One expert of plain linears.
 

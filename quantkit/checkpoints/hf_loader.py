@@ -10,7 +10,7 @@ import contextlib
 import io
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,15 @@ class _Made:
         return {target, *(".".join([*owner, name]) for name in self.names)}
 
 
+@contextlib.contextmanager
+def _raised_as(kind: type[ModelError], *errors: type[Exception]) -> Iterator[None]:
+    """While open, errors of the libraries are one of the model."""
+    try:
+        yield
+    except errors as error:
+        raise kind(f"{type(error).__name__}: {first_line(error)}") from error
+
+
 class HfLoader:
     """transformers' loader for one checkpoint.
 
@@ -137,20 +146,18 @@ class HfLoader:
     """
 
     def __init__(self, reader: CheckpointReader, section: Mapping[str, Any]) -> None:
-        try:
+        with _raised_as(ModelError, Exception):  # whatever the libraries raise on what they cannot build
             self._model = _build(reader, section)
             plain = Renaming.of(_build(reader, {})[0])
-        except Exception as error:  # whatever the libraries raise on what they cannot build
-            raise ModelError(f"{type(error).__name__}: {first_line(error)}") from error
-        try:
+        # Of the quantizer, on rules that cut tensors for instance: the plain ones are fine.
+        with _raised_as(CannotLoad, Exception):
             rules = Renaming.of(self._model[0], self._model[1])
-        except Exception as error:  # of the quantizer, on rules that cut tensors for instance: the plain ones are fine
-            raise CannotLoad(f"{type(error).__name__}: {first_line(error)}") from error
         if rules is None or plain is None:
             raise ModelError("this version of transformers does not say how it renames tensors")
         self._rules, self._plain = rules, plain
         self.touches_weights = bool(section) and _touches_weights(self._model[0])
 
+    @_raised_as(ModelError, AttributeError, TypeError)  # of functions that are no promise of transformers
     def check(
         self,
         tensors: Mapping[str, Stored],
@@ -166,17 +173,6 @@ class HfLoader:
         Raises:
             ModelError: this version of transformers cannot be asked.
         """
-        try:
-            return self._check(tensors, sample, decoded)
-        except (AttributeError, TypeError) as error:  # of functions that are no promise of transformers
-            raise ModelError(f"{type(error).__name__}: {first_line(error)}") from error
-
-    def _check(
-        self,
-        tensors: Mapping[str, Stored],
-        sample: Callable[[str], Tensor],
-        decoded: Callable[[str], tuple[str, Tensor]],
-    ) -> Problems:
         problems = Problems()
         shapes, groups, reached = self._rules.shapes, dict[str, dict[str, Destination]](), set[str]()
         for name, destination in self._rules.destinations(tensors).items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from quantkit.checkpoints.experts import set_parameter
+from quantkit.checkpoints.experts import set_stored
 from quantkit.checkpoints.layer_call import moved
 from quantkit.checkpoints.layer_inputs import build_model
 from quantkit.checkpoints.reader import CheckpointReader
@@ -84,7 +84,7 @@ class ImageStem:
             new = _rows(reader, stored, used, dtype) if name in tables else reader.tensor(stored)
             if new.is_floating_point() and name not in tables and not torch.isfinite(new).all():
                 raise CheckpointError(f"{reader.path}: tensor {name} holds NaN or infinite values")
-            _fill(model, name, new, dtype, device)
+            set_stored(model, name, new, dtype, device)
             if name in tables:
                 owner = model.get_submodule(name.rpartition(".")[0])
                 owner.register_forward_pre_hook(partial(_check_rows, used))
@@ -182,13 +182,3 @@ def _check_rows(used: Tensor, _: nn.Module, args: tuple[Any, ...]) -> None:
     unread = ~torch.isin(args[0].cpu(), used)
     if unread.any():
         raise ModelError(f"the model puts token {int(args[0].cpu()[unread][0])} in the place of another one")
-
-
-def _fill(model: nn.Module, name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model one of its parameters or saved buffers; buffers in their own dtype, since they may be indices."""
-    owner, _, leaf = name.rpartition(".")
-    buffers = model.get_submodule(owner)._buffers
-    if (buffer := buffers.get(leaf)) is not None:
-        buffers[leaf] = value.to(device, buffer.dtype)
-    else:
-        set_parameter(model, name, value.to(device, dtype))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import rebuild_layer, set_parameter
+from quantkit.checkpoints.experts import rebuild_layer, set_parameter, set_stored
 from quantkit.checkpoints.layer_call import (
     Batch,
     LayerCall,
@@ -188,19 +188,9 @@ class Skeleton:
         # A copy: the skeleton itself stays weightless, or every layer that was handed out would remain in memory.
         layer = copy.deepcopy(self._layers[index])
         for name in self.layer_tensors(index):
-            self._fill(layer, name, f"{self.layer_name(index)}.{name}", self.device)
+            value = self.read_finite(f"{self.layer_name(index)}.{name}")
+            set_stored(layer, name, value, self.dtype, self.device)
         return layer.to(self.device).eval()
-
-    def _fill(self, module: nn.Module, name: str, full: str, device: torch.device) -> None:
-        """Give a module one of its parameters or saved buffers from the tensor `full` of the checkpoint."""
-        value = self.read_finite(full)
-        owner, _, leaf = name.rpartition(".")
-        buffers = module.get_submodule(owner)._buffers
-        if (buffer := buffers.get(leaf)) is not None:
-            # In its own dtype: a buffer may hold indices or flags.
-            buffers[leaf] = value.to(device, buffer.dtype)
-        else:
-            set_parameter(module, name, value.to(device, self.dtype))
 
     def read_finite(self, full: str) -> Tensor:
         """The tensor `full` of the checkpoint.
@@ -226,7 +216,8 @@ class Skeleton:
             if names.hands_on and name in tables:
                 continue  # read row by row, see `_with_rows`: one per layer is as large as the model
             if not full.startswith(known) and full in self.reader:
-                self._fill(backbone, name, full, torch.device("cpu"))  # where hidden states are made
+                # The CPU is where hidden states are made.
+                set_stored(backbone, name, self.read_finite(full), self.dtype, torch.device("cpu"))
 
     def embed(self, token_ids: Tensor, table: Tensor, row_of: Tensor) -> Tensor:
         """Hidden states before the first layer.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from quantkit.errors import AuditError, SchemeError
+from quantkit.errors import AuditError, SchemeError, located
 from quantkit.formats import writable
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -81,10 +81,8 @@ class Format(ABC):
         if not self.is_written:
             raise self._read_only()
         self._check_activations(scheme)
-        try:
+        with located("weights.group_size"):
             scheme.weight.group_width(shape[1])
-        except SchemeError as error:
-            raise SchemeError(f"weights.group_size: {error}") from error
 
     def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
         """Refuse what no loader of this format takes; say what some do not take.

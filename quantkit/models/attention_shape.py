@@ -22,8 +22,6 @@ from typing import Literal
 
 from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
 
-LATENT = ("mla", "dsa", "csa", "hca")
-
 # Channels that share a power of two in quantized entries of csa and hca, in keys of their indexer; bytes of exponents
 # come in as many as these.
 ENTRY_BLOCK, ENTRY_EXPONENTS = 64, 8

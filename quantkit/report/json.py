@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import ReportError
+from quantkit.errors import ReportError, located
 from quantkit.results import Report
 from quantkit.results.gates.metrics import gate_numbers
 from quantkit.untrusted import read_object
@@ -34,10 +34,8 @@ def read_report(path: Path | str) -> Report:
         todo = f"`quantkit verify {path}` makes one" if path.is_dir() else "give a checkpoint's directory or its report"
         raise ReportError(f"{file}: no such file; {todo}")
     data = read_object(file, ReportError, "is it cut short, or no report?")
-    try:
+    with located(str(file)):
         return Report.from_dict(data)
-    except ReportError as error:
-        raise ReportError(f"{file}: {error}") from None
 
 
 def json_ready(value: Any) -> Any:

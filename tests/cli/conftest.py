@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.cli import _verify, main
@@ -25,6 +26,13 @@ def run(capsys):
         return exit_.value.code, captured.out, captured.err
 
     return command
+
+
+@pytest.fixture
+def invoke():
+    """Run `quantkit ...`; click's result of it."""
+    runner = CliRunner()
+    return lambda *args: runner.invoke(main, list(args))
 
 
 @pytest.fixture

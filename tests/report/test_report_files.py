@@ -174,7 +174,7 @@ def test_a_second_report_waits_until_the_first_is_whole(report, tmp_path):
         second.start()
         second.join(0.2)
         assert list(tmp_path.iterdir()) == []
-    second.join(30)
+    second.join()
     assert len(list(tmp_path.iterdir())) == len(SIGNS)
 
 

@@ -118,10 +118,11 @@ def fit(
     Raises:
         InputError: the first reason why it cannot be used.
     """
-    recipe, assigned, warnings = _settle(recipe, family, layers, stored, leave, unlisted, reader)
+    model = _Model(family, layers, stored, leave, unlisted, reader)
+    recipe, assigned, warnings = model.settle(recipe)
     if reader.engine is None:
         return recipe, assigned, warnings
-    reading = _reading(recipe, family, layers, assigned, reader)
+    reading = model.reading(recipe, assigned)
     text = (
         f"{reading.engine} {reading.release}: {', '.join(filter(None, (reading.reads, reading.reason, reading.cache)))}"
     )
@@ -131,70 +132,64 @@ def fit(
     return recipe, assigned, (text, *warnings)
 
 
-def _settle(
-    recipe: Recipe,
-    family: Family,
-    layers: Sequence[LayerLinears],
-    stored: Stored,
-    leave: Leave | None,
-    unlisted: bool,
-    reader: Reader,
-) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
-    """`fit`, whoever reads it: with zero points where they are left open and nothing speaks against them."""
-    first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
-    if first is recipe:
-        return recipe, *_checked(recipe, family, layers, stored, leave, unlisted)
-    try:
-        assigned, warnings = _checked(first, family, layers, stored, leave, unlisted)
-        reading = _reading(first, family, layers, assigned, reader)
-        reason = "fewer of them would be loaded with zero points"
-    except InputError as error:
-        assigned, warnings, reason, reading = [], (), str(error).partition(": set ")[0], None
-        failure = error
-    if reading is not None and not reading.is_right:
-        reason = f"{reading.engine} {reading.release}: {reading.reason.partition('; ')[0]}"
-    elif assigned and _count(assigned) == _count(assign(first, layers, stored)):
-        return first, assigned, warnings
-    with suppress(InputError):
-        again, others = _checked(other, family, layers, stored, leave, unlisted)
-        read = reading is not None and _reading(other, family, layers, again, reader).is_right > reading.is_right
-        if _count(again) > _count(assigned) or read:
-            return other, again, (f"symmetric: auto gives these weights no zero points: {reason}", *others)
-    if not assigned:
-        raise failure
-    return first, *_checked(first, family, layers, stored, leave, unlisted)  # `leave` goes by what it saw last
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What `fit` is given besides a recipe."""
 
+    family: Family
+    layers: Sequence[LayerLinears]
+    stored: Stored
+    leave: Leave | None
+    unlisted: bool
+    reader: Reader
 
-def _reading(
-    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], reader: Reader
-) -> EngineReading:
-    """What the reader makes of it, transformers where nobody is named."""
-    model = stored_model(recipe, family, layers, assigned, reader.hidden_size)
-    return judge(reader.engine or "transformers", model)
+    def settle(self, recipe: Recipe) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+        """`fit`, whoever reads it: with zero points where they are left open and nothing speaks against them."""
+        first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
+        if first is recipe:
+            return recipe, *self.checked(recipe)
+        try:
+            assigned, warnings = self.checked(first)
+            reading = self.reading(first, assigned)
+            reason = "fewer of them would be loaded with zero points"
+        except InputError as error:
+            assigned, warnings, reason, reading = [], (), str(error).partition(": set ")[0], None
+            failure = error
+        if reading is not None and not reading.is_right:
+            reason = f"{reading.engine} {reading.release}: {reading.reason.partition('; ')[0]}"
+        elif assigned and _count(assigned) == _count(assign(first, self.layers, self.stored)):
+            return first, assigned, warnings
+        with suppress(InputError):
+            again, others = self.checked(other)
+            read = reading is not None and self.reading(other, again).is_right > reading.is_right
+            if _count(again) > _count(assigned) or read:
+                return other, again, (f"symmetric: auto gives these weights no zero points: {reason}", *others)
+        if not assigned:
+            raise failure
+        return first, *self.checked(first)  # `leave` goes by what it saw last
+
+    def reading(self, recipe: Recipe, assigned: Sequence[Schemes]) -> EngineReading:
+        """What the reader makes of it, transformers where nobody is named."""
+        model = stored_model(recipe, self.family, self.layers, assigned, self.reader.hidden_size)
+        return judge(self.reader.engine or "transformers", model)
+
+    def checked(self, recipe: Recipe) -> tuple[list[Schemes], tuple[str, ...]]:
+        """Schemes of each layer, and warnings."""
+        assigned, format_ = assign(recipe, self.layers, self.stored), FORMATS.load(recipe.format)
+        notes: tuple[str, ...] = ()
+        if self.leave is not None:
+            assigned, notes = self.leave(assigned)
+        for problem in conflicts(recipe, self.layers, assigned, self.unlisted):
+            raise problem
+        quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
+        parts = list(zip(self.layers, quantized, strict=True))
+        # For its refusals: schemes that fit alone may not go together.
+        format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
+        return assigned, (*format_.check_model(self.family, [of for layer, of in parts if not layer.beside]), *notes)
 
 
 def _count(assigned: Sequence[Schemes]) -> int:
     return sum(scheme is not None for schemes in assigned for scheme in schemes.values())
-
-
-def _checked(
-    recipe: Recipe,
-    family: Family,
-    layers: Sequence[LayerLinears],
-    stored: Stored,
-    leave: Leave | None,
-    unlisted: bool,
-) -> tuple[list[Schemes], tuple[str, ...]]:
-    assigned, format_, notes = assign(recipe, layers, stored), FORMATS.load(recipe.format), tuple[str, ...]()
-    if leave is not None:
-        assigned, notes = leave(assigned)
-    for problem in conflicts(recipe, layers, assigned, unlisted):
-        raise problem
-    quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
-    parts = list(zip(layers, quantized, strict=True))
-    # For its refusals: schemes that fit alone may not go together.
-    format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
-    return assigned, (*format_.check_model(family, [of for layer, of in parts if not layer.beside]), *notes)
 
 
 def stored_model(

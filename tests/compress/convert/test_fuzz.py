@@ -1,4 +1,4 @@
-"""150 or 2,000 mutated checkpoints and GGUF files: never a traceback, never more memory than the file bears out."""
+"""1,000 mutated checkpoints and GGUF files: never a traceback, never more memory than the file bears out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEED, SECONDS = 20261121, 120
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [150, 2000])
+@pytest.mark.parametrize("count", [1000])
 def test_mutated_files_are_refused_or_read(tmp_path, count):
     command = [sys.executable, "-m", "tests.compress.convert.fuzz", str(tmp_path), str(SEED), str(count)]
     root = Path(__file__).parents[3]

@@ -9,27 +9,35 @@ import sys
 import pytest
 
 import quantkit
+from quantkit.cli import main
 from quantkit.evaluate.data import read_named_text
 
-ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "12", "--no-bench", "--sensitivity")
+ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "5", "--no-bench", "--sensitivity")
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_report_of_one(tmp_path):
+def test_two_ranks_write_the_report_of_one(tmp_path, monkeypatch, capsys):
     quantkit.quantize(recipe="rtn-int4", output=tmp_path / "made", device="cpu")
-    (tmp_path / "text").write_text(read_named_text("demo", ())[:6000])
+    (tmp_path / "text").write_text(read_named_text("demo", ())[:1200])
+    monkeypatch.chdir(tmp_path)
+    words = ["verify", "made", *ASKED, "--text", "text", "--gate", "size_ratio<=0.01", "--threads", "1", "--json"]
 
-    def report(folder, *ranks):
-        how = ("--text", "text", "--gate", "size_ratio<=0.01", "--threads", "1", "-o", folder, *ranks)
-        command = [sys.executable, "-m", "quantkit", "verify", "made", *ASKED, *how, "--json"]
-        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, check=False)
-        assert (done.returncode, json.loads(done.stdout)["held"]) == (3, False)  # told once
+    def check(code, stdout):
+        assert (code, json.loads(stdout)["held"]) == (3, False)  # told once
+
+    def report(folder):
         written = json.loads((tmp_path / folder / "report.json").read_text())
         for side in ("evaluation", "baseline", "noise"):
             del written[side]["seconds"]
         del written["environment"]["created"], written["environment"]["command"]
         return written
 
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "-o", "one"])
+    check(ended.value.code, capsys.readouterr().out)
+    command = [sys.executable, "-m", "quantkit", *words, "-o", "two", "--nproc", "2"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    check(done.returncode, done.stdout)
     one = report("one")
     assert one["sensitivity"]["records"]
-    assert report("two", "--nproc", "2") == one
+    assert report("two") == one

@@ -19,23 +19,46 @@ pytestmark = pytest.mark.skipif(
     reason="needs triton: pip install triton",
 )
 
-SAMPLE = """
+WHOLE = """
 import json, sys
 sys.path.insert(0, "evals/gpu")
-from compile_check import everything
+from compile_check import everything, to_compile
+from instructions import compiled, measure, products
 from resources import Store, compile_all, default_jobs
-store, sample = Store.read(), {}
+launches = everything()
+chosen = to_compile(launches)
+uncovered = []
+for (key, target), launch in launches.items():
+    chips = {80: (80, 86, 89), 86: (80, 86, 89), 89: (80, 86, 89)}.get(target, (target,))
+    whole = target == 90 or (target < 90 and launch.dtype == "bf16")
+    traits = set().union(*(one.traits for at, one in chosen.items() if at[1] == target and one.name == launch.name))
+    uncovered += [(launch.name, target)] * (whole and not any((key, chip) in chosen for chip in chips))
+    uncovered += [(launch.name, target, trait) for trait in launch.traits - traits]
+covered = [uncovered, [target for _, target in chosen][0], len(chosen) / len(launches)]
+
+store, sample, wrong = Store.read(), {}, []
 same = store.triton == Store().triton
-for (key, target), launch in sorted(everything([90], ["bf16"]).items()):
-    if (key, target) in store.known:
+for (key, target), launch in sorted(launches.items()):
+    if target == 90 and launch.dtype == "bf16" and (key, target) in store.known:
         sample.setdefault(launch.name, (launch, target))
-wrong = []
 for launch, found in compile_all(list(sample.values()), default_jobs()):
     known = store.known[launch.key, 90]
     numbers = [(one.registers, one.shared, one.spills) for one in (found, known)]
     if found.problem or (same and numbers[0] != numbers[1]):
         wrong.append(f"{found} {found.problem}; known: {known}")
-print(json.dumps([len(sample), wrong]))
+
+loops = products(90)
+dependent = [
+    compiled(launch, chip).code
+    for (_, chip), launch in launches.items()
+    if chip in (80, 90) and launch.label.endswith("dependent, bf16")
+]
+print(json.dumps({
+    "covered": covered,
+    "sample": [len(sample), wrong],
+    "loops": [vars(measure(loops[f"int4 g128, {rows} rows"], 90)) for rows in (1, 16, 64)],
+    "dependent": dependent,
+}))
 """
 KEYS = """
 import json, sys, importlib.util
@@ -84,28 +107,20 @@ def test_what_is_launched_is_what_has_been_compiled(tmp_path):
     assert done.stdout == "0 differences\n"
 
 
-COVERED = """
-import sys
-sys.path.insert(0, "evals/gpu")
-from compile_check import everything, to_compile
-launches = everything()
-chosen = to_compile(launches)
-wrong = []
-for (key, target), launch in launches.items():
-    chips = {80: (80, 86, 89), 86: (80, 86, 89), 89: (80, 86, 89)}.get(target, (target,))
-    whole = target == 90 or (target < 90 and launch.dtype == "bf16")
-    traits = set().union(*(one.traits for at, one in chosen.items() if at[1] == target and one.name == launch.name))
-    wrong += [(launch.name, target)] * (whole and not any((key, chip) in chosen for chip in chips))
-    wrong += [(launch.name, target, trait) for trait in launch.traits - traits]
-print(wrong, [target for _, target in chosen][0], len(chosen) < 0.75 * len(launches))
-"""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What one process says of all launches, and of some that it compiles."""
+    done = run("-c", WHOLE, cache=tmp_path_factory.mktemp("cache"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-def test_every_launch_is_compiled_for_hopper_and_every_kind_of_one_for_all_chips(tmp_path):
-    done = run("-c", COVERED, cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "[] 90 True\n"
+def test_every_launch_is_compiled_for_hopper_and_every_kind_of_one_for_all_chips(whole):
+    uncovered, first, share = whole["covered"]
+    assert uncovered == []
+    assert first == 90
+    assert share < 0.75
 
 
 WRITE = """
@@ -146,11 +161,9 @@ def test_each_compiler_has_a_table_that_can_be_taken_up_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sample_of_kernels_compiles_to_what_is_known(tmp_path):
+def test_a_sample_of_kernels_compiles_to_what_is_known(whole):
     """One launch of each kernel for Hopper; the numbers are compared where the compiler is the same."""
-    done = run("-c", SAMPLE, cache=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    count, wrong = json.loads(done.stdout.splitlines()[-1])
+    count, wrong = whole["sample"]
     assert count > 0
     assert wrong == []
 
@@ -175,47 +188,21 @@ def test_a_key_is_of_the_code_and_nothing_else(tmp_path):
     assert len(set(keys.values())) == 4
 
 
-LOOPS = """
-import json, sys
-sys.path.insert(0, "evals/gpu")
-from instructions import measure, products
-found = products(90)
-print(json.dumps([vars(measure(found[f"int4 g128, {rows} rows"], 90)) for rows in (1, 16, 64)]))
-"""
-
-
 @pytest.mark.slow
-def test_a_weight_takes_few_instructions(tmp_path):
+def test_a_weight_takes_few_instructions(whole):
     """More than about 4 per weight would take longer than its bytes; numbers go from registers to the tensor cores."""
-    done = run("-c", LOOPS, cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for loop in json.loads(done.stdout.splitlines()[-1]):
+    for loop in whole["loops"]:
         assert loop["per_weight"] <= 4.0
         assert loop["barriers"] <= 5
         assert loop["stores"] <= 2  # scales of a group, not numbers of the weight
         assert loop["spills"] == 0
 
 
-DEPENDENT = """
-import json, sys
-sys.path.insert(0, "evals/gpu")
-from compile_check import everything
-from instructions import compiled
-launches = everything([80, 90], ["bf16"])
-print(json.dumps([
-    compiled(launch, chip).code for (_, chip), launch in launches.items() if launch.label.endswith("dependent, bf16")
-]))
-"""
-
-
 @pytest.mark.slow
-def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes(tmp_path):
+def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes(whole):
     """Only prefetches come before; and there is no such kernel for chips before Hopper."""
-    done = run("-c", DEPENDENT, cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    codes = json.loads(done.stdout.splitlines()[-1])
-    assert len(codes) == 3
-    for code in codes:
+    assert len(whole["dependent"]) == 3
+    for code in whole["dependent"]:
         before, waits, after = code.partition("ACQBULK")
         assert waits
         assert "CCTL.E.PF2" in before

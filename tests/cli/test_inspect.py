@@ -1,0 +1,28 @@
+"""`quantkit inspect`: of nothing, and of what quantize has just made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_inspect_of_nothing(invoke, tmp_path):
+    answer = invoke("inspect", str(tmp_path / "nothing"))
+    assert answer.exit_code == 4
+    assert answer.stderr.startswith("error: no such model directory")
+
+
+def test_quantize_and_inspect_the_demo_model(invoke, tmp_path):
+    out = tmp_path / "demo"
+    answer = invoke("quantize", "--recipe", "rtn-int8", "-o", str(out), "--json")
+    assert answer.exit_code == 0, answer.stderr
+    made = json.loads(answer.stdout)
+    seen = json.loads(invoke("inspect", str(out), "--json").stdout)
+    assert (seen["format"], seen["recipe"]) == ("compressed-tensors", "rtn-int8")
+    assert seen["num_bytes"] == made["output_bytes"]
+    assert seen["bits_per_weight"] == pytest.approx(made["bits_per_weight"], rel=1e-3)
+    assert len(seen["layers"]) == made["num_layers"]
+    shown = invoke("inspect", str(out)).stdout
+    for part in ("int8 channel", "self_attn.q_proj", "embedding", "norms", "worst error"):
+        assert part in shown

@@ -1,0 +1,197 @@
+"""Parts of the GPU run, each by itself: what becomes of what they were at, and what they bring along."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.gpu.interpreter import needs_triton
+
+GPU = Path(__file__).resolve().parents[2] / "evals/gpu"
+
+
+@pytest.fixture
+def evals(monkeypatch):
+    """Imports a program of evals/gpu."""
+    monkeypatch.syspath_prepend(str(GPU))
+    return importlib.import_module
+
+
+CASE = """
+import json, os, sys
+print("a library's word")
+for name in sys.argv[sys.argv.index("--cases") + 1:]:
+    print(json.dumps({"off_by": 0.0}), flush=True) if name != "b" else os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_kernel_that_ends_its_process_costs_itself(evals, tmp_path, monkeypatch):
+    smoke, results = evals("smoke"), evals("results")
+    (tmp_path / "smoke.py").write_text(CASE)
+    monkeypatch.setattr(smoke, "__file__", str(tmp_path / "smoke.py"))
+    monkeypatch.setattr(smoke, "families", lambda tiny: {"w4": dict.fromkeys("abc")})
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    rows = results.Results("smoke", {}, 60)
+    smoke.watch("w4", rows, SimpleNamespace(device="cpu", tiny=True))
+    assert [row.get("error") for row in rows.rows] == [None, "its process ended with -9", None]
+
+
+def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
+    """Elsewhere torch does its work; here its time would stand for the kernel's."""
+    timing = evals("timing")
+    monkeypatch.setattr(sys, "argv", ["part.py", "--device", "cpu"])
+    monkeypatch.setattr(timing, "rehearse", lambda: None)
+    monkeypatch.setattr(timing.kernels, "refusals", lambda: (KeyError,))
+    timing.parse()
+    with timing._measuring, pytest.raises(KeyError):
+        timing.kernels.attempt("head", torch.device("cpu"), {}.__getitem__, "x")
+    assert timing.kernels.why_replaced("head", torch.device("cpu")) is None
+
+
+def test_memory_is_checked_in_a_call_with_time_for_it(evals, tmp_path, monkeypatch):
+    sanitizer = evals("sanitizer")
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    monkeypatch.setattr(sanitizer, "parse", lambda seconds: SimpleNamespace(device="cpu", seconds=150))
+    monkeypatch.setattr(sanitizer, "check", lambda *values: pytest.fail("begun"))
+    with pytest.raises(SystemExit) as ended:
+        sanitizer.main()
+    assert ended.value.code == evals("results").GO_ON
+
+
+def test_rows_of_several_threads_are_written_one_after_another(evals, tmp_path, monkeypatch):
+    results, turn = evals("results"), Lock()
+
+    def write(path, data):
+        assert turn.acquire(blocking=False), "two write the same file"
+        time.sleep(0.001)
+        turn.release()
+
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    monkeypatch.setattr(results, "_write", write)
+    rows = results.Results("smoke", {}, 60)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: rows.add(case=number), range(32)))
+
+
+def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
+    """Newest first, in as many files of a size as may come back; each as a whole, or Triton compiles it again."""
+    results = evals("results")
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    for name in ("OUT", "RESULTS"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(results, "_CACHE_FILE_BYTES", 500_000)
+    for number in range(8):
+        (cache / f"key{number}").mkdir(parents=True)
+        for suffix in ("cubin", "json"):
+            path = cache / f"key{number}/kernel.{suffix}"
+            path.write_bytes(os.urandom(300_000) if suffix == "cubin" else b"{}")
+        os.utime(path.parent, (number, number))
+    results.pack()
+    names = sorted(path.name for path in (tmp_path / "OUT").iterdir())
+    assert names == ["kernels-0.tar.gz", "kernels-1.tar.gz", "kernels-2.tar.gz", "results.tar.gz"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(other))
+    results.unpack(tmp_path / "OUT")
+    kept = {str(path.relative_to(other)) for path in other.rglob("*.*")}
+    assert kept == {f"key{number}/kernel.{suffix}" for number in range(2, 8) for suffix in ("cubin", "json")}
+
+
+COMPILE = """
+import sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+
+@triton.jit
+def double_kernel(x, BLOCK: tl.constexpr):
+    at = x + tl.arange(0, BLOCK)
+    tl.store(at, tl.load(at) * 2)
+
+if "known" in sys.argv:
+    CUDABackend.make_ttir = CUDABackend.make_cubin = None
+source = ASTSource(fn=double_kernel, signature={"x": "*fp32", "BLOCK": "constexpr"}, constexprs={(1,): 128})
+triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_kernel_that_travelled_is_not_compiled_again(tmp_path):
+    (tmp_path / "compile.py").write_text(COMPILE)
+    places = {"TRITON_CACHE_DIR": tmp_path / "cache", "RESULTS": tmp_path / "results", "OUT": tmp_path / "out"}
+    environment = {**os.environ, **{name: str(path) for name, path in places.items()}, "TRITON_INTERPRET": "0"}
+    for path in (tmp_path / "results", tmp_path / "out"):
+        path.mkdir()
+
+    def python(*words):
+        return subprocess.run([sys.executable, *map(str, words)], env=environment, check=False, cwd=tmp_path).returncode
+
+    assert python("compile.py") == 0
+    assert python(GPU / "results.py", "pack") == 0
+    shutil.rmtree(tmp_path / "cache")
+    assert python("compile.py", "known") != 0
+    assert python(GPU / "results.py", "unpack", "out") == 0
+    assert python("compile.py", "known") == 0
+
+
+def test_a_machine_without_git_has_a_commit_all_the_same(evals, monkeypatch):
+    timing = evals("timing")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("QUANTKIT_COMMIT", "0123abc")
+    assert timing.describe("cpu")["commit"] == "0123abc"
+
+
+def test_a_checkpoint_is_asked_for_by_each_way(evals, tmp_path, monkeypatch):
+    greedy = evals("greedy")
+    maker = tmp_path / "maker.py"
+    maker.write_text("import sys\nprint('noise', file=sys.stderr)\nsys.exit('cannot' if 'bad' in sys.argv[2] else 0)")
+    monkeypatch.setattr(greedy, "__file__", str(maker))
+    checkpoints = greedy.Checkpoints(["good", "bad", "", "good"], tmp_path)
+    assert [checkpoints.path("good") for _ in range(2)] == [tmp_path / "good"] * 2
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not made: cannot"):
+            checkpoints.path("bad")
+    assert checkpoints.path("") is None
+
+
+def test_decode_steps_do_not_wait_for_their_launches_to_be_counted(evals, tmp_path, monkeypatch):
+    end_to_end, results = evals("end_to_end"), evals("results")
+    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(12)\nprint('{}')")
+    monkeypatch.setattr(end_to_end, "__file__", str(tmp_path / "end_to_end.py"))
+    monkeypatch.setattr(end_to_end, "PATIENCE", 0.1, raising=False)
+    monkeypatch.setattr(end_to_end, "make_model", lambda *values: SimpleNamespace(stored_bytes=1))
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    begun, seconds = time.monotonic(), []
+    monkeypatch.setattr(end_to_end, "steps", lambda *values: seconds.append(time.monotonic() - begun))
+    monkeypatch.setattr(end_to_end, "engine_rows", lambda *values: None)
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    rows = results.Results("end_to_end", {}, 60)
+    with pytest.raises(SystemExit) as ended:
+        end_to_end.bench(SimpleNamespace(device="cpu", tiny=True, steps=False), rows)
+    assert ended.value.code == 0
+    assert len(seconds) == 2
+    assert time.monotonic() - begun < 10
+
+
+def test_a_first_part_measures_the_beginning_of_another(evals):
+    attention = evals("attention")
+    whole, first = (
+        attention.plan_of(SimpleNamespace(prefill=False, tiny=True, first=first)) for first in (False, True)
+    )
+    assert first == whole[: len(attention.KV_TYPES)]
