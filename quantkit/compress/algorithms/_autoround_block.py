@@ -40,10 +40,7 @@ class Examples:
     """
 
     def __init__(self, layer: LayerContext) -> None:
-        assert layer.data.store is not None and layer.data.original_store is not None, (
-            "tuning needs data of both models"
-        )
-        self._layer, self._store, self._original = layer, layer.data.store, layer.data.original_store
+        self._layer, self._store = layer, layer.store
         self._targets = [self._target(number) for number in range(len(self._store))] if self._store.in_memory else None
         self.sequences = [
             (number, slice(row, row + 1)) for number, batch in enumerate(self._store) for row in range(batch.shape[0])
@@ -61,7 +58,11 @@ class Examples:
         return self._store[number][rows].to(device, copy=True), target.to(device, copy=True)
 
     def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
-        return self._layer.original_forward(self._original[number][rows])
+        data = self._layer.data
+        if data.targets is not None:
+            return states_of(data.targets[number][rows])
+        assert data.original_store is not None, "tuning needs data of both models"
+        return self._layer.original_forward(data.original_store[number][rows])
 
 
 class TunedBlock:
