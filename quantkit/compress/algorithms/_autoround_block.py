@@ -33,8 +33,8 @@ class Examples:
     """Inputs of a layer as the quantized model makes them, with the outputs of the original one.
 
     Args:
-        layer: with the hidden states of both models. Outputs are computed once where hidden states are kept in memory,
-            else whenever they are needed.
+        layer: with the hidden states of both models. Outputs are kept in memory where hidden states are, else read or
+            computed whenever they are needed.
     Attributes:
         sequences: batch and row of each.
     """
@@ -135,10 +135,10 @@ class TunedBlock:
 
     @torch.no_grad()
     def error(self, examples: Examples, batches: range) -> float:
-        """Squared error of the output over these batches, relative to the output."""
+        """Squared error of the output over these batches, sequence by sequence, relative to the output."""
         wrong = total = 0.0
-        for number in batches:
-            hidden, target = examples.batch(number)
+        for number, rows in (each for each in examples.sequences if each[0] in batches):
+            hidden, target = examples.batch(number, rows)
             wrong += (self._forward(hidden).float() - target.float()).square().sum().item()
             total += target.float().square().sum().item()
         return wrong / total if total > 0 else 0.0
