@@ -33,17 +33,14 @@ class Examples:
     """Inputs of a layer as the quantized model makes them, with the outputs of the original one.
 
     Args:
-        layer: with the hidden states of both models. Outputs are computed once where hidden states are kept in memory,
-            else whenever they are needed.
+        layer: with the hidden states of both models. Outputs are kept in memory where hidden states are, else read or
+            computed whenever they are needed.
     Attributes:
         sequences: batch and row of each.
     """
 
     def __init__(self, layer: LayerContext) -> None:
-        assert layer.data.store is not None and layer.data.original_store is not None, (
-            "tuning needs data of both models"
-        )
-        self._layer, self._store, self._original = layer, layer.data.store, layer.data.original_store
+        self._layer, self._store = layer, layer.store
         self._targets = [self._target(number) for number in range(len(self._store))] if self._store.in_memory else None
         self.sequences = [
             (number, slice(row, row + 1)) for number, batch in enumerate(self._store) for row in range(batch.shape[0])
@@ -61,7 +58,11 @@ class Examples:
         return self._store[number][rows].to(device, copy=True), target.to(device, copy=True)
 
     def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
-        return self._layer.original_forward(self._original[number][rows])
+        data = self._layer.data
+        if data.targets is not None:
+            return states_of(data.targets[number][rows])
+        assert data.original_store is not None, "tuning needs data of both models"
+        return self._layer.original_forward(data.original_store[number][rows])
 
 
 class TunedBlock:
@@ -134,10 +135,10 @@ class TunedBlock:
 
     @torch.no_grad()
     def error(self, examples: Examples, batches: range) -> float:
-        """Squared error of the output over these batches, relative to the output."""
+        """Squared error of the output over these batches, sequence by sequence, relative to the output."""
         wrong = total = 0.0
-        for number in batches:
-            hidden, target = examples.batch(number)
+        for number, rows in (each for each in examples.sequences if each[0] in batches):
+            hidden, target = examples.batch(number, rows)
             wrong += (self._forward(hidden).float() - target.float()).square().sum().item()
             total += target.float().square().sum().item()
         return wrong / total if total > 0 else 0.0

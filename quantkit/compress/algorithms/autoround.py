@@ -56,13 +56,15 @@ class AutoRoundStep:
         return True
 
     @property
-    def needs_original(self) -> bool:
+    def needs_targets(self) -> bool:
         """The outputs of the original model are the target."""
         return True
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """An offset, a decoded copy and a gradient of each weight, and the outputs that are aimed at; see `Step`."""
-        return StepBytes(statistics=sizes.weights * (4 + 2 * sizes.element_bytes), hidden_states=sizes.states_bytes)
+        """An offset and a decoded copy of each weight, gradients, and the outputs that are aimed at; see `Step`."""
+        gradients = sizes.tallest if self.batch_size == 1 else sizes.weights
+        statistics = 4 * sizes.weights + sizes.element_bytes * (sizes.weights + gradients)
+        return StepBytes(statistics=statistics, hidden_states=sizes.states_bytes)
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
@@ -76,9 +78,10 @@ class AutoRoundStep:
             with tunable(layer, names) as block:
                 tuned = {name: _start(layer, name, importance[name]) for name in names}
                 note = self._tune(layer, block, tuned)
-                return {name: weight.result() for name, weight in tuned.items()}, note
+            # Weight by weight, in place of what was tuned of it; the decoded copies are not needed any more.
+            del block
+            return {name: tuned.pop(name).result() for name in names}, note
 
-        # What is tuned holds a float32 offset and a copy of each weight, which committing the codes does not need.
         ((results, note),) = layer.by_owners(names[:1], tune)
         layer.chosen.notes += [note] if note else []
         layer.commit(results)

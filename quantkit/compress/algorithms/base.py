@@ -50,6 +50,7 @@ class Step(Protocol):
 
     A step may have a property `needs_original`: true makes the run keep the hidden states of the original model beside
     those of the quantized one, on disk, and the layer as it was (`original_store` and `original` of `layer.data`). A
+    step that only wants to know the original's outputs has `needs_targets` instead (`targets` of `layer.data`). A
     property `reorders_groups` says that groups are formed in another order than that of the inputs. A method
     `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to none. A method
     `open(source: CheckpointReader, family: Family) -> ModelReader` of one step of a recipe makes another model of the
@@ -67,6 +68,11 @@ class Step(Protocol):
 def needs_original(steps: Collection[Step]) -> bool:
     """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
     return any(getattr(step, "needs_original", False) for step in steps)
+
+
+def follows_original(steps: Collection[Step]) -> bool:
+    """Whether some step asks what the original model makes of the data, before a layer or after it."""
+    return needs_original(steps) or any(getattr(step, "needs_targets", False) for step in steps)
 
 
 def reorders_groups(steps: Collection[Step]) -> bool:

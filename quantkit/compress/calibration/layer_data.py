@@ -18,8 +18,9 @@ class LayerData:
     Args:
         store: hidden states before the layer, made by the layers before as they were quantized; None when the recipe
             needs no data.
-        original_store: hidden states before the layer in the original model; only there when a step asks for them.
+        original_store: hidden states before the layer in the original model; only there when a step compares with it.
         original: the layer as it was, likewise.
+        targets: hidden states after the layer in the original model, where a step asks for nothing else of it.
         all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
             computes is not affected.
         tokens_per_expert: how many tokens are routed to each; set by `LayerContext.count_tokens`.
@@ -31,6 +32,7 @@ class LayerData:
     store: ActivationStore | None = None
     original_store: ActivationStore | None = None
     original: nn.Module | None = None
+    targets: ActivationStore | None = None
     all_tokens: bool = True
     tokens_per_expert: tuple[int, ...] = ()
     samples: dict[str, Tensor] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from quantkit.checkpoints.layer_call import Batch
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.checkpoints.towers import with_tower_names
-from quantkit.compress.algorithms.base import needs_original
+from quantkit.compress.algorithms.base import follows_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
 from quantkit.compress.calibration.dataset import NO_TEXT, Samples, load_samples
 from quantkit.compress.calibration.images import ImageSamples, load_images
@@ -141,7 +141,7 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
         ResumeError: saved states are missing, or not what was written.
     """
     modes: dict[str, Mode] = {"activations": mode}
-    if needs_original(plan.recipe.steps.values()):
+    if follows_original(plan.recipe.steps.values()):
         modes["activations-original"] = "disk"
     layer, size = len(state.records), len(state.activations) // len(modes)
     if layer == plan.skeleton.num_layers:
@@ -168,8 +168,9 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
         first: its output for the first sequence, in the process that has the first batch.
     """
     layer.check_runs(first)
-    forwards: list[Callable[[int, Batch], Batch]] = [layer.advance, layer.original_advance]
-    # Where no step compares with the original there is but one store.
+    forwards: list[Callable[[int, Batch], Batch]] = [layer.advance]
+    if layer.data.original is not None:  # else those of the original are there already, or nobody asks for them
+        forwards.append(layer.original_advance)
     for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)
     return [digest for store in stores for digest in store.digests]

@@ -234,6 +234,10 @@ def _run_layer(
     phase = partial(_phase, listener, seconds)
     with phase("load"):
         layer = _layer_context(plan, index, stores)
+    if layer.data.targets is not None:
+        with phase("advance"):  # as long as the layer is the original's
+            layer.data.targets.advance(layer.advance)
+    with phase("load"):
         keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
         # One sequence is enough to measure the layer's noise on, before any step spends time on one that is broken.
@@ -288,7 +292,10 @@ def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None
 
 def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) -> LayerContext:
     name, block = plan.skeleton.layer_name(index), plan.skeleton.layer(index)
-    store, original = [*stores, None][:2]
+    store, *others = stores
+    original = others[0] if others else None
+    # What else than hidden states a layer hands on is no target.
+    ahead = not needs_original(plan.recipe.steps.values()) and isinstance(store[0], Tensor)
     stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
     return LayerContext(
         name=name,
@@ -304,8 +311,9 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
         owners=_owners(plan, index),
         data=LayerData(
             store=store,
-            original_store=original,
-            original=copy.deepcopy(block) if needs_original(plan.recipe.steps.values()) else None,
+            original_store=None if ahead else original,
+            original=None if ahead or original is None else copy.deepcopy(block),
+            targets=original if ahead else None,
             all_tokens=plan.all_tokens,
         ),
     )

@@ -257,3 +257,21 @@ def test_options_that_make_no_sense_are_refused(options):
     recipe = {"name": "x", "weights": {"dtype": "int4"}, "steps": [{"autoround": options}]}
     with pytest.raises(RecipeError, match=rf"x: steps\[0\]\.autoround\.{name}: input should be .*, found {value}"):
         build(recipe, "x")
+
+
+def test_targets_are_what_the_original_gives_and_no_copy_of_it_is_kept(tiny_llama, text_file, tmp_path, monkeypatch):
+    recipe, apply, seen = tmp_path / "recipe.yaml", AutoRoundStep.apply, []
+    recipe.write_text(RECIPE.replace("STEPS", "").replace("TEXT", str(text_file)))
+
+    def watched(self, layer):
+        pairs = zip(layer.data.targets, map(layer.forward, layer.store), strict=True)
+        seen.append((layer.data.original, [torch.equal(target, output) for target, output in pairs]))
+        apply(self, layer)
+
+    monkeypatch.setattr(AutoRoundStep, "apply", watched)
+    for mode in ("ram", "disk"):
+        quantkit.quantize(tiny_llama, recipe, tmp_path / mode, activations=mode)
+    assert [original for original, _ in seen] == [None] * 4
+    assert [all(same) for _, same in seen] == [True, False] * 2  # the second layer is fed by the quantized first
+    for path in sorted((tmp_path / "ram").glob("*.safetensors")):
+        assert path.read_bytes() == (tmp_path / "disk" / path.name).read_bytes()
