@@ -92,8 +92,8 @@ def changed(recipe: str, model: str) -> list[str]:
         changes = [*changes, "steps.autoround.iterations=12"]
     if model == "babyllama-361" and source.get("weights", {}).get("group_size") == 128:
         changes = [*changes, "weights.group_size=32"]
-    if (model, recipe) == ("babyllama-361", "fp8-block"):  # what blocks of 128 do not divide
-        changes = ['ignore=["*k_proj", "*v_proj", "*mlp*"]']
+    if (model, recipe) == ("babyllama-361", "fp8-block"):  # 128 do not divide the others
+        changes = ['ignore=["*.q_proj", "*.k_proj", "*.v_proj", "*.mlp.*"]']
     return changes
 
 
