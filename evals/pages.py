@@ -82,6 +82,14 @@ def runtime(page: str) -> str:
     return section(page, "eviction", generator("checks/eviction_page.py").table())
 
 
+def scale(page: str) -> str:
+    """docs/scale.md."""
+    made = generator("scale/scale_page.py")
+    for name, text in {"bytes": made.bytes_table, "measured": made.speed_table, "prediction": made.prediction}.items():
+        page = section(page, name, text())
+    return page
+
+
 def eviction_plot(_: str) -> str:
     """docs/eviction.svg."""
     return str(generator("checks/eviction_page.py").plot())
@@ -112,6 +120,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/models.md": models,
     "docs/serve.md": serve,
     "docs/runtime.md": runtime,
+    "docs/scale.md": scale,
     "docs/eviction.svg": eviction_plot,
 }
 

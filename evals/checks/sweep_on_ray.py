@@ -57,9 +57,7 @@ def compare(recipes: str, models: str, changes: list[str] | tuple[str, ...], wor
     text.write_text(TEXT)
     command = [sys.executable, "-m", "quantkit", "sweep", recipes, models, *settings, *ASKED]
     command += ["--text", str(text), "--json"]
-    began = time.monotonic()
-    local = finished(subprocess.Popen([*command, "-o", str(work / "local")], stdout=subprocess.PIPE, text=True))
-    middle = time.monotonic()
+    local = subprocess.Popen([*command, "-o", str(work / "local"), "--jobs", "2"], stdout=subprocess.PIPE, text=True)
     count = len(recipes.split(",")) * len(models.split(","))
     with cluster() as address:
         process = subprocess.Popen(
@@ -67,17 +65,16 @@ def compare(recipes: str, models: str, changes: list[str] | tuple[str, ...], wor
         )
         killed = kill_worker(process, work / "ray", count // 2)
         ray = finished(process)
+    sweeps = finished(local), ray
     trials = {row["name"]: row["attempts"] for row in ray["trials"]}
     differing = [name for name in trials if facts(work / "local", name) != facts(work / "ray", name)]
     return {
         "trials": trials,
         "killed": killed,
         "retried": [name for name, attempts in trials.items() if attempts > 1],
-        "failed": [row["name"] for sweep in (local, ray) for row in sweep["trials"] if row["exit_code"]],
+        "failed": [row["name"] for sweep in sweeps for row in sweep["trials"] if row["exit_code"]],
         "differing": differing,
         "equal": not differing and len(trials) == count and all(facts(work / "ray", name) for name in trials),
-        "local_s": round(middle - began, 1),
-        "ray_s": round(time.monotonic() - middle, 1),
     }
 
 
@@ -87,7 +84,7 @@ class cluster:
     def __enter__(self) -> str:
         from ray.cluster_utils import Cluster
 
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # as polite as the local ones
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         self._cluster.add_node(num_cpus=1)
         return str(self._cluster.address)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import shutil
 import sys
@@ -32,20 +31,7 @@ WORKS: dict[str, tuple[str, str, list[str]]] = {
     "plain-gptq": ("1b-2layers", "gptq-int4", PLAIN),
     "gptq": ("1b-2layers", "gptq-int4", []),
     "awq": ("1b-2layers", "awq-int4", []),
-    "moe-gptq": ("moe", "gptq-int4", [*PLAIN, "--set", "calibration.experts=routed"]),
-}
-MOE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 512,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
+    "moe-gptq": ("narrow", "gptq-int4", [*PLAIN, "--set", "calibration.experts=routed"]),
 }
 
 
@@ -84,17 +70,8 @@ def measure(work: Path, name: str, count: int, data: Path, samples: int) -> tupl
         shutil.rmtree(path, ignore_errors=True)
     folder.mkdir()
     arguments = ["quantize", str(make_model(work, model)), "--recipe", recipe, *changes, "--calibration", str(data)]
-    arguments += [
-        "--samples",
-        str(samples),
-        "--sequence-length",
-        "512",
-        "--device",
-        "cpu",
-        "--quiet",
-        "-o",
-        str(output),
-    ]
+    arguments += ["--samples", str(samples), "--sequence-length", "512", "--device", "cpu", "--quiet"]
+    arguments += ["-o", str(output)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
     worker = str(EVALS / "scale" / "worker.py")
     command = [sys.executable, *launcher, worker, str(folder), *arguments, "--no-resume"]
@@ -109,6 +86,7 @@ def measure(work: Path, name: str, count: int, data: Path, samples: int) -> tupl
         "layers_s": round(sum(sum(layer["seconds"].values()) for layer in record["layers"]), 2),
         "phases_s": record["seconds"],
         "collectives_s": [round(rank["collectives_s"], 2) for rank in ranks],
+        "cpu_s": [round(rank["cpu_s"], 2) for rank in ranks],
         "peak_mb": [rank["peak_mb"] for rank in ranks],
         "others_cpu_s": usage.others_cpu_s,
     }
@@ -134,30 +112,13 @@ def make_model(work: Path, shape: str) -> Path:
     """A random model of this shape, made by a process of its own where it is not there yet."""
     folder = work / shape
     if not (folder / "config.json").exists():
-        script = [str(EVALS / "checks" / "make_random_llama.py"), str(folder), "--parameters", shape]
-        usage = run_measured(
-            [sys.executable, *(script if shape != "moe" else [__file__, "--moe", str(folder)])], work / "make.txt"
-        )
+        mixture = [str(EVALS / "scale" / "mixtures.py"), shape, str(folder)]
+        llama = [str(EVALS / "checks" / "make_random_llama.py"), str(folder), "--parameters", shape]
+        usage = run_measured([sys.executable, *(mixture if shape == "narrow" else llama)], work / "make.txt")
         if usage.code:
             sys.exit(f"{shape}: {usage.said}")
     return folder
 
 
-def make_moe(folder: Path) -> None:
-    """The mixture, in bfloat16."""
-    import torch
-    from make_random_llama import write_tokenizer
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **MOE)).to(torch.bfloat16).save_pretrained(
-        folder
-    )
-    write_tokenizer(folder)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--moe"]:
-        make_moe(Path(sys.argv[2]))
-        os._exit(0)
     sys.exit(main())

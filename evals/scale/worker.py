@@ -33,7 +33,8 @@ def timed() -> Iterator[None]:
 def write(file: Path) -> None:
     """At exit, whatever the exit code."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    file.write_text(json.dumps({**TALKED, "peak_mb": peak}), encoding="utf-8")
+    told = {**TALKED, "peak_mb": peak, "cpu_s": time.process_time()}
+    file.write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from quantkit.distributed.lifeline import Lifeline
-from quantkit.errors import InputError
+from quantkit.distributed.lifeline import RESUME, START, Lifeline
+from quantkit.errors import InputError, ResourceError
 
 # Deaths are noticed at once; waiting is no sign of one, since a writer may be busy for hours with what it alone can do.
 _PATIENCE = timedelta(days=7)
@@ -45,14 +45,11 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
     if not is_launched() or _lifeline is not None:
         yield
         return
-    from torch.distributed.rendezvous import rendezvous
-
-    # No default group of torch's: libraries that see one talk to their own kind in all processes, who are not there.
-    store, number, size = next(rendezvous("env://", timeout=_PATIENCE))
-    _open_groups(store, number, size)
-    line = Lifeline(number, size)
-    line.connect(store)
+    line = Lifeline(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    line.watch_launcher()
     try:
+        store = _meet(line)  # from here on nobody waits for one that dies
+        _open_groups(store, line.rank, line.world)
         _lifeline = line
         yield
         line.leave()
@@ -62,6 +59,21 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
     finally:
         _lifeline = None
         _groups.clear()
+
+
+def _meet(line: Lifeline) -> Any:
+    """Connect with all other processes; a store of torch's that all have."""
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        # No default group of torch's: libraries that see one talk to their own kind in all processes, who are away.
+        store = next(rendezvous("env://", timeout=START))[0]
+        line.connect(store)
+    except (RuntimeError, TimeoutError) as error:
+        minutes = START.total_seconds() / 60
+        text = f"not all processes of this job came together within {minutes:.0f} minutes ({str(error)[:200]})"
+        raise ResourceError(f"{text}; {RESUME}") from error
+    return store
 
 
 def group(device_type: str) -> Any:

@@ -25,7 +25,7 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -49,5 +49,6 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:
+        del os.environ[LAUNCHED]
         logging.disable(logging.NOTSET)
     return 0

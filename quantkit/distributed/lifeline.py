@@ -9,13 +9,19 @@ import socket
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any, TextIO
 
 from quantkit.errors import ResourceError
 
 RESUME = "give the same command again to go on, with any number of processes"
 LAUNCHED = "QUANTKITLAUNCHED"
-"""Set for processes that `launch` has started: it says itself whom it has lost."""
+"""The number of the process that has started this one by `launch`: it says itself whom it has lost."""
+START = timedelta(minutes=10)
+"""In which all processes of a job must have come together."""
+
+_STARTED = "TORCHELASTIC_RUN_ID"  # by torchrun, which ends its processes as long as it lives
+_GLANCE = 0.5  # seconds between looks at who has started this process
 
 
 class Lifeline:
@@ -30,6 +36,21 @@ class Lifeline:
         self._peers: dict[int, socket.socket] = {}
         self._stderr = sys.stderr  # of now: later a library's own words may be kept away from it
         self._ending = threading.Lock()  # taken once, by who decides how this process ends
+        self._left = threading.Event()
+
+    def watch_launcher(self) -> None:
+        """End this process when what has started it, and would end it, is gone; also before there is a connection."""
+        if _STARTED in os.environ:  # one that was started by hand may outlive who did
+            launcher = int(os.environ.get(LAUNCHED, os.getppid()))
+            threading.Thread(target=self._watch_launcher, args=(launcher,), daemon=True, name="launcher").start()
+
+    def _watch_launcher(self, launcher: int) -> None:
+        while os.getppid() == launcher:
+            if self._left.wait(_GLANCE):
+                return
+        if self.rank:
+            time.sleep(6 * _GLANCE)  # in which the first process, if it has lost it too, says so and ends this one
+        self._end(ResourceError.exit_code, f"the launcher of this job was killed; {RESUME}", speaks=self.rank == 0)
 
     def connect(self, store: Any) -> None:
         """To the first process, or as the first with all others.
@@ -40,6 +61,7 @@ class Lifeline:
         host = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             with socket.create_server((host, 0), backlog=self.world) as server:
+                server.settimeout(START.total_seconds())
                 secret = secrets.token_hex(16)
                 store.set("lifeline", f"{server.getsockname()[1]} {secret}")
                 while len(self._peers) < self.world - 1:
@@ -57,6 +79,7 @@ class Lifeline:
 
     def leave(self) -> None:
         """Say that what ends now ends well."""
+        self._left.set()
         self._tell({})
 
     def fail(self, code: int, text: str) -> None:
@@ -68,7 +91,7 @@ class Lifeline:
             time.sleep(10)  # in which the first process, having said what has happened, ends this one
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):  # which may still be coming
             with contextlib.suppress(OSError):
                 peer.sendall(json.dumps(message).encode() + b"\n")
 
@@ -91,15 +114,23 @@ class Lifeline:
     def _heard(self, number: int, message: bytes) -> None:
         """The last that another process has said; nothing at all, if it was killed."""
         words = json.loads(message) if message.endswith(b"\n") else None
-        if words == {} or not self._ending.acquire(blocking=False):
+        if words == {}:
             return
-        code, text = (words["code"], words["text"]) if words else (ResourceError.exit_code, f"{lost(number)}; {RESUME}")
+        # Once and no more: by the first process, or where that is gone by the next.
+        if words is None:
+            speaks = self.rank <= 1 and LAUNCHED not in os.environ
+            self._end(ResourceError.exit_code, f"{lost(number)}; {RESUME}", speaks=speaks)
+        else:
+            self._end(words["code"], words["text"], f"rank {number}: ", speaks=self.rank == 0)
+
+    def _end(self, code: int, text: str, whose: str = "", *, speaks: bool) -> None:
+        """End this process, and from the first all others, unless that is being done."""
+        if not self._ending.acquire(blocking=False):
+            return
         if self.rank == 0:
             self._tell({"code": code, "text": text})
-        # Once and no more: by the first process, or where that is gone by the next.
-        speaks = self.rank == 0 or (self.rank == 1 and words is None)
-        if speaks and (words is not None or LAUNCHED not in os.environ):
-            say(f"rank {number}: {text}" if words else text, self._stderr)
+        if speaks:
+            say(f"{whose}{text}", self._stderr)
         os._exit(code)
 
 

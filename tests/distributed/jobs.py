@@ -10,7 +10,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from quantkit.distributed.lifeline import LAUNCHED
 from tests import forked
 
 THREE_BATCHES = 128  # tokens, of 8 samples of 48
@@ -19,16 +18,20 @@ THREE_BATCHES = 128  # tokens, of 8 samples of 48
 def _work(number: int, count: int, port: int, errors: Path, function: Callable[..., object], arguments: Any) -> None:
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    os.environ.pop(LAUNCHED, None)  # where another test has launched something
     with errors.open("w", buffering=1) as stream, redirect_stderr(stream):
         function(*arguments)
 
 
-def start(folder: Path, count: int, function: Callable[..., object], *arguments: Any) -> list[BaseProcess]:
-    """`function(*arguments)` of a module in so many processes; what each says on stderr goes to `folder/<number>`."""
+def free_port() -> int:
+    """On which the processes of a job can meet."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def start(folder: Path, count: int, function: Callable[..., object], *arguments: Any) -> list[BaseProcess]:
+    """`function(*arguments)` of a module in so many processes; what each says on stderr goes to `folder/<number>`."""
+    port = free_port()
     return [
         forked.start(_work, number, count, port, folder / str(number), function, arguments) for number in range(count)
     ]
@@ -62,7 +65,7 @@ def command(arguments: list[str], batch_tokens: int, layers: int | None = None, 
     from quantkit.compress.pipeline import inputs
     from quantkit.compress.pipeline.state import RunState
 
-    inputs._BATCH_TOKENS = batch_tokens
+    inputs._BATCH_TOKENS_ON_CPU = batch_tokens
     _gptq_jobs._SHORTEST, observers._PANEL = 32, 16
     if layers is not None and int(os.environ["RANK"]) == killed:
         _die_after(layers, RunState)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from quantkit.cli._errors import explain
-from quantkit.distributed import assign, broadcast, exchange, fill, gather, joined, rank, share_out, world
+from quantkit.distributed import assign, broadcast, exchange, fill, gather, joined, lifeline, rank, share_out, world
 from quantkit.errors import DataError
+from tests import forked
 from tests.distributed import jobs
 
 CPU = torch.device("cpu")
@@ -62,6 +64,41 @@ def die(killed, waiting):
         if rank() == killed:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60) if waiting else gather(None)
+
+
+def wait(folder):
+    """For something that does not come, holding a file open until this process is gone."""
+    lifeline._GLANCE = 0.05
+    held = (folder / f"{os.environ['RANK']}.held").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with joined(explain):
+        gather(None)
+        (folder / f"{rank()}.ready").touch()
+        time.sleep(60)
+
+
+def launch_and_die(folder, port):
+    """As `launch` does, and killed once two processes are at work."""
+    os.environ |= {lifeline.LAUNCHED: str(os.getpid()), lifeline._STARTED: "job"}
+    for number in range(2):
+        if os.fork() == 0:
+            try:
+                jobs._work(number, 2, port, folder / str(number), wait, (folder,))
+            finally:
+                os._exit(0)
+    while len(list(folder.glob("*.ready"))) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_whose_launcher_is_killed_end_in_one_line(tmp_path):
+    assert forked.run(launch_and_die, tmp_path, jobs.free_port()) == -signal.SIGKILL
+    for number in range(2):
+        with (tmp_path / f"{number}.held").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # as soon as the process is gone
+    said = [(tmp_path / str(number)).read_text() for number in range(2)]
+    assert "the launcher of this job was killed; give the same command again" in said[0]
+    assert (said[0].count("\n"), said[1]) == (1, "")
 
 
 def test_two_processes_talk(tmp_path):

@@ -17,7 +17,7 @@ from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import check_evaluation, evaluate
+from quantkit.evaluate.run import _compiling_once, check_evaluation, evaluate
 from quantkit.evaluate.same_vocabulary import check_same_language, other_arithmetic
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
@@ -144,6 +144,14 @@ def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monk
     with pytest.raises(DataError, match=r"lm-eval is not installed; tasks need it: pip install '\.\[eval\]'"):
         evaluate(demo, tasks=["demo_facts"])
     assert evaluate(demo, texts=["demo"], window=900).perplexity[0].num_tokens > 10_000
+
+
+def test_a_template_is_compiled_once_for_all_items():
+    env = pytest.importorskip("lm_eval.utils").env
+    with _compiling_once():
+        assert env.from_string("{{x}}") is env.from_string("{{x}}")
+        assert env.from_string("{{x}}").render(x=1) == "1"
+    assert env.from_string("{{x}}") is not env.from_string("{{x}}")
 
 
 def test_ledgers_are_found_at_every_depth(demo):

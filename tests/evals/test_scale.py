@@ -1,0 +1,58 @@
+"""Figures of many ranks: what is told of runs, and what is predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+EVALS = Path(__file__).resolve().parents[2] / "evals"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """`pages`, `predict` and `scale_page` of evals."""
+    for folder in (EVALS, EVALS / "scale"):
+        monkeypatch.syspath_prepend(str(folder))
+    import pages
+    import predict
+    import scale_page
+
+    return pages, predict, scale_page
+
+
+def test_bytes_that_differ_are_told(modules):
+    *_, page = modules
+    row = {"ranks": {"1": "a", "2": "a"}, "killed": {"1 2": {"bytes": "a"}}, "changes": [], "code": ""}
+    assert page.is_same(row)
+    assert page._cell(row, "rtn-int4") == "1, 2, 1→2†"
+    row["killed"]["1 2"]["bytes"] = row["ranks"]["2"] = "b"
+    assert not page.is_same(row)
+    assert page._cell(row, "rtn-int4") == "1, **2 differs**, **1→2 differs**†"
+    assert not page.is_same({"ranks": {"1": "exit codes [4]"}, "killed": {}})
+
+
+def test_ranks_share_what_can_be_shared(modules):
+    _, predict, _ = modules
+    layers = predict.llama(1, 4096, 1024, 14336)
+    pieces = dict.fromkeys(
+        ("forward", "gram", "solve3", "finish", "factor2", "factor3", "solve1", "solve2", "measure", "pack"), 0.0
+    )
+    pieces |= {"forward": 1.0, "gram": 1.0, "solve3": 1.0, "load": 0.0, "write": 1.0}
+    one, two, many = (predict.layer_seconds(layers, count, pieces, 1.0) for count in (1, 2, 64))
+    for kind in ("forward", "Gram", "solve"):
+        assert two[kind] == pytest.approx(one[kind] / 2, rel=0.1)
+    assert one["inputs travel"] == one["sums and codes travel"] == 0
+    assert many["solve"] == 1024 * 14336**2  # a set is cut into four parts at most
+    assert one["one rank alone"] == many["one rank alone"] == layers.weights
+    mixture = predict.MEASURED["moe-gptq"]
+    assert len(mixture.groups) == 2 + 2 * 64
+    with predict.as_one_of(8):
+        assert predict.collectives.assign([1.0] * 8) == list(range(8))
+    assert predict.collectives.world() == 1
+
+
+@pytest.mark.slow
+def test_the_committed_page_is_what_the_results_give(modules):
+    before, after = modules[0].rewritten("docs/scale.md")
+    assert before == after, "python evals/pages.py --write"
