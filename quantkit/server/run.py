@@ -1,5 +1,6 @@
 """The life of a server: bind, load, serve, drain, end."""
 
+import asyncio
 import contextlib
 import ipaddress
 import os
@@ -13,12 +14,6 @@ import uvicorn
 
 from quantkit.errors import InputError
 from quantkit.server.app import Server
-
-try:
-    # Sends without giving up the interpreter lock: once per token, computing would wait each time to get it back.
-    from uvloop import run
-except ModuleNotFoundError:  # there is none for Windows
-    from asyncio import run
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -85,7 +80,7 @@ class HttpServer(uvicorn.Server):
         Raises:
             BaseException: whatever ended the computing thread, such as a model that cannot be loaded.
         """
-        run(self._run(listening))
+        asyncio.run(self._run(listening))
         if self._server.bridge.failure is not None:
             raise self._server.bridge.failure
 
