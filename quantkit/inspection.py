@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         file = read_gguf(Path(path))
         architecture = str(file.metadata.get("general.architecture", "unknown"))
         modules = [_gguf_module(name, info) for name, info in file.tensors.items()]
+        held = replace(held, other_codes=any(module.num_quantized for module in modules))
     else:
         reader = CheckpointReader(path)
         recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))

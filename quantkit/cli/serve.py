@@ -1,5 +1,6 @@
 """`quantkit serve`: the engine behind the API that OpenAI's clients speak."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,16 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         max_prompt=options.max_prompt,
         key=key,
         log=say if options.log_requests else None,
-        origins=options.allow_origin,
+        origins=tuple(map(_origin, options.allow_origin)),
     )
     HttpServer(server, output_to.tell).run_until_ended(bind(options.host, options.port))
+
+
+def _origin(text: str) -> str:
+    """As browsers write it."""
+    from quantkit.errors import InputError
+
+    origin = text.strip().lower().removesuffix("/")
+    if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+        raise InputError(f"--allow-origin {text!r} is no origin; give SCHEME://HOST[:PORT], or '*' for all")
+    return origin

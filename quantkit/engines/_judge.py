@@ -68,10 +68,11 @@ def judge_all(model: StoredModel, capability: int | None = None) -> list[EngineR
 
 def _judge_on(engine: Engine, model: StoredModel, capability: int) -> EngineReading:
     rules = [(linear, _rule_of(engine, linear, model, capability)) for linear in model.linears]
-    whole = next((rule for rule in engine.rules if rule.is_about_format(model.format)), engine.ordinary)
+    otherwise = _NO_RULE if model.other_codes else engine.ordinary
+    whole = next((rule for rule in engine.rules if rule.is_about_format(model.format)), otherwise)
     whole = whole if whole.covers(capability) else _NO_RULES
     linear, rule = max(rules, key=lambda pair: _ORDER.index(pair[1].reads), default=(None, whole))
-    values = {"linear": "" if linear is None else linear.describe(), "format": model.format}
+    values = {"linear": "its codes" if linear is None else linear.describe(), "format": model.format}
     return EngineReading(
         engine=engine.title,
         release=engine.release,

@@ -79,6 +79,7 @@ class StoredModel:
         hidden_size: of the model; None = not known.
         group_order: whether groups follow the order of activations (GPTQ's desc_act).
         compressed_experts: whether transformers takes compressed experts of this family.
+        other_codes: whether it has codes that `linears` does not name, as GGUF files of other tools do.
     """
 
     format: str
@@ -87,6 +88,7 @@ class StoredModel:
     hidden_size: int | None = None
     group_order: bool = False
     compressed_experts: bool = True
+    other_codes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

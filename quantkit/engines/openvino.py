@@ -9,6 +9,12 @@ from quantkit.engines.base import CPU, ORDINARY, Engine, read_rules
 
 _RULES = read_rules(
     """
+wrong format=gptq,gptq-v2 group_order=yes
+    scales are taken in order, g_idx is not read; set steps.gptq.act_order=weight
+    openvino/frontend/pytorch/gptq.py: patched_forward, patched_forward_sym
+unknown format=gptq,gptq-v2 zero_points=yes
+    it adds one to zero points, of which it was not tried when they are right; set weights.symmetric=true
+    openvino/frontend/pytorch/gptq.py: patched_forward
 fast format=gptq,gptq-v2 weights=int4 experts=no
     with gptqmodel installed
     exporters/__main__.py: main_export, do_gptq_patching

@@ -158,7 +158,9 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The model of that name."""
+        """The model of that name; of none, the list."""
+        if not request.path_params["name"]:
+            return await self.models(request)
         self._check_name(request.path_params["name"])
         return JSONResponse(self._model())
 
@@ -228,7 +230,7 @@ class Server:
     ) -> Response:
         if ask.stream:
             options = ask.stream_options or StreamOptions()
-            return EventStream(self.bridge, mailbox, shape, self.metrics.ended, options, num_prompt)
+            return EventStream(self.bridge, mailbox, shape, self.metrics.ended, options, num_prompt, hidden=hidden)
         return await whole_answer(request.receive, self.bridge, mailbox, shape, self.metrics.ended, hidden=hidden)
 
     async def _read(self, request: Request, kind: type[Asked]) -> Asked:

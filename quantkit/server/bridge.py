@@ -59,6 +59,11 @@ class Mailbox:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: bool = False
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all prompts have ended and their last news have been read."""
+        return not self.num_open and not self._news
+
     def put(self, index: int, output: StepOutput) -> None:
         """Keep news of a prompt until they are read."""
         self.num_open -= output.completion is not None

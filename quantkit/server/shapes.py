@@ -54,7 +54,8 @@ class TextShape:
         """See `Shape`."""
         reason = None if output.completion is None else output.completion.finish_reason
         logprobs = self._logprobs[index].of_new(output.logprobs) if self._logprobs and output.logprobs else None
-        return _text(index, output.text, logprobs, reason) if output.text or reason or logprobs else None
+        text = output.text if self._ask.max_tokens != 0 else ""
+        return _text(index, text, logprobs, reason) if text or reason or logprobs else None
 
     def whole(self, index: int, completion: Completion) -> Json:
         """See `Shape`."""

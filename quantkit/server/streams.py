@@ -55,7 +55,7 @@ async def whole_answer(
     done: dict[int, Completion] = {}
     try:
         async with _watched(receive, bridge, mailbox):
-            while mailbox.num_open:
+            while not mailbox.is_done:
                 for index, output in await mailbox.read():
                     if output.completion is not None:
                         done[index] = output.completion
@@ -77,6 +77,7 @@ class EventStream(Response):
         on_end: told of each prompt.
         options: whether a last part, or every part, counts tokens.
         num_prompt: tokens of all prompts.
+        hidden: whether what was computed is not shown, since no token was asked for.
     """
 
     media_type = "text/event-stream"
@@ -89,13 +90,15 @@ class EventStream(Response):
         on_end: OnEnd,
         options: StreamOptions,
         num_prompt: int,
+        *,
+        hidden: bool,
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # else nginx keeps parts until it has many
         self._bridge, self._mailbox, self._shape = bridge, mailbox, shape
-        self._on_end, self._num_prompt = on_end, num_prompt
+        self._on_end, self._num_prompt, self._hidden = on_end, num_prompt, hidden
         self._with_usage = options.include_usage
         self._counts_parts = options.include_usage and options.continuous_usage_stats
 
@@ -116,7 +119,7 @@ class EventStream(Response):
         num_new, frame = 0, self._frame(0)
         # With the first news: what comes before them would pass for a first token.
         body = b"".join(framed(frame, choice) for choice in shape.first())
-        while self._mailbox.num_open:
+        while not self._mailbox.is_done:
             for index, output in await self._mailbox.read():
                 if output.completion is not None:
                     done.append(output.completion)
@@ -124,7 +127,7 @@ class EventStream(Response):
                     if output.completion.finish_reason == "error":
                         body += event(FAILED)
                         continue
-                num_new += len(output.token_ids)
+                num_new += 0 if self._hidden else len(output.token_ids)
                 if self._counts_parts:
                     frame = self._frame(num_new)
                 if (choice := shape.part(index, output)) is not None:
@@ -133,7 +136,7 @@ class EventStream(Response):
                 yield body
                 body = b""
         if self._with_usage:
-            yield event(shape.head.around([], usage=usage(done)))
+            yield event(shape.head.around([], usage=usage(done, 0 if self._hidden else None)))
 
     def _frame(self, num_new: int) -> tuple[bytes, bytes]:
         """Around a choice, when so many tokens have come."""

@@ -177,6 +177,11 @@ def test_the_worst_linear_decides_and_an_ordinary_model_is_read_by_all():
         "llama.cpp",
         "transformers",
     }
+    others = judge_all(StoredModel(format="gguf", other_codes=True))
+    assert {reading.engine: reading.reads for reading in others if reading.engine in ("ONNX Runtime", "OpenVINO")} == {
+        "ONNX Runtime": "unknown",
+        "OpenVINO": "unknown",
+    }
 
 
 def test_without_a_device_each_range_has_its_reason():

@@ -63,6 +63,20 @@ def expected(models):
     return [completion.token_ids for completion in llm.generate(ASKED, GREEDY)]
 
 
+def greedy_texts(folder, asked):
+    """What transformers itself writes, each token after the whole text before it."""
+    from transformers import AutoModelForCausalLM
+
+    model, texts = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for prompt in asked:
+        text = list(prompt)
+        for _ in range(GREEDY.max_tokens):
+            with torch.inference_mode():
+                text.append(int(model(input_ids=torch.tensor([text])).logits[0, -1].argmax()))
+        texts.append(tuple(text[len(prompt) :]))
+    return texts
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_whatever_the_chunks(models, kind):
     sequences = prompts(*LENGTHS)
@@ -203,6 +217,9 @@ def test_a_quantized_checkpoint_runs_as_in_transformers(models, tmp_path, recipe
     actual = run(load_model(tmp_path / "q", dtype="float32", backend="native"), sequences, 16)
     close = 1e-4 if recipe != "fp8-block" else 0.1  # with inputs rounded to 8 bits, each at its own edges
     assert difference(actual, [expected]) < close
+    asked = prompts(40, 1, 15)
+    llm = LLM(tmp_path / "q", backend="native", dtype="float32")
+    assert [completion.token_ids for completion in llm.generate(asked, GREEDY)] == greedy_texts(tmp_path / "q", asked)
 
 
 @pytest.mark.parametrize("inputs", [16, pytest.param(None, marks=pytest.mark.slow)])

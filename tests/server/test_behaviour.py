@@ -228,6 +228,7 @@ def test_pages_of_other_origins(checkpoint):
         assert ask("GET", "/v1/models", Origin=origin, Authorization="Bearer k") == (200, origin)
         assert ask("GET", "/v1/models", Origin=other, Authorization="Bearer k") == (200, None)
         assert ask("GET", "/v1/models", Origin=origin) == (401, origin)
+        assert ask("GET", "/v1/models/", Authorization="Bearer k") == (200, None)
 
 
 def test_what_is_under_way_is_answered_before_the_end(checkpoint):
@@ -261,6 +262,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path, checkpoint):
     (["--host", "0.0.0.0"], "no key is set; give --api-key, or --no-api-key"),
     (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
     (["nowhere-at-all"], "nowhere-at-all"),
+    (["--allow-origin", "chat.example"], "--allow-origin 'chat.example' is no origin; give SCHEME://HOST[:PORT]"),
 ])  # fmt: skip
 def test_refused_before_anything_is_loaded(arguments, words, monkeypatch):
     monkeypatch.delenv("QUANTKIT_API_KEY", raising=False)

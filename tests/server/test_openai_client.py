@@ -80,6 +80,13 @@ def test_each_part_counts_tokens(client):
     assert all(prompt == 7 and total == 7 + new for prompt, new, total in counted)
 
 
+def test_a_stream_of_no_tokens_is_the_prompt(client):
+    options = {"max_tokens": 0, "echo": True, "stream": True, "stream_options": {"include_usage": True}}
+    parts = list(client.completions.create(model="tiny", prompt=PROMPT, temperature=0, **options))
+    assert "".join(choice.text for part in parts for choice in part.choices) == PROMPT
+    assert parts[-1].usage.completion_tokens == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client, llm, stream):
     expected = llm.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=3))[0].logprobs
