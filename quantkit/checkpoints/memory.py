@@ -59,9 +59,11 @@ def spare_memory() -> None:
     hidden = [name for name in _OPTIONAL if name not in sys.modules]
     sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None: Python says that they are not installed
     try:
-        import compressed_tensors  # noqa: F401
-        import transformers.modeling_utils
+        with contextlib.suppress(ImportError):  # said where they are needed
+            import compressed_tensors  # noqa: F401
+            import transformers.modeling_utils
+
+            getattr(transformers.utils.is_scipy_available, "cache_clear", int)()  # models may ask for it
     finally:
         for name in hidden:
-            del sys.modules[name]
-    getattr(transformers.utils.is_scipy_available, "cache_clear", int)()  # models may ask for it
+            sys.modules.pop(name, None)

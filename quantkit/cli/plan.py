@@ -204,7 +204,7 @@ def _compression(plan: Estimate) -> Table | None:
         return None
     titles = {
         "layer": "weights of one layer",
-        "hidden_states": f"hidden states of {recipe.num_tokens:,} tokens (or on disk)",
+        "hidden_states": f"hidden states of {recipe.num_tokens:,} tokens (on disk where a CPU computes)",
         "statistics": "statistics of the steps",
         "working_copies": "working copies",
     }

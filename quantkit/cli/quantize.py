@@ -97,6 +97,7 @@ def command(
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     from quantkit import distributed
+    from quantkit.checkpoints.memory import spare_memory
     from quantkit.compress.recipe import load
 
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
@@ -105,6 +106,8 @@ def command(
         _verify.check_before(plan, gates)
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
         click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:]))
+    if not verify:  # whose measurements would be of a process that spares memory
+        spare_memory()
     result = _compressed(model, plan, output, output_to, how)
     if result is None:
         return
@@ -122,9 +125,6 @@ def _compressed(
     model: str | None, recipe: Recipe, output: str | None, output_to: Output, how: dict[str, Any]
 ) -> CompressionResult | None:
     """In the one process that there is, or in the first of several; None in another, which has nothing to say."""
-    from quantkit.checkpoints.memory import spare_memory
-
-    spare_memory()  # before transformers is imported
     import quantkit.compress.pipeline as pipeline
     from quantkit import distributed
     from quantkit.cli._progress import listening

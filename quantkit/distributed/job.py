@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 from quantkit.distributed.lifeline import RESUME, START, Lifeline
-from quantkit.errors import InputError, ResourceError
+from quantkit.errors import InputError, ResourceError, first_line
 
 # Deaths are noticed at once; waiting is no sign of one, since a writer may be busy for hours with what it alone can do.
 _PATIENCE = timedelta(days=7)
+# Torch has no class of errors for it.
+_TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
 
 _lifeline: Lifeline | None = None
 _groups: dict[str, Any] = {}  # by type of device
@@ -69,10 +72,14 @@ def _meet(line: Lifeline) -> Any:
         # No default group of torch's: libraries that see one talk to their own kind in all processes, who are away.
         store = next(rendezvous("env://", timeout=START))[0]
         line.connect(store)
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
+        text = first_line(error)
+        if not _TIMED_OUT.search(text):  # a port in use, a host that nobody knows
+            raise InputError(f"the processes cannot meet by MASTER_ADDR and MASTER_PORT: {text}") from error
         minutes = START.total_seconds() / 60
-        text = f"not all processes of this job came together within {minutes:.0f} minutes ({str(error)[:200]})"
+        text = f"not all processes of this job came together within {minutes:.0f} minutes ({text})"
         raise ResourceError(f"{text}; {RESUME}") from error
+    store.set_timeout(_PATIENCE)
     return store
 
 

@@ -17,11 +17,12 @@ from quantkit.errors import ResourceError
 RESUME = "give the same command again to go on, with any number of processes"
 LAUNCHED = "QUANTKITLAUNCHED"
 """The number of the process that has started this one by `launch`: it says itself whom it has lost."""
-START = timedelta(minutes=10)
-"""In which all processes of a job must have come together."""
+START = timedelta(minutes=30)
+"""In which all processes of a job must have come together: people and schedulers start them one after another."""
 
 _STARTED = "TORCHELASTIC_RUN_ID"  # by torchrun, which ends its processes as long as it lives
 _GLANCE = 0.5  # seconds between looks at who has started this process
+_KNOCK = 30.0  # seconds in which who has connected must say who it is
 
 
 class Lifeline:
@@ -36,7 +37,6 @@ class Lifeline:
         self._peers: dict[int, socket.socket] = {}
         self._stderr = sys.stderr  # of now: later a library's own words may be kept away from it
         self._ending = threading.Lock()  # taken once, by who decides how this process ends
-        self._left = threading.Event()
 
     def watch_launcher(self) -> None:
         """End this process when what has started it, and would end it, is gone; also before there is a connection."""
@@ -46,8 +46,7 @@ class Lifeline:
 
     def _watch_launcher(self, launcher: int) -> None:
         while os.getppid() == launcher:
-            if self._left.wait(_GLANCE):
-                return
+            time.sleep(_GLANCE)
         if self.rank:
             time.sleep(6 * _GLANCE)  # in which the first process, if it has lost it too, says so and ends this one
         self._end(ResourceError.exit_code, f"the launcher of this job was killed; {RESUME}", speaks=self.rank == 0)
@@ -61,14 +60,12 @@ class Lifeline:
         host = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             with socket.create_server((host, 0), backlog=self.world) as server:
-                server.settimeout(START.total_seconds())
+                deadline = time.monotonic() + START.total_seconds()
                 secret = secrets.token_hex(16)
                 store.set("lifeline", f"{server.getsockname()[1]} {secret}")
                 while len(self._peers) < self.world - 1:
-                    peer = server.accept()[0]
-                    given, _, number = peer.makefile("r").readline().strip().partition(" ")
-                    if secrets.compare_digest(given, secret):  # any process of the machine may knock
-                        self._peers[int(number)] = peer
+                    server.settimeout(max(1e-3, deadline - time.monotonic()))
+                    self._admit(server.accept()[0], secret.encode())
         else:
             port, secret = store.get("lifeline").decode().split()
             self._peers[0] = socket.create_connection((host, int(port)))
@@ -77,9 +74,18 @@ class Lifeline:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says no word
         threading.Thread(target=self._watch, daemon=True, name="lifeline").start()
 
+    def _admit(self, peer: socket.socket, secret: bytes) -> None:
+        """Keep who is of this job: any process of the machine may knock, say anything, or nothing."""
+        with contextlib.suppress(OSError):
+            peer.settimeout(_KNOCK)
+            # Without a buffer, into which the next words could fall.
+            given, _, number = peer.makefile("rb", buffering=0).readline(100).strip().partition(b" ")
+            if secrets.compare_digest(given, secret):
+                peer.settimeout(None)
+                self._peers[int(number)] = peer
+
     def leave(self) -> None:
         """Say that what ends now ends well."""
-        self._left.set()
         self._tell({})
 
     def fail(self, code: int, text: str) -> None:

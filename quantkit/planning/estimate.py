@@ -149,7 +149,9 @@ class Estimate:
     def compression(self) -> dict[str, int] | None:
         """What compressing holds in memory, by purpose."""
         recipe = self.recipe
-        return None if recipe is None else memory.compression_bytes(self.shape, recipe.num_tokens, recipe.steps)
+        if recipe is None:
+            return None
+        return memory.compression_bytes(self.shape, recipe.num_tokens, recipe.steps, hands_on=recipe.hands_on)
 
     @property
     def readings(self) -> list[EngineReading]:

@@ -172,19 +172,22 @@ def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> 
     return tokens * (2 * shape.hidden_size + widest) * size + sequences * shape.vocab_size * 4
 
 
-def compression_bytes(shape: ModelShape, num_tokens: int, steps: Sequence[Step]) -> dict[str, int]:
+def compression_bytes(
+    shape: ModelShape, num_tokens: int, steps: Sequence[Step], *, hands_on: bool = False
+) -> dict[str, int]:
     """What `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         shape: of the model.
         num_tokens: calibration tokens; 0 = a recipe without data.
         steps: of the recipe.
+        hands_on: layers hand on more than hidden states.
     """
     sizes = [
         [(m.out_features, m.in_features) for m in layer.matrices if m.quantizable for _ in range(m.copies)]
         for layer in shape.layers
     ]
-    return steps_bytes(steps, sizes, shape.dtype_bytes, num_tokens * shape.hidden_size)
+    return steps_bytes(steps, sizes, shape.dtype_bytes, num_tokens * shape.hidden_size, hands_on=hands_on)
 
 
 def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:

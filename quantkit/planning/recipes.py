@@ -30,6 +30,7 @@ class RecipePlan:
         num_tokens: calibration tokens, 0 without steps.
         samples: calibration sequences, 0 without steps.
         steps: in running order.
+        hands_on: layers hand on more than hidden states.
         conflicts: why it cannot be done, one line each; the first is what an error says.
         cache: what it makes of the KV cache, outliers aside; None = nothing.
         stored: what the checkpoint will hold, for engines.
@@ -42,6 +43,7 @@ class RecipePlan:
     num_tokens: int
     samples: int
     steps: tuple[Step, ...]
+    hands_on: bool
     conflicts: tuple[str, ...]
     cache: KVForm | None = None
     stored: StoredModel
@@ -84,6 +86,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
         steps=tuple(recipe.steps.values()),
+        hands_on=family.hands_on or recipe.has_images,
         conflicts=tuple(map(str, conflicts(recipe, layers, assigned, unlisted))),
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
         stored=stored_model(recipe, family, layers, assigned, shape.hidden_size),

@@ -196,6 +196,10 @@ def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_pa
     assert held["hidden_states"] == (2 if recipe == "autoround-int4" else 1) * 640 * 64 * 4
     models = 2 if recipe == "gptq-int4" else 1
     assert held["layer"] == models * compression_bytes(shape, 640, ())["layer"]
+    # Outputs of layers that hand on more are no states of the next one.
+    models = 1 if recipe in ("rtn-int8", "gptq-int8") else 2
+    held = compression_bytes(shape, 640, ours.steps, hands_on=True)
+    assert held["layer"] == models * compression_bytes(shape, 640, ())["layer"]
     assert (held["statistics"] > 0) == (recipe != "rtn-int8")
 
 

@@ -7,17 +7,20 @@ T tokens, D hidden width; N outputs, K inputs of a linear.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from quantkit.checkpoints.layer_call import Batch, states_of
+from quantkit.checkpoints.writer import write_shard
 from quantkit.compress.calibration.layer import LayerContext, hidden_states
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
@@ -33,15 +36,13 @@ class Examples:
     """Inputs of a layer as the quantized model makes them, with the outputs of the original one.
 
     Args:
-        layer: with the hidden states of both models. Outputs are kept in memory where hidden states are, else read or
-            computed whenever they are needed.
+        layer: with the hidden states of both models. Outputs are kept where hidden states are, in memory or on disk.
     Attributes:
         sequences: batch and row of each.
     """
 
     def __init__(self, layer: LayerContext) -> None:
-        self._layer, self._store = layer, layer.store
-        self._targets = [self._target(number) for number in range(len(self._store))] if self._store.in_memory else None
+        self._device, self._store, self._target = layer.device, layer.store, _targets(layer)
         self.sequences = [
             (number, slice(row, row + 1)) for number, batch in enumerate(self._store) for row in range(batch.shape[0])
         ]
@@ -52,17 +53,30 @@ class Examples:
 
     def batch(self, number: int, rows: slice = slice(None)) -> tuple[Batch, Tensor]:
         """Inputs and outputs (B, T, D) of one batch of the store, or of some rows of it, as ordinary tensors."""
-        target = self._target(number, rows) if self._targets is None else self._targets[number][rows]
-        device = self._layer.device
+        states, target = self._store[number][rows], states_of(self._target(number))
+        if isinstance(states, Tensor):  # else one sequence, whose streams may be in front
+            target = target[rows]
         # Copied in any case: the store may hold tensors of inference mode, which autograd refuses.
-        return self._store[number][rows].to(device, copy=True), target.to(device, copy=True)
+        return states.to(self._device, copy=True), target.to(self._device, copy=True)
 
-    def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
-        data = self._layer.data
-        if data.targets is not None:
-            return states_of(data.targets[number][rows])
-        assert data.original_store is not None, "tuning needs data of both models"
-        return self._layer.original_forward(data.original_store[number][rows])
+
+def _targets(layer: LayerContext) -> Callable[[int], Batch]:
+    """Gives what the original layer has made of a batch, each of which is computed once."""
+    data, beside = layer.data, layer.store.beside
+    if data.targets is not None:
+        return list(data.targets).__getitem__ if layer.store.in_memory else data.targets.__getitem__
+    assert data.original_store is not None, "tuning needs data of both models"
+    # Back on the CPU, so that the device holds one at a time.
+    made = (layer.original_forward(batch).to("cpu") for batch in data.original_store)
+    return list(made).__getitem__ if layer.store.in_memory or beside is None else _saved(beside / "targets", made)
+
+
+def _saved(folder: Path, tensors: Iterable[Tensor]) -> Callable[[int], Tensor]:
+    """Write each tensor as it comes to a file of its own; gives them back by number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, tensor in enumerate(tensors):
+        write_shard(folder / str(number), {"target": tensor})
+    return lambda number: load((folder / str(number)).read_bytes())["target"]
 
 
 class TunedBlock:
@@ -92,7 +106,7 @@ class TunedBlock:
         """
         self._step, self._calls = step, dict.fromkeys(self.weights, 0)
         with torch.enable_grad():
-            error = (self._forward(hidden).float() - target.float()).square().sum()
+            error = self._error(hidden, target)
             size = target.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
             relative = float(error.detach() / size)
             if not math.isfinite(relative):
@@ -139,14 +153,16 @@ class TunedBlock:
         wrong = total = 0.0
         for number, rows in (each for each in examples.sequences if each[0] in batches):
             hidden, target = examples.batch(number, rows)
-            wrong += (self._forward(hidden).float() - target.float()).square().sum().item()
+            wrong += self._error(hidden, target).item()
             total += target.float().square().sum().item()
         return wrong / total if total > 0 else 0.0
 
-    def _forward(self, hidden: Batch) -> Tensor:
+    def _error(self, hidden: Batch, target: Tensor) -> Tensor:
         # Copies, since autograd refuses tensors that inference mode has made.
         arguments = tree_map_only(Tensor, Tensor.clone, self._layer.arguments(hidden))
-        return hidden_states(functional_call(self._layer.block, self._values, (states_of(hidden),), arguments))
+        output = hidden_states(functional_call(self._layer.block, self._values, (states_of(hidden),), arguments))
+        assert output.shape == target.shape, "an output is compared with that of other inputs"
+        return (output.float() - target.float()).square().sum()
 
 
 @contextmanager

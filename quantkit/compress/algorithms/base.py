@@ -75,13 +75,23 @@ def follows_original(steps: Collection[Step]) -> bool:
     return needs_original(steps) or any(getattr(step, "needs_targets", False) for step in steps)
 
 
+def keeps_original(steps: Collection[Step], *, hands_on: bool) -> bool:
+    """Whether the original layer is kept: also for its outputs alone, where it hands on more than hidden states."""
+    return needs_original(steps) or (hands_on and follows_original(steps))
+
+
 def reorders_groups(steps: Collection[Step]) -> bool:
     """Whether some step forms groups in another order than that of the inputs."""
     return any(getattr(step, "reorders_groups", False) for step in steps)
 
 
 def steps_bytes(
-    steps: Collection[Step], layers: Iterable[Collection[tuple[int, int]]], element_bytes: int, num_states: int
+    steps: Collection[Step],
+    layers: Iterable[Collection[tuple[int, int]]],
+    element_bytes: int,
+    num_states: int,
+    *,
+    hands_on: bool = False,
 ) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 
@@ -90,6 +100,7 @@ def steps_bytes(
         layers: (N, K) of each linear, per layer.
         element_bytes: of the dtype of weights and hidden states.
         num_states: elements of the hidden states of one model that are kept in memory.
+        hands_on: layers hand on more than hidden states.
     """
     shapes = [layer for layer in layers if layer]
     sizes = LayerSizes(
@@ -100,7 +111,7 @@ def steps_bytes(
         states_bytes=num_states * element_bytes,
     )
     extra = [step.extra_bytes(sizes) if hasattr(step, "extra_bytes") else StepBytes() for step in steps]
-    models = 2 if needs_original(steps) else 1
+    models = 2 if keeps_original(steps, hands_on=hands_on) else 1
     return {
         "layer": models * sizes.weights * sizes.element_bytes,
         "hidden_states": sizes.states_bytes + max((e.hidden_states for e in extra), default=0),

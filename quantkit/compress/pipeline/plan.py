@@ -330,4 +330,6 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
     """
     layers = [plan.skeleton.linear_shapes(index).values() for index in range(plan.skeleton.num_layers)]
     num_states = num_tokens * plan.skeleton.hidden_size
-    return steps_bytes(plan.recipe.steps.values(), layers, plan.skeleton.dtype.itemsize, num_states)
+    steps, element_bytes = plan.recipe.steps.values(), plan.skeleton.dtype.itemsize
+    hands_on = plan.family.hands_on or plan.recipe.has_images
+    return steps_bytes(steps, layers, element_bytes, num_states, hands_on=hands_on)

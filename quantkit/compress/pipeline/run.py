@@ -18,7 +18,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import writing
-from quantkit.compress.algorithms.base import needs_original
+from quantkit.compress.algorithms.base import keeps_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
@@ -294,8 +294,7 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
     name, block = plan.skeleton.layer_name(index), plan.skeleton.layer(index)
     store, *others = stores
     original = others[0] if others else None
-    # What else than hidden states a layer hands on is no target.
-    ahead = not needs_original(plan.recipe.steps.values()) and isinstance(store[0], Tensor)
+    ahead = not keeps_original(plan.recipe.steps.values(), hands_on=not isinstance(store[0], Tensor))
     stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
     return LayerContext(
         name=name,

@@ -56,6 +56,11 @@ class Recipe:
     seed: int
     source: dict[str, Any]
 
+    @property
+    def has_images(self) -> bool:
+        """Whether there are samples with images, each of which goes through the layers with all that it needs."""
+        return self.calibration is not None and self.calibration.images is not None
+
 
 class _NoUseOfDataError(RecipeError):
     """Calibration is set and nothing needs data."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quantkit.compress.algorithms import _gptq_jobs, gptq
+from quantkit.compress.algorithms import _gptq_factor, _gptq_jobs, gptq
 from quantkit.compress.algorithms._gptq_factor import cholesky_factor
 from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms.awq import AwqStep
@@ -66,7 +66,8 @@ def test_equals_the_textbook(symmetric, block_size, shuffled):
     assert (codes.float() == expected).float().mean() > 0.995  # float32 against float64 may flip a tie
 
 
-def test_cholesky_factor_factors_the_damped_hessian():
+def test_cholesky_factor_factors_the_damped_hessian(monkeypatch):
+    monkeypatch.setattr(_gptq_factor, "_COPIED", 16)  # several blocks
     _, hessian = problem()
     order = torch.randperm(48)
     factor = cholesky_factor(hessian.tril().add(torch.ones(48, 48).triu(1)), order, 0.01)  # above: anything

@@ -11,12 +11,14 @@ from quantkit.checkpoints.layer_inputs import compute_with
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
+from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.discovery.discover import discover
 from quantkit.compress.pipeline import run as pipeline_run
 from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import (
     known_to_transformers,
     load_tensors,
+    make_model,
     one_of_each,
     save_tokenizer,
     tiny_config,
@@ -210,4 +212,20 @@ def test_an_interrupted_run_goes_on_with_what_was_handed_on(tmp_path, text_file)
     assert run(model, "gptq-int4", tmp_path / "parts", text_file).resumed_layers == 3
     first, second = load_tensors(tmp_path / "whole"), load_tensors(tmp_path / "parts")
     assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.skipif(not known_to_transformers("gemma3n_text"), reason="the installed transformers lacks it")
+def test_autoround_aims_at_all_streams_wherever_they_are_kept(tmp_path, text_file, monkeypatch):
+    """Of Gemma 3n, which has them in front of batch and tokens; each output of the original is computed once."""
+    few = {"num_kv_shared_layers": 0, "layer_types": _FOUR[:2], "head_dim": 16, "sliding_window": 32, "laurel_rank": 32}
+    few |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 260, "altup_num_inputs": 2}
+    model = make_model(tmp_path / "model", "gemma3n_text", **few)
+    computed, original = [], LayerContext.original_forward
+    monkeypatch.setattr(LayerContext, "original_forward", lambda *call: computed.append(call) or original(*call))
+    for mode in ("ram", "disk"):
+        changes = {"steps.autoround.iterations": 24}
+        run(model, "autoround-int4", tmp_path / mode, text_file, activations=mode, overrides=changes)
+    assert len(computed) == 2 * 2 * 8
+    first, second = load_tensors(tmp_path / "ram"), load_tensors(tmp_path / "disk")
     assert all(torch.equal(first[name], second[name]) for name in first)

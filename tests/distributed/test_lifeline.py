@@ -1,0 +1,83 @@
+"""How processes come together, and that none is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+
+from quantkit.cli._errors import explain
+from quantkit.distributed import gather, job, joined, lifeline, rank
+from quantkit.errors import InputError, ResourceError
+from tests import forked
+from tests.distributed import jobs, test_collectives
+
+
+@pytest.fixture
+def first_of_two(monkeypatch):
+    """This process is to meet another one at a port."""
+    port = jobs.free_port()
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    return port
+
+
+def test_a_port_in_use_is_said(first_of_two):
+    with socket.create_server(("", first_of_two)), pytest.raises(InputError, match=f"cannot meet .*{first_of_two}"):
+        job._meet(lifeline.Lifeline(0, 2))
+
+
+def test_who_does_not_come_is_waited_for_no_longer_than_the_patience(first_of_two, monkeypatch):
+    monkeypatch.setattr(job, "START", timedelta(seconds=1))
+    with pytest.raises(ResourceError, match="not all processes of this job came together"):
+        job._meet(lifeline.Lifeline(0, 2))
+
+
+def meet_among_strangers():
+    lifeline._KNOCK = 0.1
+    connect, strangers = lifeline.Lifeline.connect, []
+
+    def connect_later(line, store):
+        if line.rank:
+            for words in (b"", b"\xff\n"):  # nothing, and what is no text
+                port = int(store.get("lifeline").split()[0])
+                strangers.append(socket.create_connection(("localhost", port)))
+                strangers[-1].sendall(words)
+        connect(line, store)
+
+    lifeline.Lifeline.connect = connect_later
+    with joined(explain):
+        assert gather(rank()) == [0, 1]
+
+
+def test_strangers_hold_nobody_up(tmp_path):
+    assert jobs.run(tmp_path, 2, meet_among_strangers) == ([0, 0], "")
+
+
+def work_on(folder):
+    """After the job, as who verifies does, holding a file open until this process is gone."""
+    lifeline._GLANCE, number = 0.05, os.environ["RANK"]
+    held = (folder / f"{number}.held").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with joined(explain):
+        gather(None)
+    (folder / f"{number}.ready").touch()
+    time.sleep(60)
+
+
+def launch_and_die(folder, port):
+    test_collectives.wait = work_on
+    test_collectives.launch_and_die(folder, port)
+
+
+def test_who_works_on_after_the_job_ends_with_its_launcher(tmp_path):
+    assert forked.run(launch_and_die, tmp_path, jobs.free_port()) == -signal.SIGKILL
+    for number in range(2):
+        with (tmp_path / f"{number}.held").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+    assert "the launcher of this job was killed" in (tmp_path / "0").read_text()
