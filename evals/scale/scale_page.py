@@ -86,7 +86,7 @@ def speed_table() -> str:
         lines.append(f"| `{row['work']}` | {figures} | {talked} | {peaks} |")
     taken = next(iter(rows.values()))["taken"]
     lines += ["", f"Commit {taken['commit']}, {taken['date']}; {taken['machine']}.", ""]
-    machine: Row = json.loads((RESULTS / "machine.json").read_text(encoding="utf-8"))
+    machine: Row = json.loads((RESULTS / "two_processes.json").read_text(encoding="utf-8"))
     gains = {name: sum(each[name] for each in machine["two"]) / rate for name, rate in machine["one"][0].items()}
     listed = ", ".join(f"{name} {gain:.2f} ×" for name, gain in gains.items())
     lines.append(
