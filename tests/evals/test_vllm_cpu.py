@@ -45,6 +45,7 @@ def test_rules_say_of_every_row_what_vllm_did(load, tmp_path):
 def test_rules_say_of_every_row_what_other_engines_did_on_a_cpu(load):
     models, checks = load("vllm_cpu_models"), load("cpu_engines")
     files = sorted(checks.RESULTS.glob("*.json"))
+    assert {file.stem for file in files} == {"openvino", "onnxruntime"}
     rows = [(file.stem, row) for file in files for row in json.loads(file.read_text())["rows"]]
     assert len(rows) == len(files) * len(checks.CASES)
     for engine, row in rows:
