@@ -204,9 +204,9 @@ def _standing(models: list[list[Group]]) -> str:
     def words(signs: list[int]) -> str:
         return f"{signs.count(-1)} ahead, {signs.count(0)} level, {signs.count(1)} behind"
 
-    lone = sum(bool(mine) and len(theirs) == 1 for groups in models for _, _, mine, theirs in groups)
+    only = sum(bool(mine) and len(theirs) == 1 for groups in models for _, _, mine, theirs in groups)
     text = f"Against the best peer, of {len(both)} rows: perplexity {words(by_ppl)}; KL {words(by_kl)}."
-    return text + (f" In {lone} of them only one row of a peer was measured." if lone else "")
+    return text + (f" In {only} of them one row of peers was measured." if only else "")
 
 
 def _signs(mine: list[Row], theirs: list[Row]) -> tuple[int, int]:

@@ -24,9 +24,10 @@ COLUMNS = {
 
 
 TEXTS = {
-    "cost": """**What the door costs** (`evals/checks/server_cost.py`): the same requests three ways. *In process*: the next
-request of a stream is part of the next step. *Behind a step*: in process too, but it comes once that step has begun,
-as any client's does. *HTTP*: through the server. One thread computes; event loop and client have the other core.""",
+    "cost": """**What the door costs** (`evals/checks/server_cost.py`): the same requests three ways. *In process*:
+the next request of a stream is part of the next step. *Behind a step*: in process too, but it comes once that step has
+begun, as any client's does. *HTTP*: through the server. One thread computes; event loop and client have the
+other core.""",
     "clients": """**Three load generators** against one server of the demo model (`evals/serve/clients.py`), medians of
 rounds in turns.""",
     "peers": """**Side by side** (`evals/serve/peers.py`): the same bfloat16 weights, 8 layers of a TinyLlama-1.1B,
