@@ -50,7 +50,8 @@ def _read(name: str) -> Any:
 def table() -> str:
     """The part of the page."""
     known = rows()
-    lines = ["| Kept: 50 · 25 · 12.5 % | " + " | ".join(TASKS.values()) + " |", "|---" * (len(TASKS) + 1) + "|"]
+    kept = " · ".join(f"{100 * share:g}" for share in SHARES)
+    lines = [f"| Kept: {kept} % | " + " | ".join(TASKS.values()) + " |", "|---" * (len(TASKS) + 1) + "|"]
     for who in dict.fromkeys(row["who"] for row in known):
         cells = []
         for task in TASKS:

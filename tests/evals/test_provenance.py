@@ -93,3 +93,10 @@ def test_a_commit_is_marked_where_code_or_scripts_differ_but_not_results(tmp_pat
     assert len(clean) == 7
     (tmp_path / "evals/a.py").write_text("")
     assert provenance.commit(tmp_path) == f"{clean}+"
+
+
+def test_a_row_without_a_commit_has_its_file's(tmp_path):
+    file = tmp_path / "rows.json"
+    assert provenance.known_rows(file) == []
+    file.write_text('{"about": {"commit": "a"}, "rows": [{"value": 1}, {"value": 2, "commit": "b"}]}')
+    assert [row["commit"] for row in provenance.known_rows(file)] == ["a", "b"]
