@@ -173,9 +173,7 @@ def test_a_checkpoint_is_asked_for_by_each_way(evals, tmp_path, monkeypatch):
 
 def test_decode_steps_do_not_wait_for_their_launches_to_be_counted(evals, tmp_path, monkeypatch):
     end_to_end, results = evals("end_to_end"), evals("results")
-    (tmp_path / "step_count.py").write_text(
-        "import time\ntime.sleep(60)\nopen(__file__ + '.counted', 'w').close()"
-    )
+    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(60)\nopen(__file__ + '.counted', 'w').close()")
     counted, early = tmp_path / "step_count.py.counted", []
     monkeypatch.setattr(end_to_end, "__file__", str(tmp_path / "end_to_end.py"))
     monkeypatch.setattr(end_to_end, "PATIENCE", 0.1, raising=False)
@@ -192,11 +190,13 @@ def test_decode_steps_do_not_wait_for_their_launches_to_be_counted(evals, tmp_pa
     assert not counted.exists()
 
 
-def test_folders_that_name_no_device_are_of_no_gpu(evals, tmp_path):
+def test_folders_that_name_no_device_are_of_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(GPU.parent))
+    page = importlib.import_module("pages").generator("gpu/page.py")
     for name, kept in {"scale": {"one": []}, "gpu": {"meta": {"device": "Test GPU"}}}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "machine.json").write_text(json.dumps(kept))
-    assert evals("page").gpu_folders(tmp_path) == [tmp_path / "gpu"]
+    assert page.gpu_folders(tmp_path) == [tmp_path / "gpu"]
 
 
 def test_a_first_part_measures_the_beginning_of_another(evals):

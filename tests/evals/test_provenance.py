@@ -95,7 +95,7 @@ def test_a_commit_is_marked_where_code_or_scripts_differ_but_not_results(tmp_pat
     assert provenance.commit(tmp_path) == f"{clean}+"
 
 
-def test_a_row_without_a_commit_has_its_file's(tmp_path):
+def test_a_row_without_a_commit_has_that_of_its_file(tmp_path):
     file = tmp_path / "rows.json"
     assert provenance.known_rows(file) == []
     file.write_text('{"about": {"commit": "a"}, "rows": [{"value": 1}, {"value": 2, "commit": "b"}]}')
