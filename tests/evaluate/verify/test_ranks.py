@@ -13,7 +13,7 @@ from quantkit.cli import main
 from quantkit.evaluate import shares
 from quantkit.evaluate.data import read_named_text
 
-ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "5", "--no-bench", "--sensitivity")
+ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "32", "--no-bench", "--sensitivity")
 
 
 @pytest.mark.slow
