@@ -194,14 +194,23 @@ def version(name: str) -> str:
         return "source"
 
 
+def known_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file of results, if it is there, each with the commit it was taken at: its own, else the file's."""
+    if not file.exists():
+        return []
+    data = json.loads(file.read_text(encoding="utf-8"))
+    return [{"commit": data["about"]["commit"], **row} for row in data["rows"]]
+
+
 def commit(folder: Path = ROOT) -> str:
-    """Short name of a repository's commit, with a + where code or recipes differ from it; empty where there is none."""
+    """Short name of a repository's commit, with a + where code, recipes or scripts differ; empty without one."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
         return done.stdout.strip()
 
-    return git("rev-parse", "--short=7", "HEAD") + ("+" if git("status", "--short", "quantkit", "recipes") else "")
+    watched = ("quantkit", "recipes", "evals", ":!evals/results")
+    return git("rev-parse", "--short=7", "HEAD") + ("+" if git("status", "--short", "--", *watched) else "")
 
 
 def machine_class() -> str:

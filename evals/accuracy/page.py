@@ -187,8 +187,8 @@ def _summary(groups: list[Group]) -> list[str]:
         cells = [_title(name, form), _method(best), f"{_perplexity(best):.4f}"]
         if theirs:
             by_ppl, by_kl = min(theirs, key=_perplexity), theirs[0]
-            cells += [f"{_perplexity(by_ppl):.4f} {_label(by_ppl)}", _mark(difference(best.nll, by_ppl.nll))]
-            cells += [_thousandths(_kl(best)), f"{_thousandths(_kl(by_kl))} {_label(by_kl)}"]
+            cells += [f"{_perplexity(by_ppl):.4f} {_label(by_ppl, theirs)}", _mark(difference(best.nll, by_ppl.nll))]
+            cells += [_thousandths(_kl(best)), f"{_thousandths(_kl(by_kl))} {_label(by_kl, theirs)}"]
             cells += [_mark(difference(best.kl, by_kl.kl))]
         else:
             cells += ["not measured", "", _thousandths(_kl(best)), "not measured", ""]
@@ -204,7 +204,9 @@ def _standing(models: list[list[Group]]) -> str:
     def words(signs: list[int]) -> str:
         return f"{signs.count(-1)} ahead, {signs.count(0)} level, {signs.count(1)} behind"
 
-    return f"Against the best peer, of {len(both)} rows: perplexity {words(by_ppl)}; KL {words(by_kl)}."
+    only = sum(bool(mine) and len(theirs) == 1 for groups in models for _, _, mine, theirs in groups)
+    text = f"Against the best peer, of {len(both)} rows: perplexity {words(by_ppl)}; KL {words(by_kl)}."
+    return text + (f" In {only} of them one row of peers was measured." if only else "")
 
 
 def _signs(mine: list[Row], theirs: list[Row]) -> tuple[int, int]:
@@ -292,8 +294,10 @@ def _kl(row: Row) -> float:
     return math.fsum(row.kl) / len(row.kl)
 
 
-def _label(row: Row) -> str:
-    return f"({row.tool.split()[0]}, {row.method})"
+def _label(row: Row, measured: list[Row]) -> str:
+    """Of the best of those that were measured."""
+    rank = "the only one" if len(measured) == 1 else f"best of {len(measured)}"
+    return f"({row.tool.split()[0]}, {row.method}; {rank})"
 
 
 def _mark(found: Interval) -> str:

@@ -6,6 +6,8 @@ import functools
 import itertools
 import json
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from quantkit.engines.base import CAPABILITIES
 
 RESULTS, OTHERS = (Path(__file__).resolve().parents[1] / "results" / name for name in ("vllm", "cpu_engines"))
 NAMES = {"gemma3_text": "gemma3"}
+_QUOTED = 100  # characters of what an engine says
 ENGINES = ("vllm", "vllm:cpu", "sglang", "transformers", "tgi", "tensorrt-llm", "llama.cpp")
 SERVED = (
     *((f"`{name}`", name, {}) for name in shipped() if name not in ("kv-fp8", "awq-int4-kv4", "awq-int4-kv8")),
@@ -139,13 +142,25 @@ def others() -> str:
     cases = list(dict.fromkeys(row["case"] for result in results for row in result["rows"]))
     known = [{row["case"]: row for row in result["rows"]} for result in results]
     head = ["", *(result["made"]["engine"] for result in results)]
-    return _markdown(head, [[f"`{case}`", *(_seen(rows.get(case)) for rows in known)] for case in cases])
+    table = _markdown(head, [[f"`{case}`", *(_seen(rows.get(case)) for rows in known)] for case in cases])
+    return "\n".join([table, "", *_others_refusals(results)])
+
+
+def _others_refusals(results: list[dict[str, Any]]) -> Iterator[str]:
+    """What does not agree: what the engine said, and the reason that our rules give beforehand."""
+    for result in results:
+        said: dict[tuple[str, str], list[str]] = {}
+        for row in result["rows"]:
+            if row["verdict"] != "agrees":
+                key = row["ours"].partition(": ")[2], row.get("reason", "")
+                said.setdefault(key, []).append(f"`{row['case']}`")
+        for (rule, words), cases in said.items():
+            quoted = f'; it said "{textwrap.shorten(words, _QUOTED, placeholder="...")}"' if words else ""
+            yield f"- {result['made']['engine'].split()[0]}, {', '.join(cases)}: by our rule {rule}{quoted}"
 
 
 def _seen(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    if row["verdict"] == "agrees":
-        difference = f", {row['difference']:.3f}" if "difference" in row else ""
-        return f"agrees{difference}"
-    return f"{row['verdict']}: {row['ours'].partition(': ')[2]}"
+    difference = f", {row['difference']:.3f}" if "difference" in row and row["verdict"] == "agrees" else ""
+    return f"{row['verdict']}{difference}"

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import known_rows
 
 RESULTS = Path(__file__).parents[1] / "results/eviction"
 SHARES = (0.5, 0.25, 0.125)
@@ -45,7 +50,8 @@ def _read(name: str) -> Any:
 def table() -> str:
     """The part of the page."""
     known = rows()
-    lines = ["| Kept: 50 · 25 · 12.5 % | " + " | ".join(TASKS.values()) + " |", "|---" * (len(TASKS) + 1) + "|"]
+    kept = " · ".join(f"{100 * share:g}" for share in SHARES)
+    lines = [f"| Kept: {kept} % | " + " | ".join(TASKS.values()) + " |", "|---" * (len(TASKS) + 1) + "|"]
     for who in dict.fromkeys(row["who"] for row in known):
         cells = []
         for task in TASKS:
@@ -53,31 +59,37 @@ def table() -> str:
             shares = (1.0,) if who.startswith("full") else SHARES
             cells.append(" · ".join(_figure(own.get(share)) for share in shares))
         lines.append(f"| {who} | " + " | ".join(cells) + " |")
-    abouts = [_read(name)["about"] for name in ("ours", "presses")]
-    versions = {name: version for about in abouts for name, version in sorted(about["versions"].items())}
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     cases = " to ".join(map(str, sorted({row["cases"] for row in known})))
-    origin = f"{cases} cases each. Commit {abouts[0]['commit']}, {abouts[0]['date']}; {listed}."
+    origin = f"{cases} cases each. Ours: {_origin('ours')}. Presses: {_origin('presses')}."
     shown = f"![Recall against bytes of the cache]({PLOT})"
     return "\n".join([*lines, "", shown, "", origin, "", _users(), "", *_soak(), ""])
+
+
+def _origin(name: str) -> str:
+    """Commits of a file's rows, and when and with what they were taken."""
+    about = _read(name)["about"]
+    commits = ", ".join(sorted({row["commit"] for row in known_rows(RESULTS / f"{name}.json")}))
+    versions = (f"{which} {version}" for which, version in about["versions"].items())
+    return ", ".join([f"commit {commits}", about["date"], *versions])
 
 
 def _users() -> str:
     """What `eviction_users.py` has counted."""
     kept = _read("users")
     full, evicting = (kept["measured"][name] for name in ("full", "budget"))
+    about = kept["about"]
     return (
         f"Users: in a pool of {kept['pool']}, prompts of {kept['prompt']} tokens and {kept['new']} new ones, "
         f"{evicting['in_flight']:.1f} requests in flight with a budget of {kept['budget']} and {full['in_flight']:.1f} "
         f"without, {kept['measured_ratio']:.2f} times as many (planned: {kept['planned_ratio']:.2f}); "
-        f"{evicting['tokens_per_s']:,.0f} and {full['tokens_per_s']:,.0f} tokens per second."
+        f"{evicting['tokens_per_s']:,.0f} and {full['tokens_per_s']:,.0f} tokens per second. "
+        f"Commit {about['commit']}, {about['date']}, {about['machine']}."
     )
 
 
 def _soak() -> Iterator[str]:
     """What `eviction_soak.py` has counted."""
-    kept = _read("soak")
-    about, rows = kept["about"], kept["rows"]
+    rows = _read("soak")["rows"]
     yield "| Soak | preemptions | pages evicted | tokens found in the prefix cache | same text alone |"
     yield "|---" * 5 + "|"
     for row in rows:
@@ -85,10 +97,12 @@ def _soak() -> Iterator[str]:
         name = f"{row['policy']}, {TYPES.get(row['kv_cache'], '32 bit')}"
         yield f"| {name} | {counts} | {row['same_alone']} of {row['asked_alone']} |"
     yield ""
+    cancelled = " to ".join(f"{end(row['cancelled'] for row in rows):,}" for end in (min, max))
+    first = rows[0]
     yield (
-        f"{rows[0]['requests']:,} requests each in 80 pages of 8 tokens, budget 64; no page was lost. "
-        "With a quantized cache a text may depend on its batch, with a budget or without. "
-        f"Commit {about['commit']}, {about['date']}."
+        f"{first['requests']:,} requests each, {cancelled} of them cancelled, in {first['num_pages']} pages of "
+        f"{first['page_size']} tokens, budget {first['kv_budget']}; no page was lost. With a quantized cache a text "
+        f"may depend on its batch, with a budget or without. Soaks: {_origin('soak')}."
     )
 
 

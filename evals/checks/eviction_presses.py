@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import plain, stamp, version
+from provenance import commit, known_rows, plain, stamp, version
 
 RESULT = Path(__file__).parents[1] / "results/eviction/presses.json"
 ABOUT = plain(stamp(versions={name: version(name) for name in ("kvpress", "torch", "transformers")}))
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--shares", default="0.5,0.25,0.125")
     parser.add_argument("--presses", default=",".join(PRESSES))
     options = parser.parse_args()
-    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    rows = known_rows(RESULT)
     done = {(row["model"], row["task"], row["press"], row["share"]) for row in rows}
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     for task in json.loads((options.work / "cases.json").read_text()):
@@ -55,7 +55,7 @@ def main() -> None:
             if (task["model"], task["task"], name, share) in done:
                 continue
             try:
-                rows.append(run(model, task, name, share))
+                rows.append({"commit": commit(), **run(model, task, name, share)})
             except (KeyError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
                 # A press that does not do these sizes, or this version of transformers.
                 print(name, share, type(error).__name__, str(error)[:100], flush=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import plain, stamp
+from provenance import commit, known_rows, plain, stamp
 
 from quantkit.demo import DEMO_MODEL
 from quantkit.runtime.config import KV_POLICIES, EngineConfig
@@ -101,14 +101,14 @@ def windows(name: str, path: Path, text: Path, length: int, count: int) -> dict[
 
 def measure(tasks: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """A row for each model, task, KV type, policy, page size and share; those that are there already are kept."""
-    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    rows = known_rows(RESULT)
     done = {tuple(row[name] for name in NAMES) for row in rows}
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     for task in tasks:
         model = load_model(Path(task["path"]), dtype="float32")
         for kind, policy, page_size, share in choices(task, options):
             if (task["model"], task["task"], kind, policy or "full", page_size, share) not in done:
-                rows.append(run(model, task, kind, policy, page_size, share))
+                rows.append({"commit": commit(), **run(model, task, kind, policy, page_size, share)})
                 RESULT.write_text(json.dumps({"about": ABOUT, "rows": rows}, indent=1) + "\n")
                 print(json.dumps(rows[-1]), flush=True)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import plain, stamp
+from provenance import commit, known_rows, plain, stamp
 
 from quantkit.demo import DEMO_MODEL
 from quantkit.runtime.config import KV_POLICIES, EngineConfig
@@ -32,6 +32,7 @@ from quantkit.runtime.types import Completion, SamplingParams
 
 RESULT = Path(__file__).parents[1] / "results/eviction/soak.json"
 LONGEST, NEW, CHECKED = 120, 48, 40
+POOL = {"num_pages": 80, "page_size": 8, "kv_budget": 64}
 
 
 def main() -> None:
@@ -44,10 +45,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model = load_model(options.model, dtype="float32")
-    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    rows = known_rows(RESULT)
     for kind, policy in itertools.product(options.types.split(","), options.policies.split(",")):
         if (policy, kind) not in {(row["policy"], row["kv_cache"]) for row in rows}:
-            rows.append({"policy": policy, "kv_cache": kind, **soak(model, options, policy, kind)})
+            name = {"commit": commit(), "policy": policy, "kv_cache": kind}
+            rows.append({**name, **POOL, **soak(model, options, policy, kind)})
             RESULT.write_text(json.dumps({"about": plain(stamp()), "rows": rows}, indent=1) + "\n")
             print(json.dumps(rows[-1]), flush=True)
 
@@ -56,15 +58,15 @@ def soak(model: Any, options: argparse.Namespace, policy: str, kind: str) -> dic
     """What happened to so many requests."""
     draw = random.Random(options.seed)
 
-    def engine(**settings: int) -> Engine:
+    def engine(**settings: int | None) -> Engine:
         config = EngineConfig(
-            page_size=8, max_sequences=16, token_budget=64, kv_budget=64, kv_policy=policy,
-            kv_cache=kind, dtype="float32", seed=options.seed, **settings,
+            max_sequences=16, token_budget=64, kv_policy=policy, kv_cache=kind, dtype="float32", seed=options.seed,
+            **{**POOL, **settings},
         )  # fmt: skip
         return build_engine(model, config)
 
     common = [5 + draw.randrange(200) for _ in range(LONGEST)]
-    busy, done, asked, alive, cancelled = engine(num_pages=80), {}, {}, [], 0
+    busy, done, asked, alive, cancelled = engine(), {}, {}, [], 0
     while len(asked) < options.requests or busy.has_work:
         while len(asked) < options.requests and len(alive) < 32:
             head = common[: draw.choice([0, 0, 16, 40, 100])]
@@ -82,7 +84,8 @@ def soak(model: Any, options: argparse.Namespace, policy: str, kind: str) -> dic
         check(busy)
     assert busy.pool.num_free == busy.pool.num_pages, "pages are lost"
     assert len(done) + cancelled == options.requests, "requests are lost"
-    same = sum(again(engine(), asked[number], done[number]) for number in draw.sample(sorted(done), CHECKED))
+    chosen = draw.sample(sorted(done), CHECKED)
+    same = sum(again(engine(num_pages=None), asked[number], done[number]) for number in chosen)
     assert same == CHECKED or kind != "auto", "a text depends on who else runs"
     return {
         "requests": len(asked), "cancelled": cancelled, "preemptions": busy.scheduler.num_preemptions,

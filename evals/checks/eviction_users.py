@@ -13,9 +13,14 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import plain, stamp
 
 from quantkit.demo import DEMO_MODEL
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
@@ -54,6 +59,7 @@ def main() -> None:
     }
     ratio = measured["budget"]["in_flight"] / measured["full"]["in_flight"]
     result = {
+        "about": plain(stamp()),
         "model": options.model.name, "pool": options.pool, "prompt": options.prompt, "new": options.new,
         "budget": options.budget, "policy": options.policy, "planned": planned, "measured": measured,
         "planned_ratio": planned["budget"] / planned["full"], "measured_ratio": ratio,

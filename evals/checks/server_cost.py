@@ -10,8 +10,8 @@ closed loops of three kinds:
     behind a step    in process too, but it comes when the next step has begun, as it does from any client elsewhere
     server           through HTTP
 
-A request's first token takes a step in the first kind and in a busy engine two in the others, whatever the door costs;
-so TTFT is compared with the second. What of it is the door's own: TTFT of the client less that of the server, means.
+In the others a request that comes to a busy engine waits for the step under way as well, whatever the door costs; so
+TTFT is compared with the second. What of it is the door's own: TTFT of the client less that of the server, means.
 
 The engine computes with one thread on one core of its own, in process as in the server; the server's event loop and the
 client have the other cores, so that nobody takes time from the engine but through the door. Prints one JSON object and

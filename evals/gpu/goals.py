@@ -92,6 +92,11 @@ class Run:
         return dict(self.parts.get(part, {}).get("meta", {}))
 
     @property
+    def has_device(self) -> bool:
+        """Whether some part says what it was measured on."""
+        return any(part.get("meta", {}).get("device") for part in self.parts.values())
+
+    @property
     def is_rehearsal(self) -> bool:
         """Whether these are no figures of a GPU."""
         return any(part.get("meta", {}).get("rehearsal") for part in self.parts.values())

@@ -171,7 +171,7 @@ def section(folders: list[Path]) -> str:
 def gpu_folders(results: Path) -> list[Path]:
     """Folders with figures of a GPU."""
     folders = sorted({path.parent for part in PARTS for path in results.glob(f"*/{part}.json")})
-    return [folder for folder in folders if not read_run(folder).is_rehearsal]
+    return [folder for folder in folders if (run := read_run(folder)).has_device and not run.is_rehearsal]
 
 
 def replaced(page: str, text: str) -> str:

@@ -46,20 +46,31 @@ def main() -> int:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     data = write_ids(options.work / "ids.jsonl", options.samples)
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    measured: list[dict[str, Any]] = []
     same = True
     for name in options.only:
         digests = set()
         for count in options.ranks:
             row, digest = measure(options.work, name, count, data, options.samples)
             digests.add(digest)
-            rows[f"{name} {count}"] = {"work": name, "ranks": count, **row, "taken": taken()}
-            print(json.dumps({"work": name, "ranks": count, **row}), flush=True)
+            _, recipe, words = WORKS[name]
+            about = {"work": name, "ranks": count, "recipe": recipe, "changes": [w for w in words if w != "--set"]}
+            measured.append({**about, **row, "taken": taken()})
+            print(json.dumps(measured[-1]), flush=True)
         same = same and len(digests) == 1
     if options.write:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write(measured)
     return 0 if same else 1
+
+
+def write(measured: list[dict[str, Any]]) -> None:
+    """Keep rows, with digests of the code behind them."""
+    from scale_page import row_code  # last: what is measured begins with what its parent has in memory
+
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows |= {f"{row['work']} {row['ranks']}": {**row, "code": row_code(row)} for row in measured}
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(work: Path, name: str, count: int, data: Path, samples: int) -> tuple[dict[str, Any], str]:

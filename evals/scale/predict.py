@@ -5,7 +5,17 @@
 Plain GPTQ of the recipe's 128 samples of 512 tokens. Who solves which rows, and which panels of a Gram matrix are
 whose, is asked of the code that runs; what each costs is a piece times its size. Every rank has a core like the one
 that the pieces were measured on, and a link of its own. `scale_page.py` shows what comes out, and how far it is from
-what two ranks have taken.
+what two ranks have taken. Seconds of a layer on the rank that has most of it, with T tokens, N x K weights of a linear,
+R ranks and pieces a, b, ...:
+
+    forward         2 x weights that a token meets x 1024 tokens x ceil(T / 1024 / R) batches x piece x runs: one for
+                    all sums that fit into memory together, one to go on, one to count experts' tokens
+    Gram            T x K^2 x piece, by panels or by experts; each rank mirrors every matrix it gets
+    solve           of each part of a set: K a + N K b + N K^2 c; once per set and rank the factor, K^2 d + K^3 e
+    measure         N K x piece, by the owner of the set
+    inputs travel   2 bytes x K T / R x (R - 1) / link; to an expert's owner only its share
+    sums and codes  ceil(log2 R) x (4 bytes x K^2 + N K) / link, and N K x piece to pack and unpack
+    one rank alone  N K x (reading + writing)
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from quantkit.compress.recipe import load
 RESULTS = Path(__file__).resolve().parents[1] / "results/scale"
 KILLED = ((1, 2), (2, 1))  # ranks of the job that is killed, and of the one that ends it
 LINKS = {"10 Gb/s": 1.25e9, "100 Gb/s": 12.5e9}  # bytes per second each way, as given
-LOOPBACK = 1.5e9  # of this machine, as given
+LOOPBACK = 1.5e9  # between two ranks of this machine, assumed
 COUNTS = [2**power for power in range(8)]
 WORTH = 1.3  # times as fast, for twice the ranks
 Row = dict[str, Any]
@@ -33,6 +33,11 @@ def code(recipe: Mapping[str, Any]) -> str:
     assert file is not None
     talk = code_digest(ast.parse(file.read_text(encoding="utf-8")))
     return hashlib.sha256(f"{digest(recipe)} {talk}".encode()).hexdigest()[:10]
+
+
+def row_code(row: Row) -> str:
+    """As `code`, of what a row of `measure_scale.py` ran; empty for one that does not say what that was."""
+    return code(load(row["recipe"], row["changes"]).source) if "recipe" in row else ""
 
 
 def is_same(row: Row) -> bool:
@@ -50,12 +55,22 @@ def bytes_table() -> str:
         lines.append(
             f"| `{recipe}` | " + " | ".join(_cell(rows.get(f"{name} {recipe}"), recipe) for name in models) + " |"
         )
-    killed = [row for each in rows.values() for row in each["killed"].values()]
-    slowest = max((row["ended_s"] for row in killed), default=0.0)
+    stale = "\n".join(lines).count(MARK)
+    lines += ["", f"{MARK} Before the last change of what decides bytes: {stale} of {len(rows)} cells."] * bool(stale)
+    return "\n".join([*lines, "", _killed(rows)])
+
+
+def _killed(rows: dict[str, Row]) -> str:
+    """Which jobs were killed, and how soon other ranks, where there were any, had ended."""
+    recipes = {key.split()[1] for key in rows}
+    killed = {key.split()[1] for key, row in rows.items() if row["killed"]}
+    jobs = [(ranks, job["ended_s"]) for row in rows.values() for ranks, job in row["killed"].items()]
+    ended = [seconds for ranks, seconds in jobs if not ranks.startswith("1 ")]
     commits = ", ".join(sorted({row["commit"] for row in rows.values()}))
-    lines += ["", f"{MARK} Before the last change of what decides bytes."] * (MARK in "".join(lines))
-    lines += ["", f"{len(killed)} jobs were killed; the others of each ended within {slowest:.1f} s. Commit {commits}."]
-    return "\n".join(lines)
+    return (
+        f"{len(jobs)} jobs of {len(killed)} of the {len(recipes)} recipes were killed. Of {len(ended)} with two "
+        f"ranks the other one ended within {max(ended, default=0.0):.1f} s. Commit {commits}."
+    )
 
 
 def _cell(row: Row | None, recipe: str) -> str:
@@ -83,10 +98,12 @@ def speed_table() -> str:
         talked = "" if row is one else " · ".join(f"{value / row['layers_s']:.0%}" for value in row["collectives_s"])
         figures = f"{row['ranks']} | {row['wall_s']:.1f} | {row['layers_s']:.1f} | {' | '.join(faster)}"
         peaks = " · ".join(map(str, row["peak_mb"]))
-        lines.append(f"| `{row['work']}` | {figures} | {talked} | {peaks} |")
-    taken = next(iter(rows.values()))["taken"]
-    lines += ["", f"Commit {taken['commit']}, {taken['date']}; {taken['machine']}.", ""]
-    machine: Row = json.loads((RESULTS / "machine.json").read_text(encoding="utf-8"))
+        stale = f" {MARK}" if row.get("code", row_code(row)) != row_code(row) else ""
+        lines.append(f"| `{row['work']}`{stale} | {figures} | {talked} | {peaks} |")
+    taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
+    lines += ["", f"{MARK} Before the last change of the code behind it."] * (MARK in "".join(lines))
+    lines += ["", f"Commit {'. Commit '.join(sorted(taken))}.", ""]
+    machine: Row = json.loads((RESULTS / "two_processes.json").read_text(encoding="utf-8"))
     gains = {name: sum(each[name] for each in machine["two"]) / rate for name, rate in machine["one"][0].items()}
     listed = ", ".join(f"{name} {gain:.2f} ×" for name, gain in gains.items())
     lines.append(
@@ -99,9 +116,14 @@ def prediction() -> str:
     """Of more ranks than there were, with what it is made of, and how far it is from two that ran."""
     import predict
 
-    pieces = json.loads(predict.FILE.read_text(encoding="utf-8"))["pieces"]
+    kept = json.loads(predict.FILE.read_text(encoding="utf-8"))
+    pieces, taken = kept["pieces"], kept["taken"]
     lines = [
-        "| Model | Link per rank | 1 rank, h | 8 ranks, h | 64 ranks, h | Faster: 8 | 64 | Stops paying at |",
+        *_off(predict, pieces),
+        "",
+        f"Pieces of commit {taken['commit']}, {taken['date']}; between two ranks {LOOPBACK / 1e9:g} GB/s, assumed.",
+        "",
+        "| Model | Link per rank | 1 rank, h | 8 ranks, h | 64 ranks, h | Faster, at most: 8 | 64 | Stops paying at |",
         "|---" * 8 + "|",
     ]
     for model in predict.MODELS:
@@ -117,13 +139,13 @@ def prediction() -> str:
     for model in predict.MODELS:
         seconds = predict.model_seconds(model, 64, pieces, LINKS["10 Gb/s"])
         lines.append(f"| {model} | " + " | ".join(f"{value / 3600:.2f}" for value in seconds.values()) + " |")
-    return "\n".join([*lines, "", *_off(predict, pieces)])
+    return "\n".join(lines)
 
 
 def _off(predict: ModuleType, pieces: dict[str, float]) -> Iterator[str]:
     """The same arithmetic for what has been measured."""
     rows: dict[str, Row] = json.loads((RESULTS / "ranks.json").read_text(encoding="utf-8"))
-    yield "| Work | Layers of 1 rank: predicted, measured s | Of 2 | Faster: predicted | measured |"
+    yield "| Work | Layers of 1 rank: predicted, measured s | Of 2 | Faster: predicted, at most | measured |"
     yield "|---" * 5 + "|"
     for work, layers in predict.MEASURED.items():
         own = [rows[f"{work} {count}"]["layers_s"] for count in (1, 2)]

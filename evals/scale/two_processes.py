@@ -1,6 +1,6 @@
 """What two processes of one thread each do at once, to what one does alone: no two ranks can gain more on this machine.
 
-    python evals/scale/two_processes.py   # on a machine that does no more; into evals/results/scale/machine.json
+    python evals/scale/two_processes.py   # on a machine that does no more; into evals/results/scale/two_processes.json
 
 Products, products added to a large matrix as in a Gram matrix, element-wise work, and memory.
 """
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import stamp
 
-FILE = Path(__file__).resolve().parents[1] / "results/scale/machine.json"
+FILE = Path(__file__).resolve().parents[1] / "results/scale/two_processes.json"
 SECONDS = 3.0
 
 

@@ -24,10 +24,10 @@ COLUMNS = {
 
 
 TEXTS = {
-    "cost": """**What the door costs** (`evals/checks/server_cost.py`): the same requests to the engine in process and
-through HTTP; one thread computes, the event loop and the client have the other core. Behind a step: in process, but
-what is sent on the news of a step comes when the next has begun, as it does from any client. The door's part of TTFT is
-the client's less the server's own, means.""",
+    "cost": """**What the door costs** (`evals/checks/server_cost.py`): the same requests three ways. *In process*:
+the next request of a stream is part of the next step. *Behind a step*: in process too, but it comes once that step has
+begun, as any client's does. *HTTP*: through the server. One thread computes; event loop and client have the
+other core.""",
     "clients": """**Three load generators** against one server of the demo model (`evals/serve/clients.py`), medians of
 rounds in turns.""",
     "peers": """**Side by side** (`evals/serve/peers.py`): the same bfloat16 weights, 8 layers of a TinyLlama-1.1B,
@@ -35,21 +35,9 @@ one server after the other on a CPU, measured by `quantkit bench --url`.""",
     "soak": """**Soak** (`evals/checks/server_soak.py`): requests of which a third go away at random moments, two slow
 readers, three lengths of prompt, too few pages for all, integrity checked after every step.""",
 }
-COST_COLUMNS = (
-    "model",
-    "streams",
-    "tokens/s in process",
-    "behind a step",
-    "through HTTP",
-    "share",
-    "TTFT ms behind a step",
-    "through HTTP",
-    "of it the door",
-    "CPU µs/token in process",
-    "server",
-    "of it its event loop",
-    "client",
-)
+SPEED = ("tokens/s in process", "behind a step", "HTTP", "HTTP to in process")
+SPEED += ("TTFT ms behind a step", "HTTP", "the door's")
+CPU = ("CPU µs/token in process", "server", "of it its event loop", "client")
 CPU_OF = ("cpu", "loop", "client")  # of the server, its event loop, and whoever asks it
 
 
@@ -67,17 +55,20 @@ def render(results: Path = RESULTS) -> str:
 
 
 def _cost(data: dict[str, Any]) -> Iterator[str]:
-    yield _line(COST_COLUMNS)
-    yield "|" + "---|" * len(COST_COLUMNS)
+    speed, cpu = [], []
     for row in data["rows"]:
+        name = [row["model"], row["streams"]]
         inside, behind, ours = row["in process"], row.get("behind a step", {}), row["server"]
-        share = f"{ours['tokens_per_s'] / inside['tokens_per_s']:.2f}×"
         rates = [_figure(figures, "tokens_per_s") for figures in (inside, behind, ours)]
+        share = f"{ours['tokens_per_s'] / inside['tokens_per_s']:.2f}×"
         times = [_figure(behind, "ttft_ms"), _figure(ours, "ttft_ms"), _figure(ours, "door_ttft_ms")]
-        cpu = [_figure(inside, "cpu_us_per_token"), *(_figure(ours, f"{who}_us_per_token") for who in CPU_OF)]
-        yield _line([row["model"], row["streams"], *rates, share, *times, *cpu])
-    yield ""
-    yield _origin(data)
+        speed.append([*name, *rates, share, *times])
+        spent = (_figure(ours, f"{who}_us_per_token") for who in CPU_OF)
+        cpu.append([*name, _figure(inside, "cpu_us_per_token"), *spent])
+    for columns, rows in ((SPEED, speed), (CPU, cpu)):
+        yield from map(_line, (["model", "streams", *columns], ["---"] * (len(columns) + 2), *rows))
+        yield ""
+    yield f"The door's part of TTFT is the client's less the server's own, means. {_origin(data)}"
 
 
 def _figure(figures: dict[str, float], key: str) -> str:

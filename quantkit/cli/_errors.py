@@ -103,8 +103,8 @@ def explain(error: BaseException) -> tuple[int, str]:
     shortage = next(filter(_is_memory, _chain(error)), None)
     if shortage is not None:
         what = _one_line(str(shortage))[:200] or type(shortage).__name__
-        advice = "when compressing try fewer --samples or --activations disk, when running a smaller --kv-memory"
-        return ResourceError.exit_code, f"out of memory: {what}; {advice}"
+        advice = "when compressing see `quantkit plan --recipe`, and on a GPU try --activations disk"
+        return ResourceError.exit_code, f"out of memory: {what}; {advice}; when running try a smaller --kv-memory"
     what = f"{type(error).__name__}: {_one_line(str(error))}"
     return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
 

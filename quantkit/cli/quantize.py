@@ -92,7 +92,7 @@ def command(
       quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
       quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
       quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
-      quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
+      quantkit quantize --recipe w8a8-int8 --samples 16 --sequence-length 512
       quantkit quantize --recipe rtn-int4 --for vllm:h100 -o demo-vllm
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """

@@ -70,7 +70,7 @@ class Server:
         max_prompt: tokens of a prompt at most; None = as many as fit.
         key: that clients must bring; None = anybody may.
         log: told of each request in a line; None = not logged.
-        origins: whose pages a browser may let ask; "*" = all.
+        origins: whose pages may ask, beside its own; "*" = all.
         is_ending: whether requests are refused since the server ends.
         created: when it was, for clients that show it.
     """
@@ -324,7 +324,10 @@ async def _body(request: Request) -> bytes:
 
 
 class _Doorkeeper:
-    """Lets in who brings the key, and logs who came; plain ASGI: Starlette's middleware costs every token."""
+    """Lets in who brings the key and is no page of others, and logs who came.
+
+    Plain ASGI: Starlette's middleware costs every token.
+    """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self._server = app, server
@@ -341,7 +344,7 @@ class _Doorkeeper:
                 status = message["status"]
             await send(message)
 
-        app = self._app if self._is_allowed(scope) else _stranger
+        app = self._app_for(scope)
         try:
             await app(scope, receive, noted if server.log is not None else send)
         finally:
@@ -349,6 +352,14 @@ class _Doorkeeper:
                 client = (scope.get("client") or ("?",))[0]
                 took = time.perf_counter() - began
                 server.log(f"{client} {scope['method']} {scope['path'][:200]!r} {status} {took:.3f} s")
+
+    def _app_for(self, scope: Scope) -> ASGIApp:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")}
+        origin, host = headers.get(b"origin"), headers.get(b"host")
+        # Browsers send what needs no preflight for any page, and say where the page is from.
+        if origin and not {origin, "*"} & {f"http://{host}", f"https://{host}", *self._server.origins}:
+            return _foreigner
+        return self._app if self._is_allowed(scope) else _stranger
 
     def _is_allowed(self, scope: Scope) -> bool:
         key = self._server.key
@@ -358,6 +369,12 @@ class _Doorkeeper:
         scheme, _, word = given.partition(b" ")
         # In constant time: how long a comparison takes tells how much of a guess was right.
         return bool(hmac.compare_digest(word.strip(), key.encode())) and scheme.lower() == b"bearer"
+
+
+async def _foreigner(scope: Scope, receive: Receive, send: Send) -> None:
+    why = "pages of this origin may not ask; start the server with --allow-origin ORIGIN"
+    body = answers.error(why, code="origin_not_allowed")
+    await JSONResponse(body, status_code=403)(scope, receive, send)
 
 
 async def _stranger(scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,7 +23,8 @@ _GETS = {
     "/ready": "Whether it takes requests",
     "/openapi.json": "This description",
 }
-_REFUSALS = {"400": "refused", "401": "no key", "404": "no such model", "413": "too large", "429": "too many wait"}
+_REFUSALS = {"400": "refused", "401": "no key", "403": "a page of others", "404": "no such model"}
+_REFUSALS |= {"413": "too large", "429": "too many wait"}
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],

@@ -54,6 +54,10 @@ def test_the_committed_page_is_what_the_results_give(tmp_path):
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == committed, "run: python evals/gpu/page.py --write ..."
 
 
+def test_no_committed_figure_is_of_a_gpu_yet():
+    assert page().startswith("No figure here comes from a GPU: ")
+
+
 def write(folder: Path, part: str, rows: list[dict[str, object]], **meta: object) -> None:
     folder.mkdir(exist_ok=True)
     (folder / f"{part}.json").write_text(json.dumps({"meta": {**META, **meta}, "rows": rows}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -172,21 +173,30 @@ def test_a_checkpoint_is_asked_for_by_each_way(evals, tmp_path, monkeypatch):
 
 def test_decode_steps_do_not_wait_for_their_launches_to_be_counted(evals, tmp_path, monkeypatch):
     end_to_end, results = evals("end_to_end"), evals("results")
-    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(12)\nprint('{}')")
+    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(60)\nopen(__file__ + '.counted', 'w').close()")
+    counted, early = tmp_path / "step_count.py.counted", []
     monkeypatch.setattr(end_to_end, "__file__", str(tmp_path / "end_to_end.py"))
     monkeypatch.setattr(end_to_end, "PATIENCE", 0.1, raising=False)
     monkeypatch.setattr(end_to_end, "make_model", lambda *values: SimpleNamespace(stored_bytes=1))
     monkeypatch.setenv("RESULTS", str(tmp_path))
-    begun, seconds = time.monotonic(), []
-    monkeypatch.setattr(end_to_end, "steps", lambda *values: seconds.append(time.monotonic() - begun))
+    monkeypatch.setattr(end_to_end, "steps", lambda *values: early.append(not counted.exists()))
     monkeypatch.setattr(end_to_end, "engine_rows", lambda *values: None)
     monkeypatch.setattr(signal, "signal", lambda *values: None)
     rows = results.Results("end_to_end", {}, 60)
     with pytest.raises(SystemExit) as ended:
         end_to_end.bench(SimpleNamespace(device="cpu", tiny=True, steps=False), rows)
     assert ended.value.code == 0
-    assert len(seconds) == 2
-    assert time.monotonic() - begun < 10
+    assert early == [True, True]
+    assert not counted.exists()
+
+
+def test_folders_that_name_no_device_are_of_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(GPU.parent))
+    page = importlib.import_module("pages").generator("gpu/page.py")
+    for name, kept in {"scale": {"one": []}, "gpu": {"meta": {"device": "Test GPU"}}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "machine.json").write_text(json.dumps(kept))
+    assert page.gpu_folders(tmp_path) == [tmp_path / "gpu"]
 
 
 def test_a_first_part_measures_the_beginning_of_another(evals):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,3 +78,25 @@ def test_a_process_is_measured_as_a_whole(tmp_path):
 def test_a_process_is_ended_at_its_limit(tmp_path):
     usage = processes.run_measured(["sh", "-c", "sleep 60 & wait"], tmp_path / "log.txt", limit_s=0.05)
     assert usage.code < 0
+
+
+def test_a_commit_is_marked_where_code_or_scripts_differ_but_not_results(tmp_path):
+    def git(*words: str) -> None:
+        settings = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *settings, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    (tmp_path / "evals/results").mkdir(parents=True)
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    (tmp_path / "evals/results/a.json").write_text("{}")
+    clean = provenance.commit(tmp_path)
+    assert len(clean) == 7
+    (tmp_path / "evals/a.py").write_text("")
+    assert provenance.commit(tmp_path) == f"{clean}+"
+
+
+def test_a_row_without_a_commit_has_that_of_its_file(tmp_path):
+    file = tmp_path / "rows.json"
+    assert provenance.known_rows(file) == []
+    file.write_text('{"about": {"commit": "a"}, "rows": [{"value": 1}, {"value": 2, "commit": "b"}]}')
+    assert [row["commit"] for row in provenance.known_rows(file)] == ["a", "b"]

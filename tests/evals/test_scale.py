@@ -32,6 +32,20 @@ def test_bytes_that_differ_are_told(modules):
     assert not page.is_same({"ranks": {"1": "exit codes [4]"}, "killed": {}})
 
 
+def test_only_jobs_that_had_others_tell_how_soon_these_ended(modules):
+    killed = {"1 2": {"ended_s": 9.0}, "2 1": {"ended_s": 0.3}}
+    rows = {"demo rtn-int4": {"killed": killed, "commit": "a"}, "demo mxfp4": {"killed": {}, "commit": "a"}}
+    jobs, others, _ = modules[2]._killed(rows).split(". ")
+    assert jobs == "2 jobs of 1 of the 2 recipes were killed"
+    assert others == "Of 1 with two ranks the other one ended within 0.3 s"
+
+
+def test_a_measured_row_without_a_digest_is_told_by_its_commit_alone(modules):
+    row = {"recipe": "gptq-int4", "changes": ["steps.gptq.true_sequential=false"]}
+    assert len(modules[2].row_code(row)) == 10
+    assert modules[2].row_code({"work": "gptq"}) == ""
+
+
 def test_ranks_share_what_can_be_shared(modules):
     _, predict, _ = modules
     layers = predict.llama(1, 4096, 1024, 14336)

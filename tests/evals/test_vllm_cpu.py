@@ -45,11 +45,21 @@ def test_rules_say_of_every_row_what_vllm_did(load, tmp_path):
 def test_rules_say_of_every_row_what_other_engines_did_on_a_cpu(load):
     models, checks = load("vllm_cpu_models"), load("cpu_engines")
     files = sorted(checks.RESULTS.glob("*.json"))
+    assert {file.stem for file in files} == {"openvino", "onnxruntime"}
     rows = [(file.stem, row) for file in files for row in json.loads(file.read_text())["rows"]]
     assert len(rows) == len(files) * len(checks.CASES)
     for engine, row in rows:
         said = models.foretold(None, row["case"].removeprefix("unquantized"), engine)
         assert checks.is_foretold(row, said), (engine, row, said)
+
+
+def test_a_refusal_tells_whose_words_are_whose(load):
+    row = {"case": "mxfp4", "verdict": "refused", "reason": "Error: x " * 20, "ours": "no: no kernel; take int4"}
+    result = {"made": {"engine": "mine 1.0"}, "rows": [row, {**row, "case": "nvfp4"}, {"verdict": "agrees"}]}
+    (line,) = load("engines_page")._others_refusals([result])
+    assert line.startswith('- mine, `mxfp4`, `nvfp4`: by our rule no kernel; take int4; it said "Error: x Error')
+    assert line.endswith('..."')
+    assert len(line) < 200
 
 
 def test_nvfp4_files_must_share_global_scales_and_have_no_negative_ones(load, tmp_path):

@@ -226,9 +226,19 @@ def test_pages_of_other_origins(checkpoint):
         assert ask("OPTIONS", "/v1/completions", Origin=origin, **question) == (200, origin)
         assert ask("OPTIONS", "/v1/completions", Origin=other, **question) == (400, None)
         assert ask("GET", "/v1/models", Origin=origin, Authorization="Bearer k") == (200, origin)
-        assert ask("GET", "/v1/models", Origin=other, Authorization="Bearer k") == (200, None)
+        assert ask("GET", "/v1/models", Origin=other, Authorization="Bearer k") == (403, None)
+        assert ask("GET", "/v1/models", Origin=server.url, Authorization="Bearer k") == (200, None)
         assert ask("GET", "/v1/models", Origin=origin) == (401, origin)
         assert ask("GET", "/v1/models/", Authorization="Bearer k") == (200, None)
+
+
+def test_pages_ask_no_server_that_allows_none(served):
+    """A page may send text without asking the server first."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    for origin, status in {"http://other.example": 403, "null": 403, served.url: 200}.items():
+        got, answer = served.ask("/v1/completions", body, **{"Content-Type": "text/plain"}, Origin=origin)
+        assert got == status
+        assert status == 200 or answer["error"]["code"] == "origin_not_allowed"
 
 
 def test_what_is_under_way_is_answered_before_the_end(checkpoint):

@@ -88,8 +88,12 @@ class GptqStep:
         return self.asymmetric_calibration > 0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """The Gram matrix of the widest inputs, its factor, the cross Gram of asymmetric calibration; see `Step`."""
-        return StepBytes(statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2)
+        """Where most is held, the factorising of the widest inputs' Hessian; see `Step`."""
+        square = sizes.width**2
+        # Hessian and factor, both whole for that long, beside the cross Gram, which has a row for each output where
+        # these are few. Gram matrices that wait are half, and of inputs that are no wider.
+        cross = sizes.tallest if 2 * sizes.tallest <= square else square
+        return StepBytes(statistics=4 * (2 * square + (cross if self.asymmetric_calibration else 0)))
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""

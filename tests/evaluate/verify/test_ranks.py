@@ -10,9 +10,10 @@ import pytest
 
 import quantkit
 from quantkit.cli import main
+from quantkit.evaluate import shares
 from quantkit.evaluate.data import read_named_text
 
-ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "5", "--no-bench", "--sensitivity")
+ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "32", "--no-bench", "--sensitivity")
 
 
 @pytest.mark.slow
@@ -32,8 +33,11 @@ def test_two_ranks_write_the_report_of_one(tmp_path, monkeypatch, capsys):
         del written["environment"]["created"], written["environment"]["command"]
         return written
 
+    cut, batches = shares.cut, []
+    monkeypatch.setattr(shares, "cut", lambda *sizes: batches.append(parts := cut(*sizes)) or parts)
     with pytest.raises(SystemExit) as ended:
         main([*words, "-o", "one"])
+    assert max(map(len, batches)) > 1  # so that two ranks have something to share
     check(ended.value.code, capsys.readouterr().out)
     command = [sys.executable, "-m", "quantkit", *words, "-o", "two", "--nproc", "2"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
