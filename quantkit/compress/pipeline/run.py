@@ -39,13 +39,14 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
-from quantkit.devices import pick_device
 from quantkit.distributed import assign, barrier, broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.products import quick_products
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
 from quantkit.untrusted import read_object
+
+AskedMode = Mode | Literal["auto"]
 
 
 def quantize(
@@ -54,7 +55,7 @@ def quantize(
     output: str | Path | None = None,
     *,
     device: str = "auto",
-    activations: Mode | Literal["auto"] = "auto",
+    activations: AskedMode = "auto",
     resume: bool = True,
     overwrite: bool = False,
     engine: str | None = None,
@@ -68,7 +69,7 @@ def quantize(
         output: directory to write, or file for a format that is one; None = `<model>-<recipe>` in the current one.
             Written under another name and renamed when everything has been checked.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        activations: keep hidden states in memory or on disk, where reading them is little beside a CPU's products.
+        activations: keep hidden states in memory or on disk; "auto": in memory where a GPU computes.
         resume: go on where an interrupted run stopped; False starts over.
         overwrite: replace an existing output.
         engine: that is to read the result, by its name in `quantkit.engines`: what it cannot read is refused first.
@@ -77,11 +78,10 @@ def quantize(
         InputError: model, recipe, data or output cannot be used.
         ResourceError: out of disk or memory; the same command resumes.
     """
-    mode = activations if activations != "auto" else "disk" if pick_device(device).type == "cpu" else "ram"
     # From here on the clock runs, so that reading headers and data counts as preparing.
     compress = partial(
         _compress if is_writer() else _assist,
-        activations=mode,
+        activations=activations,
         resume=resume,
         listener=listener,
         started=time.perf_counter(),
@@ -108,9 +108,10 @@ def quantize(
 
 
 def _compress(
-    plan: Plan, *, activations: Mode, resume: bool, overwrite: bool, listener: Listener, started: float
+    plan: Plan, *, activations: AskedMode, resume: bool, overwrite: bool, listener: Listener, started: float
 ) -> CompressionResult:
     """`quantize` to a directory."""
+    mode = _mode(activations, plan)
     with open_stage(plan.output, "quantize", overwrite=overwrite, resumable=True, allow_finished=True) as stage:
         samples = read_samples(plan)
         warnings = (*plan.warnings, *(samples.warnings if samples else ()))
@@ -128,11 +129,11 @@ def _compress(
             broadcast((identity, state, stage.work))
             workers = afterwards.enter_context(_computing(plan, state))
             resumed = len(state.records)
-            listener.plan(_summary(plan, samples, activations, resumed))
+            listener.plan(_summary(plan, samples, mode, resumed))
             if samples is None:
                 round_layers(plan, state, stage.work, listener, workers)
             else:
-                _calibrate_layers(plan, samples, activations, state, stage.work, listener)
+                _calibrate_layers(plan, samples, mode, state, stage.work, listener)
             result = finish_run(
                 plan,
                 state,
@@ -146,7 +147,7 @@ def _compress(
             return broadcast(result)
 
 
-def _assist(plan: Plan, *, activations: Mode, listener: Listener, **_: Any) -> CompressionResult:
+def _assist(plan: Plan, *, activations: AskedMode, listener: Listener, **_: Any) -> CompressionResult:
     """`_compress` in a process that is not the one that writes: its share of the layers' work.
 
     Raises:
@@ -171,7 +172,7 @@ def _assist(plan: Plan, *, activations: Mode, listener: Listener, **_: Any) -> C
             if samples is None:
                 round_layers(plan, state, work, listener, workers)
             else:
-                _calibrate_layers(plan, samples, activations, state, work, listener)
+                _calibrate_layers(plan, samples, _mode(activations, plan), state, work, listener)
     result: CompressionResult = broadcast(nothing)
     return result
 
@@ -187,6 +188,11 @@ def _computing(plan: Plan, state: RunState) -> Iterator[int]:
     finally:
         # The caller's own number comes back, after an error too.
         torch.set_num_threads(workers)
+
+
+def _mode(asked: AskedMode, plan: Plan) -> Mode:
+    """Where hidden states are kept; reading them from disk is little beside a CPU's products."""
+    return asked if asked != "auto" else "disk" if plan.skeleton.device.type == "cpu" else "ram"
 
 
 def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> dict[str, Any]:
@@ -234,10 +240,8 @@ def _run_layer(
     phase = partial(_phase, listener, seconds)
     with phase("load"):
         layer = _layer_context(plan, index, stores)
-    if layer.data.targets is not None:
-        with phase("advance"):  # as long as the layer is the original's
+        if layer.data.targets is not None:  # as long as the layer is the original's
             layer.data.targets.advance(layer.advance)
-    with phase("load"):
         keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
         # One sequence is enough to measure the layer's noise on, before any step spends time on one that is broken.
