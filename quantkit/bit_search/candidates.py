@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.compress.algorithms.base import follows_original
 from quantkit.compress.pipeline.plan import Plan, build_plan
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
@@ -128,13 +129,16 @@ def uniform(base: Recipe, candidate: Candidate) -> Recipe:
 def trial(base: Recipe, candidate: Candidate) -> Recipe:
     """`uniform` for groups that are put into the original one at a time: what enters them there has no errors.
 
-    So a step has nothing to make up for, and need not run the original model beside the quantized one, nor the
-    layer once per set of linears; what is left takes a quarter of the time.
+    So a step has nothing to make up for: it needs neither the original model beside the quantized one nor the layer
+    once per set of linears, and all candidates are shown the same.
     """
     recipe = uniform(base, candidate)
     names = [step_name(item) or "" for item in recipe.source["steps"]]
     alone = {f"steps.{name}.{key}": value for name in names for key, value in _ALONE.get(name, {}).items()}
-    return build(patched(recipe.source, alone), recipe.name)
+    recipe = build(patched(recipe.source, alone), recipe.name)
+    if recipe.calibration is None or follows_original(recipe.steps.values()):
+        return recipe
+    return build(patched(recipe.source, {"calibration.inputs": "original"}), recipe.name)
 
 
 def override(patterns: Sequence[str], candidate: Candidate | None) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class _Search:
             f"On the tokens of the choice {measured.kl(choice):.5f}; one at a time {added:.5f}.",
         ]
         recipe = self._write(choice, remarks)
-        runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits; compressing")
+        runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits")
         text = json.dumps([recipe.source, recipe.gates])  # a choice is only numbers of candidates, which may change
         self.trial = runner.folder / f"result-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         made = runner.compress(recipe, self.trial)

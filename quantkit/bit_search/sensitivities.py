@@ -1,9 +1,9 @@
 """What each fused group does to the model in each of its forms, measured with the base recipe's own steps.
 
-The whole model is compressed once per candidate; each group of each of these is put into the original, alone, and the
-KL to the original is its sensitivity. A choice for all groups is measured the same way before anything is compressed by
-it: that is what a search expects. It differs from the model that the recipe makes only in what later layers were
-calibrated on.
+The whole model is compressed by every candidate, on one pass of calibration data where the steps allow that; each group
+of each of these is put into the original, alone, and the KL to the original is its sensitivity. A choice for all groups
+is measured the same way before anything is compressed by it: that is what a search expects. It differs from the model
+that the recipe makes in what layers were calibrated on and, after AWQ or SmoothQuant, in scales between two linears.
 """
 
 import gc
@@ -18,6 +18,7 @@ from quantkit.bit_search.candidates import Candidate, trial
 from quantkit.bit_search.solve import Choice, Option, total
 from quantkit.bit_search.state import SearchState
 from quantkit.compress.pipeline import quantize
+from quantkit.compress.pipeline.shared_pass import quantize_together
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError, ResumeError
 from quantkit.evaluate.engine import load_llm
@@ -50,6 +51,14 @@ class TrialRunner:
     engine: dict[str, object]
     progress: Callable[[str], None]
 
+    def compress_trials(self, recipes: Sequence[Recipe]) -> None:
+        """Compress by those that can share a pass of calibration data and that are not there yet; see `compress`."""
+        missing = {self.folder / recipe.name: recipe for recipe in recipes if recipe.has_original_inputs}
+        missing = {output: recipe for output, recipe in missing.items() if not output.exists()}
+        if missing:
+            self.progress(f"compressing with {', '.join(recipe.name for recipe in missing.values())}")
+            quantize_together(self.model, missing, device=self.device)
+
     def compress(self, recipe: Recipe, output: Path) -> CompressionResult:
         """Compress to a directory, or take what an earlier search has made there of this model by this recipe.
 
@@ -57,6 +66,7 @@ class TrialRunner:
             ResumeError: what is there is something else.
         """
         if not output.exists():
+            self.progress(f"compressing with {recipe.name}")
             return quantize(self.model, recipe, output, device=self.device)
         try:
             manifest, made = (
@@ -147,7 +157,7 @@ class MeasuredGroups:
 def measure_groups(
     runner: TrialRunner, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: SearchState
 ) -> MeasuredGroups:
-    """Compress the model once per candidate and measure every group of each.
+    """Compress the model by every candidate and measure every group of each.
 
     Args:
         runner: how to compress and load.
@@ -162,9 +172,9 @@ def measure_groups(
     options: list[list[Option]] = []
     linears: dict[str, LinearRecord] = {}
     rest = 0
-    for candidate in candidates:
-        recipe = trial(runner.base, candidate)
-        runner.progress(f"compressing with {candidate.name}")
+    recipes = [trial(runner.base, candidate) for candidate in candidates]
+    runner.compress_trials(recipes)
+    for candidate, recipe in zip(candidates, recipes, strict=True):
         made = runner.compress(recipe, runner.folder / recipe.name)
         groups = find_fused_groups(runner.load(runner.folder / recipe.name), original)
         linears = {f"{layer.name}.{linear.name}": linear for layer in made.layers for linear in layer.linears}

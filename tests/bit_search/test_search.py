@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.recipe_file import _patterns
 from quantkit.bit_search.recovery import Judge
 from quantkit.bit_search.run import search_recipe
+from quantkit.compress.pipeline import run as pipeline
 from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, OutputError, RecipeError, ResourceError, ResumeError
 from quantkit.evaluate.engine import load_llm
@@ -88,6 +90,9 @@ def test_trials_stand_alone_in_the_original_and_make_up_for_nothing():
     steps, own = (dict(recipe.source["steps"][0])["gptq"] for recipe in (trial(base, candidate), base))
     assert (own["true_sequential"], own["asymmetric_calibration"]) == (True, 1.0)
     assert (steps["true_sequential"], steps["asymmetric_calibration"], steps["damping"]) == (False, 0.0, 0.05)
+    assert trial(base, candidate).has_original_inputs
+    tuned = load("autoround-int4")  # compares with the original always
+    assert trial(tuned, candidate).source == uniform(tuned, candidate).source
     assert trial(load("rtn-int4"), candidate).source == uniform(load("rtn-int4"), candidate).source
 
 
@@ -271,6 +276,30 @@ def test_a_trial_of_something_else_is_not_taken_for_this_one(searched, tiny_llam
         (trial / "model-00001-of-00003.safetensors").write_bytes(b"x")
     with pytest.raises(ResumeError, match=f"{name} is not what"):
         search_recipe(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "x.yaml", work=copied))
+
+
+@pytest.mark.slow
+def test_candidates_share_a_pass_that_goes_on_where_it_was_killed(tiny_llama, options, tmp_path, monkeypatch):
+    small = {"weights.group_size": 32, "calibration.data": str(options("x.yaml").text), "calibration.samples": 4}
+    recipe = load("gptq-int4", {**small, "calibration.sequence_length": 16})
+    given = {"candidates": ("int4:32", "int8:32"), "max_tokens": 64}
+    asked = [dataclasses.replace(options(tmp_path / f"{name}.yaml", **given), recipe=recipe) for name in "ab"]
+    calls, run_layer = [], pipeline._run_layer
+
+    def killed(run, index, *rest):
+        calls.append((run.plan.recipe.name, index))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        run_layer(run, index, *rest)
+
+    monkeypatch.setattr(pipeline, "_run_layer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        search_recipe(str(tiny_llama), SearchTarget(bits=6), asked[0])
+    again = search_recipe(str(tiny_llama), SearchTarget(bits=6), asked[0])
+    # Layer by layer, each by all; then what was left of it, and the two layers of the recipe.
+    assert calls == [("int4-32", 0), ("int8-32", 0), ("int4-32", 1), ("int8-32", 1), ("int8-32", 1), ("a", 0), ("a", 1)]
+    whole = search_recipe(str(tiny_llama), SearchTarget(bits=6), asked[1])
+    assert (again.groups, again.expected_kl, again.measured_kl) == (whole.groups, whole.expected_kl, whole.measured_kl)
 
 
 def test_fewer_bits_than_the_smallest_candidate_are_refused_before_any_work(searched, tiny_llama, options, tmp_path):

@@ -16,8 +16,8 @@ class LayerData:
     """What a layer is fed, and what is known of it. *Mutable*.
 
     Args:
-        store: hidden states before the layer, made by the layers before as they were quantized; None when the recipe
-            needs no data.
+        store: hidden states before the layer, made by the layers before as they were quantized, or by the original's
+            (`calibration.inputs`); None when the recipe needs no data.
         original_store: hidden states before the layer in the original model; only there when a step compares with it.
         original: the layer as it was, likewise.
         targets: hidden states after the layer in the original model, where a step asks for nothing else of it.

@@ -28,7 +28,8 @@ class Listener:
         """
 
     def phase(self, name: str) -> None:
-        """The current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance"."""
+        """The current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance"; between
+        layers "original", while the original moves inputs on."""
 
     def layer_finished(self, record: LayerRecord) -> None:
         """A layer is on disk."""

@@ -134,7 +134,8 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
     Args:
         plan: of the run.
         samples: calibration data.
-        state: of the run; after the first layer, states are those that it has saved.
+        state: of the run; after the first layer, states are those that it has saved, or where those of the original
+            are asked for, which are made again, those before the first.
         mode: see `ActivationStore`; those of the original are looked at beside the others, so they stay on disk.
         folder: of the unfinished run.
     Raises:
@@ -146,12 +147,12 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
     layer, size = len(state.records), len(state.activations) // len(modes)
     if layer == plan.skeleton.num_layers:
         return []
-    if layer:
+    if layer and not plan.recipe.has_original_inputs:
         return [
             ActivationStore.restore(folder / name, kind, layer, list(state.activations[n * size : (n + 1) * size]))
             for n, (name, kind) in enumerate(modes.items())
         ]
-    # Left by a run that was killed before its first layer was recorded.
+    # Left by a run that was killed, of which nothing is taken over.
     if is_writer():
         for name in modes:
             shutil.rmtree(folder / name, ignore_errors=True)

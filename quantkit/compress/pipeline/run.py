@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +25,6 @@ from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData
-from quantkit.compress.convert import convert
-from quantkit.compress.convert.gguf import check_model
-from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.data_free import round_layers
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
@@ -37,6 +34,7 @@ from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
 from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
+from quantkit.compress.pipeline.shared_layer import SharedLayer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
 from quantkit.distributed import assign, barrier, broadcast, is_writer
@@ -47,6 +45,23 @@ from quantkit.results import CacheRecord, CompressionResult, LayerRecord
 from quantkit.untrusted import read_object
 
 AskedMode = Mode | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressionRun:
+    """One compression on its way to a directory.
+
+    Args:
+        plan: what is to be done.
+        state: what has been done.
+        work: where.
+        listener: told what happens.
+    """
+
+    plan: Plan
+    state: RunState
+    work: WorkFolder
+    listener: Listener
 
 
 def quantize(
@@ -91,6 +106,10 @@ def quantize(
     if not is_writer():
         return compress(build_plan(model, recipe, output, device, engine), overwrite=overwrite)
     # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
+    from quantkit.compress.convert import convert
+    from quantkit.compress.convert.gguf import check_model
+    from quantkit.compress.convert.source import open_source
+
     check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
     folder = resolve(model)
     name = "demo" if model is None else Path(model).name
@@ -111,7 +130,7 @@ def _compress(
     plan: Plan, *, activations: AskedMode, resume: bool, overwrite: bool, listener: Listener, started: float
 ) -> CompressionResult:
     """`quantize` to a directory."""
-    mode = _mode(activations, plan)
+    mode = pick_mode(activations, plan)
     with open_stage(plan.output, "quantize", overwrite=overwrite, resumable=True, allow_finished=True) as stage:
         samples = read_samples(plan)
         warnings = (*plan.warnings, *(samples.warnings if samples else ()))
@@ -127,13 +146,14 @@ def _compress(
         with writing(stage.work.path), ExitStack() as afterwards:
             state = load_state(stage.work, identity, resume=resume)
             broadcast((identity, state, stage.work))
-            workers = afterwards.enter_context(_computing(plan, state))
+            workers = afterwards.enter_context(computing(plan, state))
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, mode, resumed))
             if samples is None:
                 round_layers(plan, state, stage.work, listener, workers)
             else:
-                _calibrate_layers(plan, samples, mode, state, stage.work, listener)
+                run = CompressionRun(plan=plan, state=state, work=stage.work, listener=listener)
+                calibrate_layers([run], samples, mode)
             result = finish_run(
                 plan,
                 state,
@@ -168,17 +188,18 @@ def _assist(plan: Plan, *, activations: AskedMode, listener: Listener, **_: Any)
         )
         if not work.checkpoint.is_dir():
             raise OutputError(f"{work.path} is not on this machine: write where all processes of the job can")
-        with _computing(plan, state) as workers:
+        with computing(plan, state) as workers:
             if samples is None:
                 round_layers(plan, state, work, listener, workers)
             else:
-                _calibrate_layers(plan, samples, _mode(activations, plan), state, work, listener)
+                run = CompressionRun(plan=plan, state=state, work=work, listener=listener)
+                calibrate_layers([run], samples, pick_mode(activations, plan))
     result: CompressionResult = broadcast(nothing)
     return result
 
 
 @contextmanager
-def _computing(plan: Plan, state: RunState) -> Iterator[int]:
+def computing(plan: Plan, state: RunState) -> Iterator[int]:
     """While open, products are computed as the run has begun with; how many threads there are otherwise."""
     workers = torch.get_num_threads()
     torch.set_num_threads(state.identity["compute"]["threads"])
@@ -190,7 +211,7 @@ def _computing(plan: Plan, state: RunState) -> Iterator[int]:
         torch.set_num_threads(workers)
 
 
-def _mode(asked: AskedMode, plan: Plan) -> Mode:
+def pick_mode(asked: AskedMode, plan: Plan) -> Mode:
     """Where hidden states are kept; reading them from disk is little beside a CPU's products."""
     return asked if asked != "auto" else "disk" if plan.skeleton.device.type == "cpu" else "ram"
 
@@ -219,27 +240,45 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 @torch.inference_mode()
-def _calibrate_layers(
-    plan: Plan, samples: Samples, mode: Mode, state: RunState, work: WorkFolder, listener: Listener
-) -> None:
-    """Quantize, check, write and record all layers that are not done, each on what the layers before it hand on."""
-    stores = open_stores(plan, samples, state, mode, work.path)
-    for index in range(len(state.records), plan.skeleton.num_layers):
-        _run_layer(plan, index, state, stores, work, listener)
-        release_freed_memory()
-        barrier()  # what is forgotten lies where the next layer keeps things too
+def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mode) -> None:
+    """Quantize, check, write and record all layers that are not done, each on what the layers before it hand on.
+
+    Args:
+        runs: one, or several that differ in their weights alone and feed each layer what it is fed in the original.
+        samples: of all of them.
+        mode: see `ActivationStore`.
+    """
+    done = [len(run.state.records) for run in runs]
+    first = runs[done.index(min(done))]
+    plan, original = first.plan, first.plan.recipe.has_original_inputs
+    stores = open_stores(plan, samples, first.state, mode, first.work.path)
+    for index in range(0 if original and stores else min(done), plan.skeleton.num_layers):
+        kind: Callable[..., LayerContext] = partial(SharedLayer, shared={}) if runs[1:] else LayerContext
+        for run in (run for run, layers in zip(runs, done, strict=True) if layers <= index):
+            with writing(run.work.path):
+                _run_layer(run, index, stores, kind)
+            release_freed_memory()
+            barrier()  # what is forgotten lies where the next layer keeps things too
+        if original and index + 1 < plan.skeleton.num_layers:
+            with _phase(first.listener, {}, "original"):
+                stores[0].advance(_layer_context(plan, index, stores).advance)
+            if is_writer():
+                stores[0].forget_previous()
+            barrier()  # before a layer that asks for more of the original opens streams there
 
 
 def _run_layer(
-    plan: Plan, index: int, state: RunState, stores: Sequence[ActivationStore], work: WorkFolder, listener: Listener
+    run: CompressionRun, index: int, stores: Sequence[ActivationStore], kind: Callable[..., LayerContext]
 ) -> None:
-    """Quantize, check, write and record one layer, and advance the hidden states past it."""
+    """Quantize, check, write and record one layer, and advance the hidden states past it, unless others need them."""
+    plan, state, work, listener = run.plan, run.state, run.work, run.listener
+    moved: Sequence[ActivationStore] = () if plan.recipe.has_original_inputs else stores
     name = plan.skeleton.layer_name(index)
     listener.layer_started(index, name)
     seconds: dict[str, float] = {}
     phase = partial(_phase, listener, seconds)
     with phase("load"):
-        layer = _layer_context(plan, index, stores)
+        layer = _layer_context(plan, index, stores, kind)
         if layer.data.targets is not None:  # as long as the layer is the original's
             layer.data.targets.advance(layer.advance)
         keep_codes(plan.recipe, plan.reader, layer)
@@ -251,7 +290,7 @@ def _run_layer(
         written = write_layer(plan, index, layer, work.checkpoint) if is_writer() else None
     with phase("advance"):
         output = _first_output(layer, f"{name}, quantized")
-        states = advance(stores, layer, output) if index + 1 < plan.skeleton.num_layers else []
+        states = advance(moved, layer, output) if index + 1 < plan.skeleton.num_layers else []
     if written is not None and reference is not None and output is not None:
         record = LayerRecord(
             index=index,
@@ -267,7 +306,7 @@ def _run_layer(
         state.add_layer(record, *written, states)
         state.save(work.path)
         # Only now: a run that is killed before progress is recorded needs the states before this layer.
-        for store in stores:
+        for store in moved:
             store.forget_previous()
         listener.layer_finished(record)
 
@@ -294,13 +333,15 @@ def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None
         return choose_cache(recipe.kv_cache, plan.family, layer)
 
 
-def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) -> LayerContext:
+def _layer_context(
+    plan: Plan, index: int, stores: Sequence[ActivationStore], kind: Callable[..., LayerContext] = LayerContext
+) -> LayerContext:
     name, block = plan.skeleton.layer_name(index), plan.skeleton.layer(index)
     store, *others = stores
     original = others[0] if others else None
     ahead = not keeps_original(plan.recipe.steps.values(), hands_on=not isinstance(store[0], Tensor))
     stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
-    return LayerContext(
+    return kind(
         name=name,
         block=block,
         sets=plan.sets(index),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit import demo
-from quantkit.compress.algorithms.base import Step
+from quantkit.compress.algorithms.base import Step, follows_original
 from quantkit.compress.recipe import numbers
 from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, as_recipe_error, validate
@@ -60,6 +60,11 @@ class Recipe:
     def has_images(self) -> bool:
         """Whether there are samples with images, each of which goes through the layers with all that it needs."""
         return self.calibration is not None and self.calibration.images is not None
+
+    @property
+    def has_original_inputs(self) -> bool:
+        """Whether layers are calibrated on what enters them in the original model."""
+        return self.calibration is not None and self.calibration.inputs == "original"
 
 
 class _NoUseOfDataError(RecipeError):
@@ -119,8 +124,8 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         kv_cache = None if document.kv_cache is None else numbers.build_cache(document.kv_cache)
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
-        calibration = _calibration(document, reads_data or (activation is not None and activation.is_calibrated))
-        source["calibration"] = None if calibration is None else calibration.model_dump()
+        calibration = _calibration(document, steps, reads_data or (activation is not None and activation.is_calibrated))
+        source["calibration"] = None if calibration is None else calibration.plain
         with as_recipe_error("gates"):
             gates = tuple(gate.text for gate in parse_gates(document.gates))
         return Recipe(
@@ -268,10 +273,16 @@ def _check_parts(document: Document) -> None:
             raise RecipeError(f"{name}: has no effect without 'weights'; add them or remove it")
 
 
-def _calibration(document: Document, needs_data: bool) -> CalibrationSection | None:
+def _calibration(document: Document, steps: Mapping[str, Step], needs_data: bool) -> CalibrationSection | None:
+    given = document.calibration
+    if needs_data and given is not None and given.inputs == "original" and follows_original(steps.values()):
+        raise RecipeError(
+            "calibration.inputs: 'original' beside a step that compares with the original; leave it out, or set "
+            "steps.gptq.asymmetric_calibration=0 (autoround always compares)"
+        )
     if needs_data:
-        return document.calibration or CalibrationSection()
-    if document.calibration is not None:
+        return given or CalibrationSection()
+    if given is not None:
         raise _NoUseOfDataError(
             "calibration has no effect without steps or calibrated scales; remove it, or add a step such as gptq"
         )

@@ -184,6 +184,7 @@ class CalibrationSection(RecipeSection):
         split: of a hub data set.
         images: "bundled", a folder of image files, or a .jsonl file with images; of multimodal models.
         experts: whether statistics of experts are of "all" tokens or of those that are "routed" to each.
+        inputs: what a layer is shown: what comes out of the layers before it once "quantized", or in the "original".
     """
 
     data: Annotated[str, AfterValidator(_data)] = "bundled"
@@ -193,6 +194,12 @@ class CalibrationSection(RecipeSection):
     split: str = "train"
     images: Annotated[str, Field(min_length=1)] | None = None
     experts: Literal["all", "routed"] = "all"
+    inputs: Literal["quantized", "original"] = "quantized"
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As plain data; `inputs` only where it says something, so that recipes are what they were before it."""
+        return self.model_dump(exclude=None if self.inputs == "original" else {"inputs"})
 
 
 class Document(RecipeSection):

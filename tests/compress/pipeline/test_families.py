@@ -98,8 +98,7 @@ def test_every_family_comes_back_through_transformers(models, tmp_path, text_fil
     assert 0 < (actual - original).norm() / original.norm() < 0.8
 
 
-@pytest.mark.parametrize("recipe", ["gptq-int4", "awq-int4", "rtn-int8"])
-@pytest.mark.parametrize("family", NOT_LOADED)
+@pytest.mark.parametrize(("family", "recipe"), one_of_each(NOT_LOADED, ("gptq-int4", "awq-int4", "rtn-int8")))
 def test_what_transformers_cannot_load_as_codes_comes_back_dense(models, tmp_path, text_file, family, recipe):
     # In the format gptq scales have 16 bits; in a model of 16 bits they have those everywhere.
     model = models(family, torch.float16 if family == "gpt2" else torch.float32)
@@ -130,7 +129,10 @@ def test_transposed_linears_are_refused_where_no_reader_finds_them(models, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("family", ["starcoder2", "granite", "phi3", "olmo2", "qwen2_moe", "deepseek_v3"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("granite", "phi3", "olmo2", "qwen2_moe")]
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "deepseek_v3", *SLOW])
 def test_smoothing_changes_no_output_of_a_family(models, tmp_path, text_file, family):
     """AWQ folds scales into norms and linears; at eight bits that adds nothing to the error of plain rounding."""
     model = models(family)

@@ -19,7 +19,6 @@ from tests.helpers import (
     known_to_transformers,
     load_tensors,
     make_model,
-    one_of_each,
     save_tokenizer,
     tiny_config,
     transformers_logits,
@@ -103,6 +102,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+ALWAYS = {"zaya": "gptq-int4"}
+"""What is calibrated by default; the others take as long each."""
+
+
 def make_handed_on(folder, family, **changes):
     """A random model of one of `MODELS`, with a tokenizer."""
     from transformers import AutoModelForCausalLM
@@ -152,7 +155,11 @@ def test_layers_one_by_one_compute_what_the_model_computes(model):
 
 @pytest.mark.parametrize(
     ("model", "recipe"),
-    one_of_each(sorted(filter(known_to_transformers, MODELS)), ("gptq-int4", "awq-gptq-int4", "rtn-int4")),
+    [
+        pytest.param(name, recipe, marks=[] if recipe in ("rtn-int4", ALWAYS.get(name)) else [pytest.mark.slow])
+        for name in sorted(filter(known_to_transformers, MODELS))
+        for recipe in ("gptq-int4", "awq-gptq-int4", "rtn-int4")
+    ],
     indirect=["model"],
 )
 def test_they_load_in_transformers(model, tmp_path, text_file, recipe):

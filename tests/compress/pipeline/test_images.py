@@ -48,7 +48,9 @@ def plan_of(folder, output, **changes):
     )
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llava", "qwen2_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3_vl"))]
+)
 def test_layers_get_what_they_get_in_transformers(wrapper, tmp_path, monkeypatch, family):
     """Positions of Qwen's three axes, images that see themselves in Gemma, towers that add to later layers."""
     folder = wrapper(family)

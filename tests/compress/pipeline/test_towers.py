@@ -32,6 +32,7 @@ VISION = {
 COUNTS = {"llava": 14, "gemma3": 14, "qwen2_vl": 9, "qwen2_5_vl": 12, "qwen3_vl": 12}
 # SigLIP initializes its linears' weights, so transformers decodes all, which it does rightly of one number type only.
 RECIPES = {"gemma3": "rtn-int8", "qwen2_5_vl": "fp8-dynamic"}
+QUICK = ("llava", "qwen2_5_vl")
 
 
 def rule(family, **weights):
@@ -63,7 +64,9 @@ def decoded(source, output):
     return model.eval()
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in VISION]
+)
 def test_a_rule_of_its_own_quantizes_the_tower_and_transformers_computes_with_it(tmp_path, text_file, family):
     model, recipe = make_wrapper(tmp_path / "model", family), RECIPES.get(family, "gptq-int4")
     types = {} if recipe == "fp8-dynamic" else {"dtype": "int8"}

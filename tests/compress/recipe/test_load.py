@@ -112,6 +112,10 @@ def test_source_is_a_recipe_that_gives_the_same_recipe(write):
     assert again == first
     assert build(first.source, "source").source == first.source
     assert first.source["calibration"]["sequence_length"] == CalibrationSection().sequence_length
+    # What is newer than sources that are kept is in them only where it says something.
+    assert "inputs" not in first.source["calibration"]
+    original = load(write(text), {"calibration.inputs": "original"})
+    assert build(original.source, "source").source["calibration"]["inputs"] == "original"
 
 
 def test_source_does_not_depend_on_how_the_file_is_written(write):
@@ -190,6 +194,9 @@ MISTAKES = {
     + "steps: [gptq]\ncalibration: {samples: 0}": "calibration.samples: input should be greater than 0, found 0",
     INT4_G32 + "steps: [gptq]\ncalibration: {sample: 1}": "unknown key 'sample' (did you mean 'samples'?)",
     INT4_G32 + "steps: [gptq]\ncalibration: {data: x.csv}": "calibration.data: expected bundled, a path to a .txt",
+    INT4_G32
+    + "steps: [gptq: {asymmetric_calibration: 1}]\ncalibration: {inputs: original}": "beside a step that compares",
+    INT4_G32 + "steps: [autoround]\ncalibration: {inputs: original}": "beside a step that compares",
 }
 
 
