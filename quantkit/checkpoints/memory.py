@@ -5,10 +5,12 @@ glibc holds on to freed blocks of up to 32 MiB; between two phases with differen
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # What transformers and compressed-tensors import if it is there, for losses of detectors and their own kernels: 100 MB.
@@ -45,6 +47,27 @@ def proc_bytes(file: str, key: str) -> int | None:
     return None
 
 
+@contextlib.contextmanager
+def importing(library: str) -> Iterator[None]:
+    """While open, a large library is imported without a search for garbage, nor is there one among its objects later.
+
+    Imports make a million objects that all stay: searching them takes more than a second of CPU time. To be called by
+    a program, not by a library.
+
+    Args:
+        library: nothing is done where it has been imported already.
+    """
+    if library in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def spare_memory() -> None:
     """Before compressing on a CPU: import transformers and compressed-tensors without what they can do without.
 
@@ -59,7 +82,7 @@ def spare_memory() -> None:
     hidden = [name for name in _OPTIONAL if name not in sys.modules]
     sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None: Python says that they are not installed
     try:
-        with contextlib.suppress(ImportError):  # said where they are needed
+        with importing("transformers"), contextlib.suppress(ImportError):  # said where they are needed
             import compressed_tensors  # noqa: F401
             import transformers.modeling_utils
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,16 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
     # A step that replaces nothing by something, thirty times, turns a line into gigabytes.
-    def try_out() -> None:
-        tokenizer.decode(tokenizer(_SAMPLE, verbose=False)["input_ids"])
-
-    if not ends_well(try_out, seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
+    if not ends_well(partial(_try_out, tokenizer), seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
         raise ModelError(
             f"{folder}: its tokenizer fails on a line of text, or takes more than {_TIMEOUT_S:.0f} s or 1 GiB for it; "
             "download or copy it again"
         )
     return tokenizer
+
+
+def _try_out(tokenizer: Any) -> None:
+    tokenizer.decode(tokenizer(_SAMPLE, verbose=False)["input_ids"])
 
 
 @contextmanager

@@ -97,28 +97,38 @@ def command(
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     from quantkit import distributed
-    from quantkit.checkpoints.memory import spare_memory
-    from quantkit.compress.recipe import load
+    from quantkit.checkpoints.memory import importing, spare_memory
 
+    with importing("torch"):
+        import quantkit.compress.recipe  # noqa: F401
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
-    plan = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
-    if verify:
-        _verify.check_before(plan, gates)
+    changes = (*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items()))
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
         click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:]))
-    if not verify:  # whose measurements would be of a process that spares memory
-        spare_memory()
-    result = _compressed(model, plan, output, output_to, how)
+    with distributed.joined(explain):
+        # Refused by one: all at once would tell the same error over one another.
+        read: Any = _read(recipe, changes, gates, verify) if distributed.is_writer() else None
+        if not verify:  # whose measurements would be of a process that spares memory
+            spare_memory()
+        result = _compressed(model, read, output, output_to, how)
     if result is None:
         return
     if verify:  # a checkpoint that fails goes nowhere
         _verify.verify_result(output_to, result, model, gates, how, lambda: _summary(result))
     if push_to_hub:
-        from quantkit.hub import find_origin, push
-
-        push(result.output, push_to_hub, origin=find_origin(model))
+        _push(result, push_to_hub, model)
     if not verify:
         _show(output_to, result)
+
+
+def _read(recipe: str, changes: tuple[str, ...], gates: tuple[str, ...] | None, verify: bool) -> Recipe:
+    """The recipe, with these changes, once it is known that it can be verified, if it is to be."""
+    from quantkit.compress.recipe import load
+
+    read = load(recipe, changes)
+    if verify:
+        _verify.check_before(read, gates)
+    return read
 
 
 def _compressed(
@@ -129,11 +139,16 @@ def _compressed(
     from quantkit import distributed
     from quantkit.cli._progress import listening
 
-    with distributed.joined(explain):
-        is_writer = distributed.is_writer()
-        with listening(output_to if is_writer else replace(output_to, quiet=True)) as listener:
-            result = pipeline.quantize(model, recipe, output, listener=listener, **how)
+    is_writer, recipe = distributed.is_writer(), distributed.broadcast(recipe)  # once all have imported what it takes
+    with listening(output_to if is_writer else replace(output_to, quiet=True)) as listener:
+        result = pipeline.quantize(model, recipe, output, listener=listener, **how)
     return result if is_writer else None
+
+
+def _push(result: CompressionResult, name: str, model: str | None) -> None:
+    from quantkit.hub import find_origin, push
+
+    push(result.output, name, origin=find_origin(model))
 
 
 def _show(output_to: Output, result: CompressionResult) -> None:

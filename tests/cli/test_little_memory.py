@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import subprocess
 import sys
 
 import pytest
 
+from quantkit.checkpoints import memory
 from quantkit.demo import DEMO_MODEL
 
 
@@ -26,14 +28,29 @@ def test_an_import_that_does_not_fit_is_one_line(kib):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("installed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_what_is_never_called_is_not_imported(installed):
     """By transformers and compressed-tensors, where those are there; it can be, later."""
     code = (
         f"import sys, importlib; sys.modules |= {{}} if {installed} else {{'compressed_tensors': None}};"
         "from quantkit.checkpoints import memory; memory.spare_memory();"
-        "print([name for name in memory._OPTIONAL if name in sys.modules], 'transformers.loss' in sys.modules);"
+        "import quantkit.compress.pipeline;"
+        "unused = {*memory._OPTIONAL, 'gguf', 'datasets', 'pandas', 'sklearn', 'torchvision', 'vllm', 'ray'};"
+        "print(unused & sys.modules.keys() or [], 'transformers.loss' in sys.modules);"
         "[importlib.import_module(name) for name in memory._OPTIONAL if importlib.util.find_spec(name)]"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (run.stdout, run.returncode) == (f"[] {installed}\n", 0), run.stderr
+
+
+def test_what_a_large_import_makes_is_never_searched_for_garbage(monkeypatch):
+    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    with pytest.raises(ImportError), memory.importing("json.tool"):
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled() and frozen == [False]
+    with memory.importing("json"):  # is there already: others have made garbage since, which freezing would keep
+        assert gc.isenabled()
+    assert frozen == [False]
