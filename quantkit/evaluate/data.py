@@ -1,12 +1,13 @@
 """Where tasks, suites and their items are: folders shipped with quantkit, and the folders a user names."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import Evaluated
-from quantkit.untrusted import MAX_TEXT_BYTES, read_text
+from quantkit.untrusted import MAX_TEXT_BYTES, read_text, shorten
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"
@@ -40,12 +41,12 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
     Raises:
         DataError: there is no such file, or it is no UTF-8 text.
     """
-    path = bundled_folder("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
-    if not path.is_file():
+    texts: list[str] = []
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # a name that no file can have, or of nobody's home
+        path = bundled_folder("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
         # glob raises for an absolute pattern instead of finding nothing.
-        texts = find_items(name, folders) if not path.is_absolute() else []
-        if not texts:
-            looked = ", ".join(map(str, folders)) or "no --data folder was given"
-            raise DataError(f"text {name!r} is no file here and not below --data ({looked}); pass --text FILE")
-        path = Path(texts[0])
-    return read_text(path, DataError, MAX_TEXT_BYTES)
+        texts = [str(path)] if path.is_file() else [] if path.is_absolute() else find_items(name, folders)
+    if not texts:
+        looked = ", ".join(map(str, folders)) or "no --data folder was given"
+        raise DataError(f"text {shorten(name, 300)} is no file here and not below --data ({looked}); pass --text FILE")
+    return read_text(Path(texts[0]), DataError, MAX_TEXT_BYTES)

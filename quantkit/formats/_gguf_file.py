@@ -29,6 +29,7 @@ from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
 from quantkit.untrusted import opened, read_chunks
 
 _MAGIC, _ALIGNMENT = b"GGUF", 32
+_LARGEST = float(np.finfo(np.float32).max)
 # GGML_MAX_NAME, which counts C's final zero, and GGML_MAX_DIMS.
 _MAX_NAME, _MAX_DIMS = 64, 4
 _DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
@@ -126,11 +127,14 @@ def write_gguf_file(
     Returns:
         SHA-256 of each tensor's bytes by name.
     Raises:
-        CheckpointError: a name or shape that the format has no room for.
+        CheckpointError: a name, shape or number that the format has no room for.
     """
     entries, digests = dict(metadata), dict[str, str]()
     writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))  # twice, it says so on a stream
     for key, value in entries.items():
+        numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, float)]
+        if not all(abs(number) <= _LARGEST for number in numbers):
+            raise CheckpointError(f"{key} {value} does not fit into GGUF's 32 bits; correct config.json")
         kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for name, (block, shape) in tensors.items():

@@ -17,6 +17,7 @@ from quantkit.evaluate.verify.pair import check_pair
 from quantkit.inspection import inspect
 from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.cache_schemes import follows_checkpoint
 from quantkit.untrusted import parse_object, read_object
 from tests.helpers import make_model
 
@@ -157,3 +158,14 @@ def test_a_text_without_end_is_refused_at_once(tmp_path, reader, kind):
         os.truncate(path, 1 << 40)
     with pytest.raises(DataError, match=r"cannot be read|is no file"):
         reader(path)
+
+
+@pytest.mark.parametrize("name", ["text.txt" * 1000, "~nobody-of-that-name/text.txt", "a" * 300, "a\0b"])
+def test_a_text_with_a_name_that_no_file_can_have_is_not_there(name, tmp_path):
+    with pytest.raises(DataError, match="is no file here"):
+        read_named_text(name, (tmp_path,))
+
+
+def test_an_infinite_number_of_layers_announces_no_cache(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": Infinity}')
+    assert not follows_checkpoint(tmp_path)

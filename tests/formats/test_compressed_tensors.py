@@ -221,7 +221,7 @@ def test_check_refuses_and_says_which_field(scheme, parts):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_check_accepts(name):
-    FORMAT.check(SCHEMES[name], (8, 64))
+    assert FORMAT.check(SCHEMES[name], (8, 64)) is None
 
 
 def test_three_bits_need_dense_packing(monkeypatch):

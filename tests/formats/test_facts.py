@@ -99,6 +99,7 @@ assert scheme.key.is_fixed
 """
 
 
+@pytest.mark.slow
 def test_an_ordinary_model_needs_no_library_of_a_format(tmp_path):
     model = make_model(tmp_path / "m", num_hidden_layers=1)
     run = subprocess.run(

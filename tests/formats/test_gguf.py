@@ -210,6 +210,12 @@ def test_names_that_gguf_has_no_room_for(tmp_path):
         write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"x" * 64: (Block.F32, (1,))}, [])
 
 
+@pytest.mark.parametrize("number", [1e39, [1.0, -1e39], float("inf")])
+def test_numbers_that_gguf_has_no_room_for(tmp_path, number):
+    with pytest.raises(CheckpointError, match=r"rope.freq_base .* does not fit into GGUF's 32 bits"):
+        write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama", "rope.freq_base": number}, {}, [])
+
+
 @pytest.mark.parametrize("value", [0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1])
 def test_no_count_or_length_is_believed_beyond_the_file(tmp_path, value):
     """Written over every four bytes of the header, as a number of tensors, entries, items, bytes or dimensions."""

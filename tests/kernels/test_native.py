@@ -156,6 +156,16 @@ def test_the_sources_are_packaged():
     assert "kernels/cpu/*.[ch]" in pyproject
 
 
+def test_a_device_in_the_place_of_a_library_is_not_read(tmp_path):
+    (tmp_path / "library.so").symlink_to("/dev/full")  # zeros without end
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))\n"
+    code += (
+        "from pathlib import Path; from quantkit.kernels.cpu.build import is_whole; print(is_whole(Path(sys.argv[1])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "library.so"], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 @needs_compiler
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"\0" * len(data), lambda _: b""])
 def test_a_damaged_library_is_built_anew(tmp_path, monkeypatch, damage):

@@ -163,6 +163,8 @@ def seal(library: Path) -> None:
 def is_whole(library: Path) -> bool:
     """Whether a library is there and as it was sealed; the machine may have stopped while it was written."""
     try:
+        if not library.is_file():  # a pipe or a device may have no end
+            return False
         data = library.read_bytes()
     except OSError:
         return False

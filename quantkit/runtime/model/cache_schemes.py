@@ -95,7 +95,7 @@ def follows_checkpoint(path: str | Path) -> bool:
     try:
         config = CheckpointReader(Path(path)).config
         schemes = read_cache_schemes(config, int(config.get("num_hidden_layers") or 1))
-    except (QuantkitError, TypeError, ValueError):
+    except (QuantkitError, TypeError, ValueError, OverflowError):
         return False
     return schemes is not None and any(scheme.is_quantized for scheme in schemes)
 
