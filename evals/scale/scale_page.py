@@ -112,6 +112,27 @@ def speed_table() -> str:
     return "\n".join([*lines, f"{listed} (`evals/scale/two_processes.py`)."])
 
 
+def verify_table() -> str:
+    """Several ranks that verify beside one, as measured; nothing before that has been."""
+    file = RESULTS / "verify.json"
+    rows: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not rows:
+        return ""
+    lines = [
+        "| Ranks | Whole, s | Answering, s | Answers per s, answering | of the whole | Faster: answering | whole |",
+        "|---" * 7 + "|",
+    ]
+    one = rows["verify 1"]
+    for row in rows.values():
+        rates = [row["answers"] / row[key] for key in ("answering_s", "wall_s")]
+        faster = ["", ""] if row is one else [f"{one[key] / row[key]:.2f} ×" for key in ("answering_s", "wall_s")]
+        figures = f"{row['wall_s']:.1f} | {row['answering_s']:.1f} | {rates[0]:.0f} | {rates[1]:.0f}"
+        lines.append(f"| {row['ranks']} | {figures} | {' | '.join(faster)} |")
+    taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
+    equal = "equal" if len({row["digest"] for row in rows.values()}) == 1 else "**different**"
+    return "\n".join([*lines, "", f"The reports are {equal}, but for times. Commit {'. Commit '.join(sorted(taken))}."])
+
+
 def prediction() -> str:
     """Of more ranks than there were, with what it is made of, and how far it is from two that ran."""
     import predict

@@ -11,7 +11,7 @@ from quantkit.distributed.lifeline import LAUNCHED, RESUME, lost, say
 from quantkit.errors import ResourceError
 
 
-def launch(nproc: int, arguments: Sequence[str]) -> int:
+def launch(nproc: int, arguments: Sequence[str], program: Sequence[str] = ("-m", "quantkit")) -> int:
     """Run `quantkit` with these arguments as that many processes of this machine; the exit code of all.
 
     What goes wrong inside of them they say themselves; who is killed cannot, so that is said here.
@@ -19,6 +19,7 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     Args:
         nproc: as many processes. The CPU's threads are divided among them, unless OMP_NUM_THREADS says how many.
         arguments: of the command line.
+        program: that Python runs with them.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,7 +39,7 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
     )
     logging.disable(logging.CRITICAL)  # its own words about a failure are a page
     try:
-        elastic_launch(config, sys.executable)("-m", "quantkit", *arguments)
+        elastic_launch(config, sys.executable)(*program, *arguments)
     except ChildFailedError as error:
         codes = {number: failure.exitcode for number, failure in error.failures.items()}
         killed = next((number for number, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)

@@ -172,7 +172,7 @@ def _run_tasks(
 
     import_language_model()
     say(f"reading the items of {len(asked.tasks)} tasks")
-    with _quiet(), _compiling_once():
+    with _quiet(), _without_waste():
         loaded = load_tasks(asked.tasks, options)
         model: Any = _language_model(llm, options, say)
         with _only_rank():
@@ -232,15 +232,23 @@ def _counter(say: Progress) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def _compiling_once() -> Iterator[None]:
-    """While open, lm-eval compiles a template of a task once, and not for each item: a quarter of the time."""
+def _without_waste() -> Iterator[None]:
+    """While open, lm-eval compiles a task's template once, not for each item, which was a quarter of the time.
+
+    Nor does it run the programs that describe the machine, seconds that no rank could share, or git, whose complaint
+    that there is no repository would stand among the progress.
+    """
+    from lm_eval import evaluator
     from lm_eval.utils import env
 
+    described = {name: getattr(evaluator, name) for name in ("add_env_info", "get_git_commit_hash")}
     env.from_string = functools.lru_cache(env.from_string)
+    vars(evaluator).update(add_env_info=lambda _: None, get_git_commit_hash=lambda: None)
     try:
         yield
     finally:
         del env.from_string
+        vars(evaluator).update(described)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
+from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.distributed import share_out
 from quantkit.evaluate.engine import Evaluated
 from quantkit.runtime.llm import LLM
@@ -90,3 +91,5 @@ def forget(llm: Evaluated) -> None:
     """Have a model that runs nothing begin with nothing cached; vLLM keeps what it has."""
     if isinstance(llm, LLM):
         llm.engine.pool.forget()
+        # Kept scores, a few bytes each, lie between freed logits, which would take ever more memory otherwise.
+        release_freed_memory()

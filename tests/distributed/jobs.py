@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from quantkit.distributed import lifeline
 from tests import forked
 
 THREE_BATCHES = 128  # tokens, of 8 samples of 48
+_HELD: list[Any] = []  # files, open as long as the process
 
 
 def _work(number: int, count: int, port: int, errors: Path, function: Callable[..., object], arguments: Any) -> None:
@@ -49,6 +54,41 @@ def finish(folder: Path, processes: list[BaseProcess]) -> tuple[list[int | None]
 def run(folder: Path, count: int, function: Callable[..., object], *arguments: Any) -> tuple[list[int | None], str]:
     """Start and finish."""
     return finish(folder, start(folder, count, function, *arguments))
+
+
+def hold(folder: Path) -> None:
+    """Keep a file locked until this process is gone; see `run_until_launcher_is_killed`."""
+    file = (folder / f"{os.environ['RANK']}.held").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    _HELD.append(file)
+
+
+def get_ready(folder: Path) -> None:
+    """From here on the launcher may be killed."""
+    (folder / f"{os.environ['RANK']}.ready").touch()
+
+
+def _launch_and_die(folder: Path, port: int, function: Callable[..., object]) -> None:
+    """As `launch` does, and killed once two processes are at work."""
+    os.environ |= {lifeline.LAUNCHED: str(os.getpid()), lifeline._STARTED: "job"}
+    for number in range(2):
+        if os.fork() == 0:
+            try:
+                _work(number, 2, port, folder / str(number), function, (folder,))
+            finally:
+                os._exit(0)
+    while len(list(folder.glob("*.ready"))) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_until_launcher_is_killed(folder: Path, function: Callable[[Path], object]) -> list[str]:
+    """What each of two processes has said when both are gone; `function` calls `hold`, then `get_ready`."""
+    assert forked.run(_launch_and_die, folder, free_port(), function) == -signal.SIGKILL
+    for number in range(2):
+        with (folder / f"{number}.held").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # as soon as the process is gone
+    return [(folder / str(number)).read_text() for number in range(2)]
 
 
 def command(arguments: list[str], batch_tokens: int, layers: int | None = None, killed: int | None = None) -> None:
@@ -88,9 +128,9 @@ def _die_after(layers: int, state: Any) -> None:
         return
     context = pipeline._layer_context
 
-    def layer(plan: Any, index: int, stores: Any) -> Any:
+    def layer(plan: Any, index: int, *rest: Any) -> Any:
         if index == layers:
             os.kill(os.getpid(), 9)
-        return context(plan, index, stores)
+        return context(plan, index, *rest)
 
     pipeline._layer_context = layer

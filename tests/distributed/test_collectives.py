@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import time
@@ -13,7 +12,6 @@ import torch
 from quantkit.cli._errors import explain
 from quantkit.distributed import assign, broadcast, exchange, fill, gather, joined, lifeline, rank, share_out, world
 from quantkit.errors import DataError
-from tests import forked
 from tests.distributed import jobs
 
 CPU = torch.device("cpu")
@@ -67,37 +65,18 @@ def die(killed, waiting):
 
 
 def wait(folder):
-    """For something that does not come, holding a file open until this process is gone."""
+    """For something that does not come."""
     # The first process speaks and ends the other, which has half a minute's patience with it.
     lifeline._GLANCE = 5.0 if os.environ["RANK"] == "1" else 0.05
-    held = (folder / f"{os.environ['RANK']}.held").open("w")
-    fcntl.flock(held, fcntl.LOCK_EX)
+    jobs.hold(folder)
     with joined(explain):
         gather(None)
-        (folder / f"{rank()}.ready").touch()
+        jobs.get_ready(folder)
         time.sleep(60)
 
 
-def launch_and_die(folder, port):
-    """As `launch` does, and killed once two processes are at work."""
-    os.environ |= {lifeline.LAUNCHED: str(os.getpid()), lifeline._STARTED: "job"}
-    for number in range(2):
-        if os.fork() == 0:
-            try:
-                jobs._work(number, 2, port, folder / str(number), wait, (folder,))
-            finally:
-                os._exit(0)
-    while len(list(folder.glob("*.ready"))) < 2:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_processes_whose_launcher_is_killed_end_in_one_line(tmp_path):
-    assert forked.run(launch_and_die, tmp_path, jobs.free_port()) == -signal.SIGKILL
-    for number in range(2):
-        with (tmp_path / f"{number}.held").open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)  # as soon as the process is gone
-    said = [(tmp_path / str(number)).read_text() for number in range(2)]
+    said = jobs.run_until_launcher_is_killed(tmp_path, wait)
     assert "the launcher of this job was killed; give the same command again" in said[0]
     assert (said[0].count("\n"), said[1]) == (1, "")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import signal
 import socket
 import time
 from datetime import timedelta
@@ -14,8 +11,7 @@ import pytest
 from quantkit.cli._errors import explain
 from quantkit.distributed import gather, job, joined, lifeline, rank
 from quantkit.errors import InputError, ResourceError
-from tests import forked
-from tests.distributed import jobs, test_collectives
+from tests.distributed import jobs
 
 
 @pytest.fixture
@@ -60,24 +56,14 @@ def test_strangers_hold_nobody_up(tmp_path):
 
 
 def work_on(folder):
-    """After the job, as who verifies does, holding a file open until this process is gone."""
-    lifeline._GLANCE, number = 0.05, os.environ["RANK"]
-    held = (folder / f"{number}.held").open("w")
-    fcntl.flock(held, fcntl.LOCK_EX)
+    """After the job, as who verifies does."""
+    lifeline._GLANCE = 0.05
+    jobs.hold(folder)
     with joined(explain):
         gather(None)
-    (folder / f"{number}.ready").touch()
+    jobs.get_ready(folder)
     time.sleep(60)
 
 
-def launch_and_die(folder, port):
-    test_collectives.wait = work_on
-    test_collectives.launch_and_die(folder, port)
-
-
 def test_who_works_on_after_the_job_ends_with_its_launcher(tmp_path):
-    assert forked.run(launch_and_die, tmp_path, jobs.free_port()) == -signal.SIGKILL
-    for number in range(2):
-        with (tmp_path / f"{number}.held").open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-    assert "the launcher of this job was killed" in (tmp_path / "0").read_text()
+    assert "the launcher of this job was killed" in jobs.run_until_launcher_is_killed(tmp_path, work_on)[0]

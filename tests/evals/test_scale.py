@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,24 @@ def test_ranks_share_what_can_be_shared(modules):
     with predict.as_one_of(8):
         assert predict.collectives.assign([1.0] * 8) == list(range(8))
     assert predict.collectives.world() == 1
+
+
+def test_a_report_that_differs_is_told_and_only_times_may(modules, monkeypatch, tmp_path):
+    import measure_scale
+
+    page, taken = modules[2], {"commit": "a", "date": "d", "machine": "m"}
+    report = {"seconds": 1, "gates": [{"held": True, "seconds": 2}], "metrics": {"kl": 0.1, "ttft_ratio[sweep]": 0.9}}
+    assert measure_scale.steady(report) == {"gates": [{"held": True}], "metrics": {"kl": 0.1}}
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert page.verify_table() == ""
+    one = {"ranks": 1, "wall_s": 30.0, "answering_s": 20.0, "answers": 600, "digest": "x", "taken": taken}
+    rows = {"verify 1": one, "verify 2": {**one, "ranks": 2, "wall_s": 20.0, "answering_s": 10.0}}
+    (tmp_path / "verify.json").write_text(json.dumps(rows))
+    *_, row, _, said = page.verify_table().replace("\u00d7", "x").split("\n")
+    assert (row, said[:21]) == ("| 2 | 20.0 | 10.0 | 60 | 30 | 2.00 x | 1.50 x |", "The reports are equal")
+    rows["verify 2"]["digest"] = "y"
+    (tmp_path / "verify.json").write_text(json.dumps(rows))
+    assert "**different**" in page.verify_table()
 
 
 @pytest.mark.slow

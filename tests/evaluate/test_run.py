@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import _compiling_once, check_evaluation, evaluate
+from quantkit.evaluate.run import _without_waste, check_evaluation, evaluate
 from quantkit.evaluate.same_vocabulary import check_same_language, other_arithmetic
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
@@ -148,10 +149,17 @@ def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monk
 
 def test_a_template_is_compiled_once_for_all_items():
     env = pytest.importorskip("lm_eval.utils").env
-    with _compiling_once():
+    with _without_waste():
         assert env.from_string("{{x}}") is env.from_string("{{x}}")
         assert env.from_string("{{x}}").render(x=1) == "1"
     assert env.from_string("{{x}}") is not env.from_string("{{x}}")
+
+
+def test_no_programs_are_run_to_describe_the_machine(demo, monkeypatch):
+    collect = pytest.importorskip("torch.utils.collect_env")
+    monkeypatch.setattr(collect, "run", lambda command: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr(subprocess, "check_output", lambda command: pytest.fail(f"ran {command}"))  # git
+    assert evaluate(demo, tasks=["demo_facts"], limit=2).tasks[0].num_samples == 2
 
 
 def test_ledgers_are_found_at_every_depth(demo):

@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from quantkit.checkpoints.memory import resident_bytes
+from quantkit.demo import DEMO_MODEL
 from quantkit.evaluate import shares
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.shares import cut, generate_in_turns, score_in_turns
@@ -71,3 +73,15 @@ def test_texts_do_not_depend_on_what_was_computed_before(llm, monkeypatch):
     monkeypatch.setattr(shares, "share_out", backwards)
     again = generate_in_turns(llm, prompts, params)
     assert [done.token_ids for done in again] == [done.token_ids for done in first]
+
+
+@pytest.mark.skipif(resident_bytes() is None, reason="reads what Linux says of a process")
+def test_memory_does_not_grow_with_the_number_of_windows():
+    """What is kept of each lies between the freed logits of others."""
+    llm = load_llm(str(DEMO_MODEL), dtype="float32", threads=1, device="cpu")
+    texts = [ScoredText(ids=tuple(range(start % 900, start % 900 + 32)), num_scored=31) for start in range(6000)]
+    score_in_turns(llm, texts[:200])
+    before = resident_bytes()
+    scores = score_in_turns(llm, texts)
+    assert len(scores) == len(texts)
+    assert resident_bytes() - before < 64 << 20

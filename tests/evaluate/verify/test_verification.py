@@ -272,6 +272,7 @@ def test_a_score_and_a_perplexity_count_from_the_original():
     assert repair_goal(judged(f"perplexity<={limit}")).kl == pytest.approx(total / 2, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_vllm_computes_everything_where_it_is_asked_to(report, models, monkeypatch):
     fake_vllm.install(monkeypatch)
     asked = options(models, bench=BENCH, engine={}, vllm={"kv_cache_dtype": "auto", "max_model_len": 96}, noise=False)
