@@ -13,7 +13,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import MARK
-from rows import METHODS, MODELS, NUMBERS, REASONS, Model, Wanted, recipe, wanted
+from rows import METHODS, MODELS, NUMBERS, REASONS, Model, Wanted, peer_rows, recipe, wanted
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
 
@@ -21,6 +21,8 @@ from quantkit.results.statistics.paired import compare_pairs
 
 ORIGINAL = "original"
 PEERS = "peers"
+BELOW = "a perplexity below the original's is no merit there, see above"
+BUSY = 0.05  # of the machine that others may take before seconds are marked
 
 HEAD = """\
 # Accuracy
@@ -43,9 +45,17 @@ where both prefer the same. All tools were calibrated with the same 128 x 256 to
 **What is real.** Two rows read the same text, so their difference is paired: Student's t over blocks of windows, 95 %.
 `+` better than the best peer of that column, `-` worse, `=` within noise. ± is half of a 95 % interval; for
 perplexity it is of the difference to the original. Task accuracy is the mean over tasks, with the paired difference to
-the original in points. CPU s and peak MB are those of the whole process that quantized, imports and reading included;
-seconds stand here where nothing else ran meanwhile. What compression costs on a model of some size is said in
-[performance](performance.md) alone.
+the original in points.
+
+**What it cost.** CPU s and peak MB are those of the whole process that quantized, imports and reading included, with
+one thread (`OMP_NUM_THREADS=1`), ours and others' alike. ~ marks seconds that were taken while other processes used
+more than 5 % of the machine: a process that shares caches and memory takes more CPU seconds than alone, so they are an
+upper bound. What compression costs on a model of some size is said in [performance](performance.md) alone.
+
+**What is left out.** Of our methods those with `asymmetric_calibration` but without `true_sequential` stand on the demo
+model at 4 bits in groups of 32 alone. Of llm-compressor's and GPTQModel's methods those remain that search ranges, or
+go on from AWQ with GPTQ, and GPTQModel's default; what is plainer (rounding or GPTQ with ranges from the largest
+weights, AWQ alone) was ahead of the best of these in no row where both were measured, and is shown there.
 
 **What is old.** A row of ours is kept with digests of its recipe and of the code that decides codes. † marks one whose
 recipe or code is another today: nobody has shown that today's code does the same. Which, is said below its tables.
@@ -80,8 +90,8 @@ def _model(model: Model, own: Rows, peers: Rows) -> str:
     lines = [f"## {model.name}", "", f"{about} {_perplexity(original):.4f}{_original_tasks(original)}.", ""]
     groups = _groups(model, own, peers)
     ours = [row for _, _, mine, _ in groups for row in mine]
-    lines += ["### The best of each", "", *_summary(groups), "", _standing([groups]), *_behind(model, groups), ""]
-    lines += [_coverage(model, own), "", *_stale_lines(ours)]
+    lines += ["### The best of each", "", *_summary(groups), "", _standing([groups])]
+    lines += [*_behind(model, original, groups), "", _coverage(model, own, peers), "", *_stale_lines(ours)]
     for name, form, mine, theirs in groups:
         if mine or theirs:
             lines += [f"### {model.name}, {_title(name, form)}", "", *_table(original, mine, theirs), ""]
@@ -216,21 +226,25 @@ def _signs(mine: list[Row], theirs: list[Row]) -> tuple[int, int]:
     return by_ppl, difference(best.kl, theirs[0].kl).sign
 
 
-def _behind(model: Model, groups: list[Group]) -> list[str]:
+def _behind(model: Model, original: Row, groups: list[Group]) -> list[str]:
     """Rows that are behind, and why."""
     lines = []
     for name, form, mine, theirs in groups:
         if mine and theirs and 1 in (signs := _signs(mine, theirs)):
             what = " and ".join(word for word, sign in zip(("perplexity", "KL"), signs, strict=True) if sign == 1)
-            reason = REASONS.get((model.name, name, form), "no reason is known")
+            is_below = model.text is None and signs[1] < 1 and min(map(_perplexity, theirs)) < _perplexity(original)
+            reason = BELOW if is_below else REASONS.get((model.name, name, form), "no reason is known")
             lines.append(f"- Behind in {what}: {_title(name, form)}; {reason}.")
     return ["", *lines] if lines else []
 
 
-def _coverage(model: Model, own: Rows) -> str:
+def _coverage(model: Model, own: Rows, peers: Rows) -> str:
     """How much of what is declared was measured."""
     declared = [row.key for row in wanted(model)]
-    return f"Of {len(declared)} declared rows of ours {sum(key in own for key in declared)} are measured."
+    theirs = {(peer.tool, peer.method, numbers, form) for peer, numbers, form in peer_rows(model)}
+    known = {(row.tool.split()[0], row.method, row.numbers, row.symmetric) for row in peers.values()}
+    ours = f"Of {len(declared)} declared rows of ours {sum(key in own for key in declared)} are measured"
+    return f"{ours}, of {len(theirs)} of other tools {len(theirs & known)}."
 
 
 def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
@@ -267,7 +281,9 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
 def _cost(row: Row) -> list[str]:
     """CPU seconds and peak; none of rows from before these were those of whole processes."""
     known = row.taken is not None and row.taken.machine
-    return [f"{row.cpu_s:.0f}" if known and row.cpu_s else "", str(row.peak_mb) if known and row.peak_mb else ""]
+    mark = "" if row.others is not None and row.others <= BUSY else "~"
+    seconds = f"{mark}{row.cpu_s:.0f}" if known and row.cpu_s else ""
+    return [seconds, str(row.peak_mb) if known and row.peak_mb else ""]
 
 
 def _where(results: Path) -> list[str]:

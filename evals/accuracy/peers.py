@@ -4,7 +4,8 @@
         [--models DIR --data DIR] [--only 'babyllama-361 w8pc *']
 
 Kept in results/accuracy/peers-<model>.json after every row; rows of the same version of a tool are not made again
-without --redo. How the environments are made: evals/peers/job.py. quantkit does not import the tools.
+without --redo where their seconds are known. How the environments are made: evals/peers/job.py. quantkit does not
+import the tools.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pages
 from bench import Bench, measure, open_bench, write_calibration
-from processes import ALONE, run_measured
+from processes import ALONE, ONE_THREAD, run_measured
 from provenance import stamp
 from rows import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, MODELS, Model, Peer, peer_job, peer_rows
-from run import BUSY, is_asked, said
-from store import RESULTS, Row, load_rows, save_rows
+from run import is_asked, said
+from store import RESULTS, Row, add_row, load_rows
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 TOOLS = {  # package, script
@@ -48,11 +49,10 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
     shutil.rmtree(output, ignore_errors=True)
     folders = {"model": str(bench.path), "output": str(output), "ids": str(work / "calibration.jsonl")}
     command = [args.pythons[peer.tool], "-W", "ignore", str(script), json.dumps({**job, **folders})]
-    usage = run_measured(command, work / "log.txt", environment=ALONE, limit_s=args.limit)
+    usage = run_measured(command, work / "log.txt", environment=ALONE | ONE_THREAD, limit_s=args.limit)
     if usage.code:
         return usage.said or f"killed after {args.limit} s"
     report: dict[str, Any] = json.loads(usage.said)
-    quiet = args.seconds and usage.others_cpu_s <= BUSY * usage.cpu_s
     return measure(
         bench,
         next(output.rglob("config.json")).parent,
@@ -62,7 +62,8 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
         numbers=numbers,
         symmetric=symmetric,
         how=", ".join(f"{name}={value}" for name, value in job["options"].items()),
-        cpu_s=usage.cpu_s if quiet else None,
+        cpu_s=usage.cpu_s,
+        others=usage.others_share,
         peak_mb=report["peak_mb"],
         taken=stamp(versions=report["versions"]),
     )
@@ -76,7 +77,7 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
         if peer.tool not in args.pythons:
             continue
         key = peer.key(numbers, symmetric, args.versions[peer.tool])
-        if not is_asked(f"{model.name} {key}", args.only) or (key in done and not args.redo):
+        if not is_asked(f"{model.name} {key}", args.only) or (key in done and done[key].has_cost and not args.redo):
             continue
         if bench is None:
             bench = open_bench(model, args.models, args.data)
@@ -86,7 +87,7 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
         if isinstance(found, str):
             print(f"{model.name} {key}: not measured: {found}", file=sys.stderr)
             continue
-        save_rows(path, load_rows(path) | {key: found})
+        add_row(path, key, found)
         print(f"{model.name} {key}: {said(found)}", flush=True)
 
 
@@ -99,7 +100,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", action="append", help="pattern of '<model> <key of the row>'; again: or")
     parser.add_argument("--redo", action="store_true")
-    parser.add_argument("--no-seconds", dest="seconds", action="store_false", help="keep none: the machine is shared")
     parser.add_argument("--limit", type=float, default=1200, metavar="SECONDS", help="of one quantization")
     for tool in TOOLS:
         parser.add_argument(f"--{tool.lower()}", dest=tool, metavar="PYTHON", help=f"of an environment with {tool}")

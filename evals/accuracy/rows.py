@@ -80,15 +80,15 @@ METHODS: dict[str, Steps] = {
     "awq+gptq asymmetric sequential": ["awq", {"gptq": {"asymmetric_calibration": 1.0, "true_sequential": True}}],
     "autoround": ["autoround"],
 }
-# Of 8 bits, and of floats; integers of fewer bits have all but the second, whose ranges the others search too.
+SHIPPED = "gptq asymmetric sequential"
 CALIBRATED = "rtn calibrated"
-METHODS_OF_EIGHT = ("rtn", CALIBRATED, "gptq", "gptq asymmetric sequential")
-METHODS_OF_FLOATS = ("rtn", CALIBRATED, "gptq", "gptq asymmetric sequential", "autoround")
+METHODS_OF_FEW_BITS = ("rtn", "awq", "gptq", SHIPPED, f"awq+{SHIPPED}", "autoround")
+METHODS_OF_EIGHT = ("rtn", CALIBRATED, "gptq", SHIPPED)
+METHODS_OF_FLOATS = (*METHODS_OF_EIGHT, "autoround")
+ABLATED = {("demo", "w4g32"): ("gptq asymmetric", "awq+gptq asymmetric")}  # what `true_sequential` brings, there alone
 
-# Why a row is behind the best peer, by model, number type and form; the page asks for a reason where there is none.
-REASONS = {
-    ("demo", "w4g32", True): "perplexity below the original's is no merit there, see above",
-}
+# Why a row is behind the best peer, by model, number type and form; the page says where none is known.
+REASONS: dict[tuple[str, str, bool], str] = {}
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
 FLOATS = ("fp8", "nvfp4", "mxfp4")
@@ -130,7 +130,7 @@ def wanted(model: Model) -> Iterator[Wanted]:
     """All rows of a model: both forms of ranges where integers of fewer than 8 bits are all that is quantized."""
     for name in model.numbers:
         numbers = NUMBERS[name]
-        for method in methods_of(numbers):
+        for method in (*methods_of(numbers), *ABLATED.get((model.name, name), ())):
             yield from (Wanted(numbers=name, method=method, symmetric=form) for form in forms(numbers))
 
 
@@ -138,7 +138,7 @@ def methods_of(numbers: Numbers) -> tuple[str, ...]:
     """Names of the methods that a number type is measured with."""
     if not numbers.is_integer:
         return METHODS_OF_EIGHT if numbers.activations else METHODS_OF_FLOATS
-    return METHODS_OF_EIGHT if numbers.bits >= 8 else tuple(name for name in METHODS if name != CALIBRATED)
+    return METHODS_OF_EIGHT if numbers.bits >= 8 else METHODS_OF_FEW_BITS
 
 
 def forms(numbers: Numbers) -> tuple[bool, ...]:
@@ -197,16 +197,12 @@ LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND = "llm-compressor", "GPTQModel", "auto-ro
 _MSE: dict[str, Any] = {"options": {"observer": "memoryless_mse"}}
 _WIDER: dict[str, Any] = {"options": {"observer": "fouroversix"}}  # ranges beyond the largest weight too
 _NVFP4_ONLY: dict[str, Any] = {"bits": (), "presets": ("nvfp4",)}
-PEERS = (
-    Peer(tool=LLM_COMPRESSOR, method="rounding", job={"method": "rtn"}, presets=FLOATS),
+PEERS = (  # plain rounding, and GPTQ without a search of ranges, are left to these where they can be had
     Peer(tool=LLM_COMPRESSOR, method="rounding, memoryless_mse", job={"method": "rtn", **_MSE}, presets=FLOATS),
-    Peer(tool=LLM_COMPRESSOR, method="GPTQ", job={"method": "gptq"}, presets=FLOATS),
     Peer(tool=LLM_COMPRESSOR, method="GPTQ, memoryless_mse", job={"method": "gptq", **_MSE}, presets=FLOATS),
     Peer(tool=LLM_COMPRESSOR, method="rounding, fouroversix", job={"method": "rtn", **_WIDER}, **_NVFP4_ONLY),
     Peer(tool=LLM_COMPRESSOR, method="GPTQ, fouroversix", job={"method": "gptq", **_WIDER}, **_NVFP4_ONLY),
-    Peer(tool=LLM_COMPRESSOR, method="AWQ", job={"method": "awq"}, bits=(2, 3, 4), zero_points=True),
     Peer(tool=LLM_COMPRESSOR, method="AWQ, then GPTQ", job={"method": "awq+gptq"}, bits=(2, 3, 4), zero_points=True),
-    Peer(tool=GPTQ_MODEL, method="rounding", job={"method": "rtn"}, groups=False, zero_points=False),
     Peer(tool=GPTQ_MODEL, method="GPTQ", job={"method": "gptq"}, groups=False),
     Peer(tool=GPTQ_MODEL, method="GPTQ, mse=2.0", job={"method": "gptq", "options": {"mse": 2.0}}, groups=False),
     Peer(tool=AUTO_ROUND, method="AutoRound, 200 iterations", job={"method": "signround", "options": {"iters": 200}}),

@@ -6,9 +6,9 @@
     python evals/accuracy/run.py --work DIR --only 'demo w4g32 *' --only 'demo w8pc *'   # some rows
 
 --models holds babyllama-361 and stories260k; --data holds tinystories/{calibration,validation}.txt and
-benchmarks/blimp/*.jsonl. Results are kept after every row, so a killed run goes on; a row is measured again when its
-recipe or the code that quantizes has changed (`provenance.Stamp.changed`), unless --keep. Where other processes took
-part of the machine meanwhile, or with --no-seconds, no seconds are kept.
+benchmarks/blimp/*.jsonl. Results are kept after every row, so a killed run goes on, and several runs may go on at once;
+a row is measured again when its recipe or the code that quantizes has changed (`provenance.Stamp.changed`), or its
+seconds are not known, unless --keep.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pages
 from bench import Bench, ask, measure, open_bench, write_calibration
-from processes import run_measured
+from processes import ONE_THREAD, Usage, run_measured
 from provenance import stamp
 from rows import MODELS, Model, Wanted, recipe, wanted
 from score import score
-from store import RESULTS, Row, Rows, load_rows, save_rows
+from store import RESULTS, Row, Rows, add_row, load_rows
 
 ORIGINAL = "original"
-BUSY = 0.1  # of its own CPU seconds that others may take before a process's seconds mean nothing
-Made = tuple[Path, float | None, int]
+Made = tuple[Path, Usage, int]
 
 
 def quantize(bench: Bench, data: dict[str, Any], work: Path) -> Made | str:
@@ -46,27 +45,28 @@ def quantize(bench: Bench, data: dict[str, Any], work: Path) -> Made | str:
         data: the recipe.
         work: folder of outputs.
     Returns:
-        The checkpoint, CPU seconds if the machine was quiet, and peak MB; or what the process said when it failed.
+        The checkpoint, what the process took, and peak MB; or what the process said when it failed.
     """
     file, output = work / "recipe.yaml", work / "checkpoint"
     file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "quantkit", "quantize", str(bench.path), "--recipe", str(file), "-o", str(output)]
-    usage = run_measured([*command, "--no-resume", "--quiet", "--device", "cpu"], work / "log.txt")
+    command += ["--no-resume", "--quiet", "--device", "cpu"]
+    usage = run_measured(command, work / "log.txt", environment=ONE_THREAD)
     if usage.code:
         return usage.said
     # Its own record: what wait4 says of a child begins with what this process has in memory.
     peak = json.loads((output / "quantkit-run.json").read_text(encoding="utf-8"))["peak_bytes"]
-    return output, usage.cpu_s if usage.others_cpu_s <= BUSY * usage.cpu_s else None, peak // 2**20
+    return output, usage, peak // 2**20
 
 
-def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool, seconds: bool) -> Row | str:
-    """Quantize and measure one row, with seconds or without; or what went wrong."""
+def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
+    """Quantize and measure one row; or what went wrong."""
     data = recipe(row, str(work / "calibration.jsonl"))
     made = quantize(bench, data, work)
     if isinstance(made, str):
         return made
-    checkpoint, cpu_s, peak_mb = made
+    checkpoint, usage, peak_mb = made
     taken = stamp(data)
     return measure(
         bench,
@@ -77,7 +77,8 @@ def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool, seconds: bool
         numbers=row.numbers,
         symmetric=row.symmetric,
         how=yaml.safe_dump(data.get("steps", []), default_flow_style=True).strip(),
-        cpu_s=cpu_s if seconds else None,
+        cpu_s=usage.cpu_s,
+        others=usage.others_share,
         peak_mb=peak_mb,
         taken=taken,
     )
@@ -116,20 +117,19 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
     work.mkdir(parents=True, exist_ok=True)
     write_calibration(bench, work / "calibration.jsonl")
     if ORIGINAL not in rows or ask_original:
-        save_rows(path, load_rows(path) | {ORIGINAL: original_row(bench, tasks=bool(asked))})
+        add_row(path, ORIGINAL, original_row(bench, tasks=bool(asked)))
     for row in todo:
-        found = run_row(bench, row, work, tasks=row.key in asked, seconds=args.seconds)
+        found = run_row(bench, row, work, tasks=row.key in asked)
         if isinstance(found, str):
             print(f"{model.name} {row.key}: not measured: {found}", file=sys.stderr)
             continue
-        save_rows(path, load_rows(path) | {row.key: found})
+        add_row(path, row.key, found)
         print(f"{model.name} {row.key}: {said(found)}", flush=True)
 
 
 def said(row: Row) -> str:
     """In a line."""
-    seconds = "seconds not taken" if row.cpu_s is None else f"{row.cpu_s} CPU s"
-    return f"KL {sum(row.kl) / len(row.kl):.5f}, {seconds}, {row.peak_mb} MB"
+    return f"KL {sum(row.kl) / len(row.kl):.5f}, {row.cpu_s} CPU s beside others' {row.others:.0%}, {row.peak_mb} MB"
 
 
 def is_asked(name: str, patterns: list[str] | None) -> bool:
@@ -138,7 +138,9 @@ def is_asked(name: str, patterns: list[str] | None) -> bool:
 
 
 def _is_done(found: Row | None, row: Wanted, keep: bool, asked: bool) -> bool:
-    return found is not None and (bool(found.tasks) or not asked) and (keep or not changes(found, row))
+    if found is None or (asked and not found.tasks):
+        return False
+    return keep or (found.has_cost and not changes(found, row))
 
 
 def changes(found: Row, row: Wanted) -> list[str]:
@@ -158,7 +160,7 @@ def print_rows(args: argparse.Namespace) -> None:
 def _state(found: Row | None, row: Wanted) -> str:
     if found is None:
         return "missing"
-    seconds = "" if found.cpu_s is None else f", {found.cpu_s:.0f} CPU s"
+    seconds = f", {found.cpu_s:.0f} CPU s" if found.has_cost else ", seconds not known"
     change = changes(found, row)
     return (f"taken before the last change of {change[0]}" if change else "done") + seconds
 
@@ -174,7 +176,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--redo", action="store_true", help="measure again what is done")
     parser.add_argument("--keep", action="store_true", help="do not measure again what older code did")
     parser.add_argument("--tasks", default="", help="pattern of the rows that are asked the tasks; '' = none")
-    parser.add_argument("--no-seconds", dest="seconds", action="store_false", help="keep none: the machine is shared")
     parser.add_argument("--list", action="store_true", help="print the rows and what is known of them; measure nothing")
     args = parser.parse_args()
     if args.work is None and not args.list:

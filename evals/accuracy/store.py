@@ -6,7 +6,9 @@ hexadecimal number whose lowest bit is item 0.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -50,8 +52,9 @@ class Row:
         numbers: w4g32, w4pc, w8a8, ...
         symmetric: whether there are no zero points.
         how: steps or options, as text.
-        cpu_s: of the whole process that quantized; None = not taken, or the machine was busy.
+        cpu_s: of the whole process that quantized, with one thread; None = not taken.
         peak_mb: of its memory.
+        others: share of the machine that other processes took meanwhile.
         windows, tokens: scored.
         nll, kl: per block of windows; see `score.Score`.
         top1: share of positions where it prefers what the original prefers.
@@ -66,6 +69,7 @@ class Row:
     how: str = ""
     cpu_s: float | None = None
     peak_mb: int | None = None
+    others: float | None = None
     windows: int
     tokens: int
     nll: tuple[float, ...]
@@ -73,6 +77,11 @@ class Row:
     top1: float
     tasks: dict[str, Answers] = field(default_factory=dict)
     taken: Stamp | None = None
+
+    @property
+    def has_cost(self) -> bool:
+        """Whether seconds and peak are known, and of a whole process: older rows have them of a part."""
+        return self.cpu_s is not None and self.taken is not None and bool(self.taken.machine)
 
 
 Rows = dict[str, Row]
@@ -97,6 +106,17 @@ def save_rows(path: Path, rows: Rows) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     partial.replace(path)
+
+
+def add_row(path: Path, key: str, row: Row) -> None:
+    """Put a row into a file; several processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        save_rows(path, load_rows(path) | {key: row})
+    finally:
+        os.close(folder)
 
 
 def _row(data: dict[str, Any]) -> Row:
