@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ALONE = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}  # for the Python of another environment
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,11 @@ class Usage:
     peak_mb: int
     others_cpu_s: float
     said: str
+
+    @property
+    def others_share(self) -> float:
+        """Of the whole machine, that other processes took meanwhile."""
+        return round(self.others_cpu_s / max(self.wall_s, 0.01) / (os.cpu_count() or 1), 3)
 
 
 def run_measured(

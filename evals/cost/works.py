@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND, OURS = "llm-compressor", "GPTQModel", "auto-round", "quantkit"
-PLAIN: dict[str, Any] = {"steps": [{"gptq": {"damping": 0.01}}]}
+PLAIN: dict[str, Any] = {"steps": [{"gptq": {"damping": 0.01, "true_sequential": True}}]}
 TUNED = {"iterations": 200, "batch_size": 1}
 
 
@@ -62,7 +62,7 @@ WORKS = (
     ),
     Work(
         name="plain-gptq",
-        title="plain GPTQ: `asymmetric_calibration` 0, `true_sequential` false",
+        title="plain GPTQ: `gptq-int4` with `asymmetric_calibration` 0",
         recipe="gptq-int4",
         changes=PLAIN,
         of="gptq",

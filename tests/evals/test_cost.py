@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ import measure_cost  # noqa: E402
 import provenance  # noqa: E402
 import works  # noqa: E402
 
-from quantkit.cli import REGISTRY  # noqa: E402
+from quantkit.cli import REGISTRY, main  # noqa: E402
 from quantkit.compress.recipe.load import build  # noqa: E402
 
 GPTQ, PLAIN = works.WORKS[:2]
@@ -36,7 +37,9 @@ def test_every_work_is_a_recipe(work):
 def test_every_work_is_a_command_line(work, tmp_path, monkeypatch):
     monkeypatch.setattr(measure_cost.Bed, "model", lambda bed, work: Path("model"))
     command, *words = measure_cost.Bed(tmp_path, {}).arguments(work)
-    given = REGISTRY.load(command).make_context(command, words).params
+    # As a part of the program: a command keeps the help options that it was first asked for.
+    program = click.Context(main, **main.context_settings)
+    given = REGISTRY.load(command).make_context(command, words, program).params
     assert given["output"] is not None
     assert given["resume"] is False
 
