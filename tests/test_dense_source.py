@@ -23,8 +23,9 @@ from tests.quantized_sources import FP8, KINDS, SMALL, bits
 PUBLISHED = ("fp8 blocks", "fp8 of minimax", "mxfp4 stacks", "int4 experts", "nvfp4 of modelopt", "nvfp4")
 
 
-def same_tensors(view, twin):
+def assert_same_tensors(view, twin):
     assert view.names == twin.names
+    assert len(view.names) > 0
     for name in view.names:
         value, expected = view.tensor(name), twin.tensor(name)
         assert (value.dtype, value.shape) == (expected.dtype, expected.shape), name
@@ -32,12 +33,17 @@ def same_tensors(view, twin):
         assert torch.equal(bits(value), bits(expected)), name
 
 
+def assert_codes_are_read_as(twin, source):
+    assert load_tensors(source).keys() != load_tensors(twin).keys()
+    assert_same_tensors(open_dense(source), CheckpointReader(twin))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_the_library(quantized_pair, kind):
     source, twin = quantized_pair(kind)
     view, dense = open_dense(source), CheckpointReader(twin)
     assert load_tensors(source).keys() != load_tensors(twin).keys()
-    same_tensors(view, dense)
+    assert_same_tensors(view, dense)
     assert view.config == dense.config
     assert "dequantized to bfloat16 while read" in view.notes[0]
     assert view.digests == CheckpointReader(source).digests
@@ -68,8 +74,8 @@ def test_our_own_formats_are_sources_too(tmp_path, tiny_llama, format_):
     for name, folder in (("compressed-tensors", kept), (format_, tmp_path / "codes"), ("dense", tmp_path / "twin")):
         half = make_half(tiny_llama, tmp_path / "half")
         quantkit.quantize(half, "rtn-int4", folder, overrides={**symmetric, "format": name})
-    same_tensors(open_dense(tmp_path / "codes"), CheckpointReader(tmp_path / "twin"))
-    same_tensors(open_dense(kept), CheckpointReader(tmp_path / "twin"))
+    assert_codes_are_read_as(tmp_path / "twin", tmp_path / "codes")
+    assert_codes_are_read_as(tmp_path / "twin", kept)
 
 
 def make_half(model, folder):
@@ -86,7 +92,9 @@ def test_linears_of_gpt2_come_as_the_model_keeps_them(tmp_path):
     for name in ("gptq", "dense"):
         changes = {"weights.group_size": 32, "format": name}
         quantkit.quantize(model, "rtn-int4", tmp_path / name, overrides=changes)
-    same_tensors(open_dense(tmp_path / "gptq"), CheckpointReader(tmp_path / "dense"))
+    assert_codes_are_read_as(tmp_path / "dense", tmp_path / "gptq")
+    values, kept = CheckpointReader(tmp_path / "dense"), CheckpointReader(model)
+    assert {name: values.info(name).shape for name in values.names} == {n: kept.info(n).shape for n in kept.names}
 
 
 def test_a_stack_of_fp8_experts_is_one_too(tmp_path):

@@ -85,6 +85,7 @@ def test_records_errors_and_architectures_are_torch_free():
     assert "torch" not in modules_after(f"{code}\nquantkit.models.families.supported()")
 
 
+@pytest.mark.slow
 def test_that_the_check_above_can_fail():
     assert "torch" in modules_after("import quantkit\nquantkit.Recipe")
 

@@ -26,7 +26,8 @@ class Trials:
 
     def __init__(self):
         self.ran, self.refused = [], set()
-        self.report = make_report()
+        # Without items, of which it has thousands: they are written and read again for every trial.
+        self.report = dataclasses.replace(make_report(), evaluation=None, baseline=None)
 
     def run(self, trials, on, jobs):
         for trial in trials:
@@ -49,6 +50,12 @@ def trials(monkeypatch):
     return pretended
 
 
+@pytest.fixture
+def blank_page(monkeypatch):
+    """Drawing a page takes most of a sweep of pretended trials."""
+    monkeypatch.setattr(module, "render_comparisons", lambda *_: "<!DOCTYPE html>")
+
+
 def swept(folder, recipes=RECIPES, models=("demo",), changes=(), **options):
     loaded = [load(name, changes) for name in recipes]
     return sweep(loaded, models, SweepOptions(output=folder, **{"threads": 1, **options}))
@@ -66,7 +73,7 @@ def test_every_pair_is_a_record_that_is_kept_and_compared_by_model(trials, tiny_
     assert page.count('<svg class="plot"') == 4
 
 
-def test_what_is_done_is_taken_over_and_what_failed_done_again(trials, tmp_path):
+def test_what_is_done_is_taken_over_and_what_failed_done_again(trials, blank_page, tmp_path):
     trials.refused.add("demo-rtn-int8")
     first = swept(tmp_path / "out")
     assert [record.exit_code for record in first] == [0, 4]
@@ -83,7 +90,7 @@ def test_what_is_done_is_taken_over_and_what_failed_done_again(trials, tmp_path)
     assert (tmp_path / "out/demo-fp8-dynamic/report.json").exists()  # which nobody has asked to be made anew
 
 
-def test_starting_over_deletes_nothing_that_no_trial_made(trials, tmp_path):
+def test_starting_over_deletes_nothing_that_no_trial_made(trials, blank_page, tmp_path):
     swept(tmp_path / "out")
     (tmp_path / "out/demo-rtn-int8/notes.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"holds notes\.txt"):
@@ -91,14 +98,14 @@ def test_starting_over_deletes_nothing_that_no_trial_made(trials, tmp_path):
     assert (tmp_path / "out/demo-rtn-int4/report.json").exists()
 
 
-def test_a_checkpoint_without_a_record_is_not_taken_for_a_trial(trials, tmp_path):
+def test_a_checkpoint_without_a_record_is_not_taken_for_a_trial(trials, blank_page, tmp_path):
     swept(tmp_path / "out", recipes=("rtn-int4",))
     (tmp_path / "out/trials/demo-rtn-int4.json").unlink()
     with pytest.raises(ResumeError, match="without a record of how it was made"):
         swept(tmp_path / "out", recipes=("rtn-int4",))
 
 
-def test_another_text_under_the_same_name_is_another_question(trials, tmp_path):
+def test_another_text_under_the_same_name_is_another_question(trials, blank_page, tmp_path):
     text = tmp_path / "mine.txt"
     for words, outcome in (("one", nullcontext()), ("two", pytest.raises(ResumeError, match="asked"))):
         text.write_text(words)
@@ -114,7 +121,7 @@ def test_another_text_under_the_same_name_is_another_question(trials, tmp_path):
         ([], {"threads": 2}, "threads: 1 -> 2"),
     ],
 )
-def test_kept_trials_of_something_else_are_refused(trials, tmp_path, changes, options, what):
+def test_kept_trials_of_something_else_are_refused(trials, blank_page, tmp_path, changes, options, what):
     swept(tmp_path / "out", recipes=("rtn-int4",))
     with pytest.raises(ResumeError, match="give another --output, or --no-resume") as refused:
         swept(tmp_path / "out", recipes=("rtn-int4",), changes=changes, **options)
@@ -127,7 +134,7 @@ def test_two_trials_of_one_name_are_refused(trials, tmp_path):
     assert not trials.ran
 
 
-def test_a_damaged_record_is_refused(trials, tmp_path):
+def test_a_damaged_record_is_refused(trials, blank_page, tmp_path):
     swept(tmp_path / "out", recipes=("rtn-int4",))
     (tmp_path / "out/trials/demo-rtn-int4.json").write_text('{"name": 3}')
     with pytest.raises(ResumeError, match="damaged"):
@@ -150,7 +157,7 @@ def test_commands_are_those_that_a_user_would_give(monkeypatch, tmp_path):
     assert (written.source, written.gates) == (shipped.source, shipped.gates)
 
 
-def test_the_command_shows_rows_of_both_kinds_and_ends_with_the_code_of_what_failed(trials, tmp_path):
+def test_the_command_shows_rows_of_both_kinds_and_ends_with_the_code_of_what_failed(trials, blank_page, tmp_path):
     trials.refused.add("demo-rtn-int8")
     line = ["sweep", ",".join(RECIPES), "-o", str(tmp_path / "out"), "--limit", "3", "--no-bench", "--threads", "1"]
     shown = CliRunner().invoke(main, line)

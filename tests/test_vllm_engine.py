@@ -28,7 +28,7 @@ def vllm(monkeypatch):
     fake_vllm.install(monkeypatch)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ours():
     return LLM(dtype="fp32", threads=1)
 

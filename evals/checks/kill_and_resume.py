@@ -26,7 +26,8 @@ COMMANDS = {
     "gguf": "quantize --recipe rtn-int4 --set format=gguf -o out",
     "convert": "convert ../source --to awq -o out",
     "verify": "verify ../source --suite none --no-bench --no-sensitivity --text ../text --gate kl<=1000 -o out",
-    "search": "search --recipe rtn-int4 --bits 6 --candidates int4:64,int8:64 --text ../text --tokens 64 -o out.yaml",
+    "search": "search --recipe {recipe} --set calibration.samples={samples} --bits 6 --candidates int4:64,int8:64 "
+    "--text ../text --tokens 64 -o out.yaml",
 }
 
 

@@ -77,8 +77,8 @@ def sentence(file: Path) -> str:
     causal, image = count(rows, "causal"), count(rows, "image-text")
     return (
         f"Of the {total(causal)} decoder-only causal language models of\ntransformers {file.stem}, {causal['right']} "
-        f"are right ({said(causal, BUILT[1:])}), of its {total(image)}\n"
-        f"image-text models {image['right']} ({said(image, BUILT[1:])})"
+        f"are right, {said(causal, BUILT[1:])}, of its {total(image)}\n"
+        f"image-text models {image['right']}, {said(image, BUILT[1:])}"
     )
 
 

@@ -31,6 +31,7 @@ WRONG, GO_ON, LOST = 3, 75, 76
 # What they say of it, with those of `timeout`.
 STATES = {0: "done", WRONG: "wrong", GO_ON: "unfinished", 124: "unfinished", 137: "unfinished"}
 # After so many errors, and no success, a kind is not tried again.
+SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python from 3.11.4 on has it
 _MOST_FAILURES = 3
 _ARCHIVE_EVERY_S = 5.0
 # A machine that is lent hands back 8 files of 16 MiB; all that comes back is carried in again beside the sources.
@@ -310,7 +311,7 @@ def unpack(source: Path) -> None:
         try:
             with tarfile.open(path) as tar:
                 new = [member for member in tar if member.name.partition("/")[0] not in here]
-                tar.extractall(target, new, filter="data")
+                tar.extractall(target, new, **SAFELY)
             print(f"== taken up: {path}", flush=True)
         except (OSError, EOFError, tarfile.TarError) as error:  # it did not come back whole
             print(f"== not taken up: {path}: {error}", flush=True)

@@ -43,9 +43,9 @@ def command(
     Writes report.json, report.html, junit.xml and README.md, the model card.
 
     \b
-    Gates: recovery, recovery[TASK], score[TASK], perplexity_ratio, kl, kl_p99,
-      top1, length_ratio, ttft_ratio, itl_ratio, tpot_ratio, throughput_ratio,
-      memory_ratio, size_ratio, bits_per_weight.
+    Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
+      kl, kl_p99, top1, length_ratio, ttft_ratio, itl_ratio, tpot_ratio,
+      throughput_ratio, memory_ratio, size_ratio, bits_per_weight.
 
     \b
     Examples:

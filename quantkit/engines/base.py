@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -214,3 +214,22 @@ class Engine:
     ordinary: Rule = ORDINARY
     caches: Mapping[Cache, str] = field(default_factory=dict)
     devices: bool = True
+
+
+def cpu_engine(*, title: str, release: str, rules: str, loader: str) -> Engine:
+    """One that is asked about CPUs only.
+
+    Args:
+        title, release: see `Engine`.
+        rules: a table, see `read_rules`.
+        loader: who is told what its cache is; what a checkpoint says of that is not read.
+    """
+    anywhere = (CPU, 999)
+    return Engine(
+        title=title,
+        release=release,
+        rules=read_rules(rules, capability=anywhere),
+        ordinary=replace(ORDINARY, capability=anywhere),
+        caches={"own": f"the cache's own entry (quantkit_kv_cache) is ignored: the cache is what {loader} is told"},
+        devices=False,
+    )

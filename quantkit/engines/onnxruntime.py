@@ -1,11 +1,12 @@
 """ONNX Runtime GenAI 0.18.0, its model builder for CPUs, run there; `models` is `onnxruntime_genai/models`."""
 
-from dataclasses import replace
+from quantkit.engines.base import cpu_engine
 
-from quantkit.engines.base import CPU, ORDINARY, Engine, read_rules
-
-_RULES = read_rules(
-    """
+ENGINE = cpu_engine(
+    title="ONNX Runtime",
+    release="GenAI 0.18.0",
+    loader="the builder",
+    rules="""
 no format=compressed-tensors,modelopt
     its builder takes compressed-tensors and ModelOpt for CUDA only; set format=gptq, awq or dense
     models/builder.py: check_extra_options
@@ -27,14 +28,4 @@ unknown
     {linear} in format {format} was not tried
     models/loaders/quant_model.py: QuantModel.from_pretrained
 """,
-    capability=(CPU, 999),
-)
-
-ENGINE = Engine(
-    title="ONNX Runtime",
-    release="GenAI 0.18.0",
-    rules=_RULES,
-    ordinary=replace(ORDINARY, capability=(CPU, 999)),
-    caches={"own": "the cache's own entry (quantkit_kv_cache) is ignored: the cache is what the builder is told"},
-    devices=False,
 )

@@ -3,12 +3,13 @@
 `exporters` is `optimum/exporters/openvino`.
 """
 
-from dataclasses import replace
+from quantkit.engines.base import cpu_engine
 
-from quantkit.engines.base import CPU, ORDINARY, Engine, read_rules
-
-_RULES = read_rules(
-    """
+ENGINE = cpu_engine(
+    title="OpenVINO",
+    release="2026.4.1, optimum-intel 2.2.0",
+    loader="OpenVINO",
+    rules="""
 wrong format=gptq,gptq-v2 group_order=yes
     scales are taken in order, g_idx is not read; set steps.gptq.act_order=weight
     openvino/frontend/pytorch/gptq.py: patched_forward, patched_forward_sym
@@ -33,14 +34,4 @@ unknown
     {linear} in format {format} was not tried
     exporters/__main__.py: main_export, supported_quant_methods
 """,
-    capability=(CPU, 999),
-)
-
-ENGINE = Engine(
-    title="OpenVINO",
-    release="2026.4.1, optimum-intel 2.2.0",
-    rules=_RULES,
-    ordinary=replace(ORDINARY, capability=(CPU, 999)),
-    caches={"own": "the cache's own entry (quantkit_kv_cache) is ignored: the cache is what OpenVINO is told"},
-    devices=False,
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from quantkit.checkpoints.replaceable import check_gguf, check_regular
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import MARKER, work_folder
 from quantkit.errors import OutputError
+from tests import forked
 from tests.helpers import tree
 
 MANIFEST = {"schema_version": 1, "converted_from": "gptq"}
@@ -231,32 +230,25 @@ def test_a_second_run_is_refused_at_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-RACE = """
-import sys
-from pathlib import Path
-from quantkit.checkpoints.work_folder import work_folder
-from quantkit.errors import OutputError
-inside, entered = Path(sys.argv[1]) / "inside", 0
-for _ in range(300):
-    try:
-        with work_folder(Path(sys.argv[1]) / "w.partial", "convert", output=Path("w"), resumable=False) as work:
-            inside.mkdir()  # fails if anybody else is inside
-            (work.path / "file").touch()
-            inside.rmdir()
-            entered += 1
-    except OutputError as error:
-        assert "another run is writing" in str(error), error
-print(entered)
-"""
+def race(folder: Path) -> None:
+    inside, entered = folder / "inside", 0
+    for _ in range(300):
+        try:
+            with work_folder(folder / "w.partial", "convert", output=Path("w"), resumable=False) as work:
+                inside.mkdir()  # fails if anybody else is inside
+                (work.path / "file").touch()
+                inside.rmdir()
+                entered += 1
+        except OutputError as error:
+            assert "another run is writing" in str(error), error
+    assert entered > 0
 
 
 def test_no_two_are_ever_inside_though_the_folder_comes_and_goes(tmp_path):
-    command = [sys.executable, "-c", RACE, str(tmp_path)]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [forked.start(race, tmp_path) for _ in range(3)]
     for run in runs:
-        printed, error = run.communicate(timeout=120)
-        assert run.returncode == 0, error
-        assert int(printed) > 0
+        run.join(120)
+        assert run.exitcode == 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -188,10 +189,16 @@ def test_an_output_that_a_killed_replacement_moved_aside_is_put_back(call, tmp_p
     assert [path.name for path in tmp_path.iterdir() if path.name != "r.yaml"] == ["out"]
 
 
+@pytest.fixture(scope="module")
+def report_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    write_report(make_report(), folder)
+    return folder
+
+
 @pytest.fixture
-def verified(tmp_path):
-    write_report(make_report(), tmp_path / "v")
-    return tmp_path / "v"
+def verified(report_files, tmp_path):
+    return Path(shutil.copytree(report_files, tmp_path / "v"))
 
 
 @pytest.mark.slow
@@ -239,10 +246,10 @@ AT_ONCE = {
 
 
 @pytest.mark.parametrize("command", AT_ONCE)
-def test_of_two_at_once_one_is_refused_and_the_other_whole(source, tmp_path, command):
+def test_of_two_at_once_one_is_refused_and_the_other_whole(source, report_files, tmp_path, command):
     arguments, outputs = AT_ONCE[command]
     if command == "report":
-        write_report(make_report(), tmp_path / "v")
+        shutil.copytree(report_files, tmp_path / "v")
     given = [part.format(source=source, here=tmp_path) for part in arguments]
     both = [forked.Command(*given) for _ in range(2)]
     codes, _, errors = zip(*(started.finish() for started in both), strict=True)
@@ -260,8 +267,6 @@ def test_of_two_at_once_one_is_refused_and_the_other_whole(source, tmp_path, com
 
 def test_a_conversion_of_a_strangers_checkpoint_is_known_as_ours(call, source, tmp_path, run):
     """Its quantkit.json says no more than that; what reads such files copes."""
-    import shutil
-
     stranger = shutil.copytree(source / "q", tmp_path / "stranger", ignore=shutil.ignore_patterns("quantkit*"))
     for further in ([], ["--overwrite"]):
         code, _, error = run("convert", stranger, "--to", "awq", "-o", tmp_path / "out", *further)

@@ -100,6 +100,7 @@ def run(*command: str, cache: Path, folder: Path = ROOT) -> subprocess.Completed
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=environment)
 
 
+@pytest.mark.slow
 def test_what_is_launched_is_what_has_been_compiled(tmp_path):
     """Launches not in the file, entries that nothing launches, spills, kernels without a launch, the page."""
     done = run("evals/gpu/compile_check.py", "--check", cache=tmp_path)

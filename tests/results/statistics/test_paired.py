@@ -15,6 +15,7 @@ from quantkit.results.statistics.paired import (
     compare_strata,
     mcnemar,
 )
+from tests.helpers import one_of_each
 
 DRAWS = 2000
 
@@ -68,9 +69,10 @@ CELLS = [
     (200, 0.01, 0.01),
     (200, 0.03, 0.02),
     (1000, 0.005, 0.002),
-    (1000, 0.03, 0.02),
-    (5000, 0.005, 0.002),
-    (5000, 0.010, 0.010),
+    *(
+        pytest.param(*cell, marks=pytest.mark.slow)
+        for cell in [(1000, 0.03, 0.02), (5000, 0.005, 0.002), (5000, 0.01, 0.01)]
+    ),
 ]
 
 
@@ -95,9 +97,8 @@ def test_with_hardly_any_differing_items_it_covers_more_never_less(total, lost, 
     assert covered >= 0.95
 
 
-@pytest.mark.parametrize("right", [0.5, 0.7, 0.9, 0.99])
-@pytest.mark.parametrize("total", [200, 1000])
-def test_both_intervals_cover_95_per_cent_in_2000_draws(total, right):
+@pytest.mark.parametrize(("right", "total"), one_of_each([0.5, 0.7, 0.9, 0.99], [200, 1000]))
+def test_both_intervals_cover_95_per_cent_in_2000_draws(right, total):
     lost, won = 0.02, 0.01
     won = min(won, (1 - right) * 0.8)
     rng = random.Random(f"{total} {right}")

@@ -106,7 +106,11 @@ REFUSALS = (
 )
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__)
+@pytest.mark.parametrize(
+    "refusal",
+    [REFUSALS[0], *(pytest.param(refusal, marks=pytest.mark.slow) for refusal in REFUSALS[1:])],
+    ids=lambda refusal: type(refusal).__name__,
+)
 def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch, refusal):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
