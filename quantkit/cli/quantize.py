@@ -99,6 +99,8 @@ def command(
     from quantkit import distributed
     from quantkit.checkpoints.memory import importing, spare_memory
 
+    if gates and not verify:
+        raise click.UsageError("--gate has no effect without --verify; add it")
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
