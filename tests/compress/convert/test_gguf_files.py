@@ -209,6 +209,17 @@ def change_tokenizer(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.parametrize("model", [{"merges": ["a b", 1]}, {"merges": [["a", 1]]}, {}])
+def test_what_is_no_text_is_no_token(tmp_path, model):
+    byte_fallback(tmp_path)
+    built = json.loads((tmp_path / "tokenizer.json").read_text())
+    change_tokenizer(
+        tmp_path, model={**built["model"], **model}, added_tokens=[{"id": 1, "content": "a" if model else 1}]
+    )
+    with pytest.raises(ModelError, match="is not built as tokenizers are"):
+        read_vocab(tmp_path, {}, 9)
+
+
 def test_what_cannot_be_said_is_refused_before_anything_is_written(model, tmp_path):
     import shutil
 
