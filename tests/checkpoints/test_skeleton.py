@@ -117,6 +117,7 @@ def test_wrong_shapes_and_missing_tensors_are_named(tmp_path):
         {"num_hidden_layers": 0},
         {"num_hidden_layers": 10**39},
         {"num_hidden_layers": float("inf")},
+        {"num_nextn_predict_layers": 1 << 31},
         {"vision_config": {"num_hidden_layers": 1 << 40}},
     ],
 )
