@@ -250,6 +250,14 @@ def test_a_number_of_another_type_is_refused(tmp_path, value):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("heads", [8, 1 << 31])
+def test_heads_that_the_rows_do_not_bear_out_are_refused(tmp_path, heads):
+    path = make_model(tmp_path / "m", head_dim=16)
+    edit_config(path, num_attention_heads=heads, model_type="unknown")
+    with pytest.raises(ModelError, match=f"q_proj.weight has 64 rows, config.json says {heads} heads of 16"):
+        convert(path, "gguf", tmp_path / "a.gguf")
+
+
 def test_unfit_codes_are_refused_with_what_holds_them(model, tmp_path):
     quantize(model, "rtn-int4", tmp_path / "q", overrides={"weights.group_size": 16})
     with pytest.raises(SchemeError, match=r"scale per 32 inputs.*hold all of it: awq, gptq"):
