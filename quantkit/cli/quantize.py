@@ -103,13 +103,11 @@ def command(
         raise click.UsageError("--gate has no effect without --verify; add it")
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
-    # JSON text is YAML that needs no guessing: a file may be called `a: b`.
-    changes = (*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items()))
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
         click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:]))
     with distributed.joined(explain):
         # Refused by one: all at once would tell the same error over one another.
-        read: Any = _read(recipe, changes, gates, verify) if distributed.is_writer() else None
+        read: Any = _read(recipe, changes, fields, gates, verify) if distributed.is_writer() else None
         if not verify:  # whose measurements would be of a process that spares memory
             spare_memory()
         result = _compressed(model, read, output, output_to, how)
@@ -123,11 +121,14 @@ def command(
         _show(output_to, result)
 
 
-def _read(recipe: str, changes: tuple[str, ...], gates: tuple[str, ...] | None, verify: bool) -> Recipe:
+def _read(
+    recipe: str, changes: tuple[str, ...], fields: dict[str, Any], gates: tuple[str, ...] | None, verify: bool
+) -> Recipe:
     """The recipe, with these changes, once it is known that it can be verified, if it is to be."""
     from quantkit.compress.recipe import load
 
-    read = load(recipe, changes)
+    # JSON text is YAML that needs no guessing: a file may be called `a: b`.
+    read = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
     if verify:
         _verify.check_before(read, gates)
     return read
