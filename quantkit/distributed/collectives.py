@@ -88,7 +88,7 @@ def share_out(
 
     Args:
         items: the same in every process.
-        compute: of one item; must not talk to other processes.
+        compute: of one item; may talk to other processes only where each of them does, in the same order.
         costs: of the items, which are then dealt out largest first; none = in turns.
         owners: of the items, where that has been decided already.
     """
