@@ -74,8 +74,8 @@ def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, k
 
     names = list(seen)
     costs = [layer.weight(name).numel() for name in names]
-    found = share_out(names, search, costs=costs) if known else layer.by_owners(names, search)
-    layer.chosen.ranges |= dict(zip(names, found, strict=True))
+    ranges = share_out(names, search, costs=costs) if known else layer.by_owners(names, search)
+    layer.chosen.ranges |= dict(zip(names, ranges, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
