@@ -57,6 +57,7 @@ _ENGINE = setting(
     "transformers, llama.cpp, openvino, onnxruntime, tensorrt-llm or tgi. What it cannot read is refused at once.",
     flag="--for ENGINE[:DEVICE]",
 )
+_READY = ("quantkit.cli._ready",)
 
 
 @click.command("quantize", cls=Command, short_help="Compress a model.")
@@ -101,10 +102,10 @@ def command(
 
     if gates and not verify:
         raise click.UsageError("--gate has no effect without --verify; add it")
+    if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
+        click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:], ready=() if verify else _READY))
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
-    if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
-        click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:]))
     with distributed.joined(explain):
         # Refused by one: all at once would tell the same error over one another.
         read: Any = _read(recipe, changes, fields, gates, verify) if distributed.is_writer() else None

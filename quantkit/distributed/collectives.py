@@ -89,7 +89,8 @@ def share_out(
 
     Args:
         items: the same in every process.
-        compute: of one item; must not talk to other processes.
+        compute: of one item; may talk to other processes only where the items have owners and each of them does, in
+            the same order.
         costs: of the items, which are then dealt out largest first.
         owners: of the items, where that has been decided already; of neither, who is free takes the next one.
     """

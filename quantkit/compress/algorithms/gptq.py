@@ -22,7 +22,7 @@ from quantkit.compress.algorithms._options import NotNegative, Positive, Positiv
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram, Room
-from quantkit.distributed import rank, share_out
+from quantkit.distributed import assign, fill, rank, share_out, world
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import Ranges, WeightGrid, from_codes, to_codes
@@ -135,7 +135,8 @@ class GptqStep:
                 factor = self._factor(hessian)
                 del hessian
                 if isinstance(error, Tensor):
-                    error = correction(error, factor, self.asymmetric_calibration)
+                    divide = shared_correction if job.set in common else correction
+                    error = divide(error, factor, self.asymmetric_calibration)
                 factors[job.set] = factor, error
             factor, error = factors[job.set]
             if layer.device.type == "cpu":  # what the job before took lies in pieces that do not fit this one's
@@ -143,8 +144,9 @@ class GptqStep:
             return self._solve_job(layer, job, factor, error), factor.raised
 
         solvers = owners(layer, jobs)
-        own = {job.set for job, solver in zip(jobs, solvers, strict=True) if solver == rank()}
-        for names in statistics.keys() - own:
+        own = [{job.set for job, solver in zip(jobs, solvers, strict=True) if solver == n} for n in range(world())]
+        common = set.intersection(*own)
+        for names in statistics.keys() - own[rank()]:
             del statistics[names]
         solved = share_out(jobs, solve, owners=solvers)
         parts: dict[str, list[QuantizedTensor]] = {}
@@ -276,6 +278,18 @@ def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
 def correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
     """A share of (N, K) error (X X')^-1, in its place; the factor is of X X'."""
     return _divide(error, factor).mul_(strength)
+
+
+def shared_correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
+    """`correction` of what all processes have, by all of them at once."""
+    parts = torch.split(error, _DIVIDED_ROWS)
+    owned = list(zip(parts, assign([len(part) for part in parts]), strict=True))
+    for part, owner in owned:
+        if owner == rank():
+            correction(part, factor, strength)
+    for part, owner in owned:
+        fill(part, owner)
+    return error
 
 
 def _divide(matrix: Tensor, factor: Factor) -> Tensor:

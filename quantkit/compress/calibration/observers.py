@@ -66,7 +66,7 @@ class _MeanMatrix:
         # As dear as those of a Gram matrix, of which each is wider than the one before.
         self._shared = list(zip(panels, assign([panel.stop for panel in panels]), strict=True))
         self._panels = [panel for panel, owner in self._shared if not split or owner == rank()]
-        for panel in panels:
+        for panel in self._panels:
             self._part(panel).zero_()
         self.num_tokens = 0
 
