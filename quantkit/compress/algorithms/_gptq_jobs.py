@@ -70,7 +70,8 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
     work = [(jobs[n].set, rows[n] * width[jobs[n].set] ** 2, width[jobs[n].set] ** 3 / _FACTORISED) for n in shared]
     # Where parts are few and large, neighbours may balance worse than any parts.
     ways = assign([cost for _, cost, _ in work]), deal_out(work, world())
-    for number, solver in zip(shared, min(ways, key=lambda way: _largest(work, way)), strict=True):
+    best = min(ways, key=lambda way: _largest(work, way))
+    for number, solver in zip(shared, best, strict=True):
         solvers[number] = solver
     return solvers
 
