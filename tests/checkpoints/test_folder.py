@@ -99,7 +99,7 @@ def test_the_index_cannot_name_files_elsewhere(sharded, name):
     fails(sharded, CheckpointError, "'scalar'", repr(name), "same folder")
 
 
-@pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "a\0.safetensors", "\ud800.safetensors"], ids=ascii)
+@pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "a\0.safetensors"], ids=ascii)
 def test_the_index_cannot_name_what_no_file_is_called(sharded, name):
     set_index(sharded, {"weight_map": {"x" * 9000: name}})
     with pytest.raises(CheckpointError, match="same folder") as caught:
