@@ -39,8 +39,8 @@ SECRET = "the user's own: 4d7c2f"
 LIMIT_S = 60.0
 EXIT_CODES = (0, 2, 3, 4, 5)
 
-FOLDER = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
-OURS = (*FOLDER, "quantkit.json", "quantkit-run.json")
+FOLDER = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "*.safetensors")
+OURS = (*FOLDER, "model.safetensors.index.json", "quantkit.json", "quantkit-run.json")
 SCORED = ("--text", "text.txt", "--suite", "none")
 VERIFIED = (*SCORED, "--no-bench", "--no-sensitivity", "--gate", "kl<=1000")
 

@@ -41,7 +41,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import quantkit.compress.pipeline.run
 from quantkit.api import list_recipes
 from quantkit.cli import main as quantkit
-from quantkit.compress.algorithms import _gptq_jobs
+from quantkit.compress.algorithms import _gptq_jobs, gptq
 from quantkit.compress.calibration import observers
 from quantkit.compress.pipeline import inputs
 from quantkit.compress.recipe import load
@@ -65,6 +65,7 @@ def main() -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     get_checkpoint_conversion_mapping("llama")  # takes a second, which each rank need not
     inputs._BATCH_TOKENS_ON_CPU, observers._PANEL, _gptq_jobs._SHORTEST = BATCH, PANEL, SHORTEST
+    gptq._DIVIDED_ROWS = PANEL
     rows: dict[str, Row] = json.loads(FILE.read_text()) if FILE.exists() else {}
 
     def save() -> None:

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import stamp
 
-from quantkit.compress.algorithms import gptq
+from quantkit.compress.algorithms import _gptq_jobs, gptq
 from quantkit.compress.algorithms._gptq_jobs import cut_set, fitting_rounds, owners
 from quantkit.compress.calibration.errors import relative_error
 from quantkit.compress.calibration.observers import Gram
@@ -133,11 +133,12 @@ MEASURED = {  # works of measure_scale.py
 @contextmanager
 def as_one_of(ranks: int) -> Iterator[None]:
     """While open, work is assigned to so many."""
-    world, collectives.world = collectives.world, lambda: ranks
+    world = collectives.world
+    collectives.world = _gptq_jobs.world = lambda: ranks
     try:
         yield
     finally:
-        collectives.world = world
+        collectives.world = _gptq_jobs.world = world
 
 
 def layer_seconds(

@@ -98,7 +98,7 @@ def speed_table() -> str:
         talked = "" if row is one else " · ".join(f"{value / row['layers_s']:.0%}" for value in row["collectives_s"])
         figures = f"{row['ranks']} | {row['wall_s']:.1f} | {row['layers_s']:.1f} | {' | '.join(faster)}"
         peaks = " · ".join(map(str, row["peak_mb"]))
-        stale = f" {MARK}" if row.get("code", row_code(row)) != row_code(row) else ""
+        stale = "" if row.get("code", "none kept") == row_code(row) else f" {MARK}"
         lines.append(f"| `{row['work']}`{stale} | {figures} | {talked} | {peaks} |")
     taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
     lines += ["", f"{MARK} Before the last change of the code behind it."] * (MARK in "".join(lines))

@@ -17,6 +17,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MODELOPT_NAME = "hf_quant_config.json"
 
+_MAX_NAME_BYTES = 255  # of a file, where most people are
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _METADATA = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -176,12 +177,17 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
     for tensor, name in weight_map.items():
         # A path is refused here; where links may lead is checked when the folder is opened.
-        if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\\" in name:
+        if not isinstance(name, str) or not _is_shard_name(name):
             raise CheckpointError(
-                f"{index} says that tensor {tensor!r} is in {name!r}; "
+                f"{index} says that tensor {shorten(tensor)} is in {shorten(name)}; "
                 "only a safetensors file of the same folder can be named there"
             )
     return weight_map
+
+
+def _is_shard_name(name: str) -> bool:
+    fits = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
+    return fits and name.endswith(".safetensors") and "/" not in name and "\\" not in name
 
 
 def _indexed_tensors(folder: Path, weight_map: dict[str, str]) -> tuple[dict[str, TensorInfo], tuple[Path, ...]]:
@@ -197,7 +203,7 @@ def _indexed_tensors(folder: Path, weight_map: dict[str, str]) -> tuple[dict[str
     for tensor, name in weight_map.items():
         if tensor not in headers[name]:
             raise CheckpointError(
-                f"{folder / name} does not hold tensor {tensor!r}, although {INDEX_NAME} says so; "
+                f"{folder / name} does not hold tensor {shorten(tensor)}, although {INDEX_NAME} says so; "
                 "index and files are of different downloads: download or copy them again"
             )
     tensors = {tensor: headers[name][tensor] for tensor, name in weight_map.items()}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MAX_DIMS = 64
+_MAX_NAME = 1024  # characters; numbers in it are read as such, which Python refuses of thousands of digits
 _DAMAGED = "the file is damaged; download or copy it again"
 
 # In the order in which the safetensors library writes them: wide types first, which keeps every tensor aligned.
@@ -180,6 +181,8 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     """One entry of the header, its offsets made absolute."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
+    if len(name) > _MAX_NAME:
+        raise CheckpointError(f"{path}: tensor {shorten(name)} has a name of {len(name)} characters; {_DAMAGED}")
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(kind, str):
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {shorten(kind)}, which is not supported; {_DAMAGED}")

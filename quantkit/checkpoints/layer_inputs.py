@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoints.folder import CONFIG_NAME
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError, first_line
+from quantkit.models.config import check_repeats
 
 
 class _Recorded(Exception):
@@ -157,6 +159,8 @@ def build_model(reader: CheckpointReader) -> nn.Module:
             build = getattr(kind, "_from_config", None) or kind.from_config
             model: nn.Module = build(config)
             return model.eval()
+    except ModelError:
+        raise
     except Exception as error:  # whatever transformers raises on a config it cannot use
         reason = first_line(error)
         raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error
@@ -166,9 +170,13 @@ def config_and_class(reader: CheckpointReader) -> tuple[Any, Any]:
     """A checkpoint's config in the words of transformers, and the class of its model.
 
     The one that config.json names, if it is one for such a config; else the automatic one of causal LMs.
+
+    Raises:
+        ModelError: it has more layers or experts than any model.
     """
     import transformers
 
+    check_repeats(reader.config, str(reader.path / CONFIG_NAME))
     config = transformers.AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
     for name in reader.config.get("architectures") or ():
         kind = getattr(transformers, str(name), None)

@@ -20,6 +20,7 @@ from torch import Tensor
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
+from quantkit.models.description import describe
 from quantkit.models.family import Family
 from quantkit.numerics.hadamard import Rotation, random_rotation
 
@@ -53,8 +54,8 @@ class RotatedReader(ModelReader):
             note = f"the output head, tied to the embedding in the source, gets {size:.1f} MB of its own"
             self.notes = (*self.notes, note)
         self._stream = random_rotation(self.info(self._embedding).shape[1], seed)
-        width = int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
-        self._heads = random_rotation(width, seed + 1) if heads and len(parts.qkv) == 3 else None
+        rotates_heads = heads and len(parts.qkv) == 3
+        self._heads = random_rotation(self._head_width(), seed + 1) if rotates_heads else None
 
     def tensor(self, name: str) -> Tensor:
         if name in (self._embedding, self._head):
@@ -106,6 +107,14 @@ class RotatedReader(ModelReader):
 
     def _norm(self, name: str) -> Tensor:
         return super().tensor(name).float() + self._family.norm_offset
+
+    def _head_width(self) -> int:
+        """Of a value head, as config.json says it and the rows of the first layer bear it out."""
+        width = describe(self.config, self._family, f"{self.path}/config.json").head_dim
+        name = f"{self._family.layers}.0.{self._family.parts.qkv[-1]}.weight"
+        if name in self._tensors and self.info(name).shape[0] % width:
+            raise ModelError(f"{self.path}: {name} has {self.info(name).shape[0]} rows, not heads of {width}; mend it")
+        return width
 
     def _check(self, path: Path | str) -> None:
         """Refuse what a rotation would change."""

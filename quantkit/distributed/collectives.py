@@ -2,11 +2,12 @@
 
 import contextlib
 import io
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantkit.distributed.job import group, rank, world
+from quantkit.distributed.job import group, next_number, rank, world
 from quantkit.distributed.lifeline import RESUME
 from quantkit.errors import ResourceError
 
@@ -88,20 +89,36 @@ def share_out(
 
     Args:
         items: the same in every process.
-        compute: of one item; must not talk to other processes.
-        costs: of the items, which are then dealt out largest first; none = in turns.
-        owners: of the items, where that has been decided already.
+        compute: of one item; may talk to other processes only where the items have owners and each of them does, in
+            the same order.
+        costs: of the items, which are then dealt out largest first.
+        owners: of the items, where that has been decided already; of neither, who is free takes the next one.
     """
     if world() == 1:
         return [compute(item) for item in items]
-    owners = owners or (assign(costs) if costs else [number % world() for number in range(len(items))])
-    own = {number: compute(item) for number, item in enumerate(items) if owners[number] == rank()}
+    owners = owners or (assign(costs) if costs else ())
+    taken = (number for number, owner in enumerate(owners) if owner == rank()) if owners else _free(len(items))
+    own = {number: compute(items[number]) for number in taken}
     results: dict[int, T] = {}
     for first in range(0, len(items), _TOLD_AT_ONCE):
         window = range(first, first + _TOLD_AT_ONCE)
         for part in gather({number: own.pop(number) for number in window if number in own}):
             results |= part
     return [results[number] for number in range(len(items))]
+
+
+_asked = itertools.count()  # alike in all processes
+
+
+def _free(count: int) -> Iterator[int]:
+    """Numbers below this one that no other process has taken, one after another."""
+    name = f"free {next(_asked)}"
+    while True:
+        with _mourned():
+            number = next_number(name)
+        if number >= count:
+            return
+        yield number
 
 
 def assign(costs: Sequence[float]) -> list[int]:

@@ -17,6 +17,7 @@ _TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
 
 _lifeline: Lifeline | None = None
 _groups: dict[str, Any] = {}  # by type of device
+_store: Any = None  # torch's, that all processes have
 
 
 def rank() -> int:
@@ -44,15 +45,15 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
     Args:
         explain: exit code and one line for an error.
     """
-    global _lifeline
+    global _lifeline, _store
     if not is_launched() or _lifeline is not None:
         yield
         return
     line = Lifeline(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     line.watch_launcher()
     try:
-        store = _meet(line)  # from here on nobody waits for one that dies
-        _open_groups(store, line.rank, line.world)
+        _store = _meet(line)  # from here on nobody waits for one that dies
+        _open_groups(_store, line.rank, line.world)
         _lifeline = line
         yield
         line.leave()
@@ -60,7 +61,7 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
         line.fail(*explain(error))
         raise
     finally:
-        _lifeline = None
+        _lifeline = _store = None
         _groups.clear()
 
 
@@ -86,6 +87,11 @@ def _meet(line: Lifeline) -> Any:
 def group(device_type: str) -> Any:
     """What tensors on such a device travel by: a backend of torch's."""
     return _groups[device_type]
+
+
+def next_number(name: str) -> int:
+    """0 for who asks first of all processes, then 1, and so on; no two of them get the same."""
+    return int(_store.add(name, 1)) - 1
 
 
 def _open_groups(store: Any, number: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Items of an evaluation in batches, at which the ranks of a distributed run take turns; every rank gets all answers.
+"""Items of an evaluation in batches, of which whichever rank is free takes the next; every rank gets all answers.
 
 What a model says of an item depends, in the last bits, on what is computed beside it and on what was cached before. So
 batches are cut by the items alone, never by how many ranks there are, and each begins with nothing cached: whoever

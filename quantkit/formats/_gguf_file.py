@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +27,12 @@ from gguf import GGMLQuantizationType as Block
 
 from quantkit.errors import CheckpointError
 from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
-from quantkit.untrusted import opened, read_chunks
+from quantkit.untrusted import opened, read_chunks, shorten
 
 _MAGIC, _ALIGNMENT = b"GGUF", 32
 _LARGEST = float(np.finfo(np.float32).max)
+_INT32, _UINT32 = (-(2**31), 2**31 - 1), (0, 2**32 - 1)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]").search
 # GGML_MAX_NAME, which counts C's final zero, and GGML_MAX_DIMS.
 _MAX_NAME, _MAX_DIMS = 64, 4
 _DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
@@ -107,6 +110,17 @@ def read_gguf(path: Path) -> GGUFFile:
         return _read(_Cursor(path, file))
 
 
+def _fits(value: Any) -> bool:
+    """Whether a value is one that `write_gguf_file` takes, in the room that it has for it."""
+    items = value if isinstance(value, list) else [value]
+    if len(set(map(type, items))) != 1 or not isinstance(items[0], bool | int | float | str):
+        return False
+    if isinstance(items[0], str):
+        return not any(map(_LONE_SURROGATE, items))
+    least, most = (-_LARGEST, _LARGEST) if isinstance(items[0], float) else _INT32 if items is value else _UINT32
+    return all(least <= item <= most for item in items)
+
+
 def write_gguf_file(
     path: Path,
     metadata: Mapping[str, Any],
@@ -132,9 +146,8 @@ def write_gguf_file(
     entries, digests = dict(metadata), dict[str, str]()
     writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))  # twice, it says so on a stream
     for key, value in entries.items():
-        numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, float)]
-        if not all(abs(number) <= _LARGEST for number in numbers):
-            raise CheckpointError(f"{key} {value} does not fit into GGUF's 32 bits; correct config.json")
+        if not _fits(value):
+            raise CheckpointError(f"{key} {shorten(value)} does not fit into a GGUF file; correct the model's files")
         kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for name, (block, shape) in tensors.items():

@@ -103,7 +103,7 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
     if not isinstance(given, Mapping):
         raise SchemeError(f"a KV cache of {given or algorithm!r} is not known")
     strategy, dynamic = given.get("strategy") or "tensor", bool(given.get("dynamic"))
-    if given.get("type") != "float" or given.get("num_bits") != 8 or dynamic or strategy not in _FIXED:
+    if given.get("type") != "float" or given.get("num_bits") != 8 or dynamic or strategy not in tuple(_FIXED):
         raise SchemeError(
             f"kv_cache_scheme says {given.get('num_bits')}-bit {given.get('type')} with strategy {strategy!r}, "
             f"dynamic={dynamic}; known are 8-bit floats with fixed scales, strategy tensor or attn_head"
@@ -141,8 +141,7 @@ def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
     layers = entry.get("layers") or {}
     if not isinstance(layers, Mapping):
         raise SchemeError(f"{CONFIG_KEY}.layers is {layers!r}; expected layers by number")
-    unknown = [name for name in layers if not str(name).isdecimal() or int(name) >= num_layers]
-    if unknown:
+    if unknown := sorted(layers.keys() - set(map(str, range(num_layers)))):
         raise SchemeError(f"{CONFIG_KEY}.layers names layer {unknown[0]!r}, and there are {num_layers}")
     default = scheme_from_dict(entry)
     return tuple(

@@ -99,7 +99,7 @@ def with_scales(
         scale = take_one(tensors, scale_name).expand(rows, 1)
     else:
         scale = take(tensors, scale_name, (math.ceil(rows / scheme.block_rows), math.ceil(width / size)))
-        scale = scale.repeat_interleave(scheme.block_rows, dim=0)[:rows]
+        scale = scale.repeat_interleave(min(scheme.block_rows, rows), dim=0)[:rows]
     # With a narrower last block no view has groups of one size; an index has.
     index = None if width % size == 0 else torch.arange(width) // size
     return QuantizedTensor(codes=codes, scale=scale.contiguous(), zero_point=None, scheme=scheme, group_index=index)

@@ -32,7 +32,20 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 # Of what something is computed for each before a weight is seen. Other counts fit what GGUF keeps them in.
-_AT_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
+_AT_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000, "num_nextn_predict_layers": 10_000}
+
+
+def check_repeats(config: Mapping[str, Any], where: str) -> None:
+    """Refuse counts of what others would build for each until memory ends, in a config.json and the parts of it.
+
+    Raises:
+        ModelError: one is out of all proportion.
+    """
+    for entries in (config, *(part for part in config.values() if isinstance(part, Mapping))):
+        read = ConfigReader(entries, where=where)
+        for key in _AT_MOST:
+            if isinstance(read.get(key), int | float) and read.get(key) > _AT_MOST[key]:
+                read.count(key)
 
 
 class NotNative(ModelError):
@@ -111,6 +124,13 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._wrong(key or "", value, "a finite number")
         return float(value)
+
+    def positive(self, key: str | None, *, default: float) -> float:
+        """A finite number above zero, which is divided by; see `number`."""
+        value = self.number(key, default=default)
+        if value <= 0:
+            raise self._wrong(key or "", value, "a number above zero")
+        return value
 
     def optional_number(self, key: str | None) -> float | None:
         """A finite number, or None where there is none."""

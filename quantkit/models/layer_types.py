@@ -6,6 +6,7 @@ from quantkit.errors import ModelError
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import Family
+from quantkit.untrusted import shorten
 
 _FULL = ("full_attention", "attention", "global_attention", "indexed_attention")
 _WINDOWED = {
@@ -123,7 +124,10 @@ def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
 
 
 def _is_sparse(read: ConfigReader, index: int) -> bool:
-    if index in (read.get("mlp_only_layers") or ()):
+    dense = read.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple):
+        raise ModelError(f"{read.where}: mlp_only_layers is {shorten(dense)}, not a list of layers; correct it")
+    if index in dense:
         return False
     types = read.get("mlp_layer_types")
     if isinstance(types, list) and index < len(types):

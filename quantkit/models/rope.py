@@ -11,6 +11,7 @@ from quantkit.models.family import Rope
 
 # The first configs of Phi-3 call LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope", "none": "default"}
+_LARGEST_FACTOR = 10**6  # of contexts, far beyond any
 
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -78,6 +79,10 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     partial = read.number(
         "partial_rotary_factor", default=config.number("partial_rotary_factor", default=family.partial)
     )
+    if theta <= 0 or not 0 <= partial <= 1:
+        raise ModelError(
+            f"config.json: rope_theta {theta} must be above 0 and partial_rotary_factor {partial} from 0 to 1; mend it"
+        )
     width = int(head_dim * partial)
     if family.width is not None and read.get("partial_rotary_factor") is None:
         width = config.count(family.width, default=width)
@@ -86,7 +91,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     kind = read.text("rope_type", default="default")
     kind = _OTHER_NAMES.get(kind, kind)
     if family.fixed_alpha and kind == "dynamic" and read.get("alpha") is not None:
-        kind, theta = "default", theta * read.number("alpha") ** (width / (width - 2))
+        kind, theta = "default", theta * _alpha(read) ** (width / max(1, width - 2))
     if kind not in get_args(Kind):
         raise NotNative(f"rope_type {kind!r} (there are: {', '.join(get_args(Kind))})")
     settings = _scaling(kind, read, config, width, length)
@@ -111,7 +116,10 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; mend it")
     if any(isinstance(settings.get(kind), Mapping) for kind in family.by_layer):
-        return settings.get(family.by_layer[local]) or {}
+        settings = settings.get(family.by_layer[local]) or {}
+        if not isinstance(settings, Mapping):
+            raise ModelError(f"config.json: RoPE entries of a layer are a {type(settings).__name__}; mend it")
+        return settings
     if local and (family.local_theta is not None or not family.local_scaled):
         return {}  # what is scaled is only the other layers
     return settings
@@ -150,7 +158,7 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
             "beta_slow": read.number("beta_slow", default=1.0),
             "truncate": read.flag("truncate", True),
         }
-    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    grown = math.sqrt(1 + math.log(factor) / math.log(max(2, original))) if factor > 1 else 1.0
     return {
         **settings,
         "attention_factor": read.number("attention_factor", default=grown),
@@ -163,7 +171,16 @@ def _factor(read: ConfigReader) -> float:
     factor = read.number("factor")
     if factor < 1:
         raise ModelError(f"config.json, RoPE: factor {factor} is below 1; contexts can only grow")
+    if factor > _LARGEST_FACTOR:
+        raise ModelError(f"config.json, RoPE: factor {factor} is over {_LARGEST_FACTOR}; mend it")
     return factor
+
+
+def _alpha(read: ConfigReader) -> float:
+    alpha = read.number("alpha")
+    if not 0 < alpha <= _LARGEST_FACTOR:
+        raise ModelError(f"config.json, RoPE: alpha {alpha} must be above 0 and at most {_LARGEST_FACTOR}; mend it")
+    return alpha
 
 
 def _yarn_attention(read: ConfigReader, factor: float) -> dict[str, float]:

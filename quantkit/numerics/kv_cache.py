@@ -118,6 +118,8 @@ def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
             raise SchemeError(f"{name} of the KV cache are {kept!r}; expected dtype and granularity, or null")
         return find_cache_scheme(name, kept["dtype"], kept["granularity"])
 
+    if not isinstance(data, Mapping):
+        raise SchemeError(f"a layer of the KV cache is {data!r}; expected its keys and values")
     rotation = data.get("rotation", "none")
     if rotation not in ("none", "hadamard"):
         raise SchemeError(f"rotation of the KV cache is {rotation!r}; expected none or hadamard")

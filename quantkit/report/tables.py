@@ -28,7 +28,9 @@ def key_figures(report: Report) -> list[tuple[str, str, str]]:
     text = next((c for c in report.comparisons if c.subject.startswith("perplexity")), None)
     if text is not None:
         beside = f"{number(text.baseline)} before, {number(text.value)} now: {text.verdict}"
-        figures.append(("Perplexity", f"{number(text.value / text.baseline, 4)}x", beside))
+        # A file may say zero.
+        figure = f"{number(text.value / text.baseline, 4)}x" if text.baseline else number(None)
+        figures.append(("Perplexity", figure, beside))
     for run, other in report.paired_runs[:1]:
         ours, theirs = median(run.inter_token_s), median(other.inter_token_s) if other else None
         if ours is not None:

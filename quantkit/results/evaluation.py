@@ -182,8 +182,11 @@ class FidelityResult(Record):
         Args:
             noise: of the original in another arithmetic.
         """
-        low, step = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low, 2 * math.sqrt(noise.mean_kl)
-        return max(0.0, math.sqrt(low) - step) ** 2, (math.sqrt(self.mean_kl) + step) ** 2
+        low = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low
+        # A file may say less than nothing, and a power of what is too large is an error where a product is infinite.
+        least, most, step = (math.sqrt(max(0.0, kl)) for kl in (low, self.mean_kl, 4 * noise.mean_kl))
+        least, most = max(0.0, least - step), most + step
+        return least * least, most * most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

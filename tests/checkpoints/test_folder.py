@@ -99,6 +99,14 @@ def test_the_index_cannot_name_files_elsewhere(sharded, name):
     fails(sharded, CheckpointError, "'scalar'", repr(name), "same folder")
 
 
+@pytest.mark.parametrize("name", ["a" * 244 + ".safetensors", "a\0.safetensors"], ids=ascii)
+def test_the_index_cannot_name_what_no_file_is_called(sharded, name):
+    set_index(sharded, {"weight_map": {"x" * 9000: name}})
+    with pytest.raises(CheckpointError, match="same folder") as caught:
+        CheckpointReader(sharded)
+    assert len(str(caught.value)) < 500
+
+
 def test_missing_shard(sharded):
     (sharded / "model-00002-of-00002.safetensors").unlink()
     fails(sharded, CheckpointError, "model-00002-of-00002.safetensors", "is missing", "6 tensors")

@@ -23,6 +23,7 @@ def entry(dtype: object = "F32", shape: object = None, offsets: object = None) -
         (b"{", b"", ["the header of", "not valid JSON"]),
         (b"[]", b"", ["a JSON list, not an object"]),
         ({"a": 1}, b"", ["entry of tensor 'a'"]),
+        ({"9" * 5000: entry()}, bytes(8), ["a name of 5000 characters"]),
         ({"a": entry(dtype="F4")}, bytes(8), ["'a'", "'F4'", "not supported", "BF16"]),
         ({"a": entry(dtype=None)}, bytes(8), ["'a'", "None", "not supported"]),
         ({"a": entry(shape=[-2])}, bytes(8), ["'a'", "shape [-2]"]),

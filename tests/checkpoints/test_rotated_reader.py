@@ -13,7 +13,7 @@ from quantkit.checkpoints.rotated_reader import RotatedReader
 from quantkit.checkpoints.writer import copy_tensors
 from quantkit.errors import ModelError
 from quantkit.models.families import find
-from tests.helpers import make_model, transformers_logits
+from tests.helpers import edit_config, make_model, transformers_logits
 
 
 def rotated(folder, heads=True):
@@ -97,3 +97,11 @@ def test_outliers_are_spread(tmp_path):
 def test_what_cannot_be_rotated_is_refused(tmp_path, family, reason):
     with pytest.raises(ModelError, match=f"the step rotate cannot take this model: .*{reason}"):
         rotated(make_model(tmp_path / "source", family))
+
+
+@pytest.mark.parametrize("width", [float("inf"), 1 << 40, 5, "wide", {}])
+def test_a_width_of_heads_that_is_none_is_refused(tmp_path, width):
+    source = make_model(tmp_path / "source")
+    edit_config(source, head_dim=width)
+    with pytest.raises(ModelError, match=r"head_dim is|not heads of 5"):
+        rotated(source)

@@ -109,7 +109,18 @@ def test_wrong_shapes_and_missing_tensors_are_named(tmp_path):
         open_skeleton(folder).check_tensors()
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "no-such-type"}, {"hidden_size": "wide"}, {"num_hidden_layers": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "no-such-type"},
+        {"hidden_size": "wide"},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**39},
+        {"num_hidden_layers": float("inf")},
+        {"num_nextn_predict_layers": 1 << 31},
+        {"vision_config": {"num_hidden_layers": 1 << 40}},
+    ],
+)
 def test_configs_that_build_nothing_are_one_line(tmp_path, changes):
     folder = make_model(tmp_path / "m")
     edit_config(folder, **changes)

@@ -128,3 +128,6 @@ def test_what_cannot_be_proven_is_refused_before_compressing(run, tmp_path, monk
     code, _, err = compress(run, tmp_path / "out.gguf", "--format", "gguf")
     assert code == 4
     assert "convert --to gguf" in err
+    code, _, err = run("quantize", "--recipe", "rtn-int4", "--gate", "kl<=5", "-o", tmp_path / "out")
+    assert code == 2
+    assert "no effect without --verify" in err

@@ -100,13 +100,13 @@ def command(arguments: list[str], batch_tokens: int, layers: int | None = None, 
         layers: after which process `killed` dies.
     """
     from quantkit.cli import main
-    from quantkit.compress.algorithms import _gptq_jobs
+    from quantkit.compress.algorithms import _gptq_jobs, gptq
     from quantkit.compress.calibration import observers
     from quantkit.compress.pipeline import inputs
     from quantkit.compress.pipeline.state import RunState
 
     inputs._BATCH_TOKENS_ON_CPU = batch_tokens
-    _gptq_jobs._SHORTEST, observers._PANEL = 32, 16
+    _gptq_jobs._SHORTEST, gptq._DIVIDED_ROWS, observers._PANEL = 32, 16, 16
     if layers is not None and int(os.environ["RANK"]) == killed:
         _die_after(layers, RunState)
     main(arguments)

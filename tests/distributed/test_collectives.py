@@ -35,6 +35,9 @@ def talk():
         assert broadcast("second" if rank() else "first", source=1) == "second"
         numbers = list(range(40))  # more than are told at once
         assert share_out(numbers, lambda number: (number, rank()), costs=[1.0] * 40) == [(n, n % 2) for n in numbers]
+        time.sleep(rank())  # busy: all is taken by the one that is free
+        assert share_out(numbers, lambda number: (number, rank())) == [(number, 0) for number in numbers]
+        assert share_out("ab", str.upper) == ["A", "B"]
         assert assign([1, 5, 3, 3]) == [0, 0, 1, 1]
         outgoing = [{("a", to): torch.full((3, 1 + rank()), 10 * rank() + to), "none": torch.empty(0)} for to in (0, 1)]
         if rank():

@@ -81,6 +81,10 @@ def test_a_kl_is_known_up_to_what_another_arithmetic_changes():
     noise = FidelityResult(data="x", num_tokens=1, mean_kl=1e-4, mean_kl_low=5e-5, p99_kl=0.0, top1_agreement=1.0)
     assert known.within(noise) == pytest.approx((0, 25e-4))
     assert noise.within(known)[0] == 0
+    # A file of strangers may say what no model does.
+    for wrong in (-1.0, 1e308, float("inf"), float("nan")):
+        low, high = replace(known, mean_kl=wrong, mean_kl_low=None).within(replace(noise, mean_kl=wrong))
+        assert 0 <= low <= high
     # Where all noise of both points with what was changed, or against it, that is what is left.
     original, changed = logits(noise=0.1)
     for share in (-0.1, 0.1):

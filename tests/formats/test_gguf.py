@@ -210,10 +210,17 @@ def test_names_that_gguf_has_no_room_for(tmp_path):
         write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"x" * 64: (Block.F32, (1,))}, [])
 
 
-@pytest.mark.parametrize("number", [1e39, [1.0, -1e39], float("inf")])
-def test_numbers_that_gguf_has_no_room_for(tmp_path, number):
-    with pytest.raises(CheckpointError, match=r"rope.freq_base .* does not fit into GGUF's 32 bits"):
-        write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama", "rope.freq_base": number}, {}, [])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1e39, [1.0, -1e39], float("inf"), float("nan"), -1, 2**32, [2**31], 10**400, "\ud800", ["a", "\ud800"]),
+        *(["a b", 1], [None], [[1]], [], {}, None),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_values_that_gguf_has_no_room_for(tmp_path, value):
+    with pytest.raises(CheckpointError, match=r"rope\.freq_base .* does not fit into a GGUF file"):
+        write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama", "rope.freq_base": value}, {}, [])
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1])

@@ -273,6 +273,21 @@ def test_a_bad_config_says_what_is_wrong(changes, message, tmp_path):
     assert str(path) in str(caught.value)
 
 
+V4_BAD = [
+    ({"layer_types": [{}] * 4}, "layer type {} of layer 0"),
+    ({"compress_ratios": [{}] * 4, "layer_types": None}, "layer type {} of layer 0"),
+    ({"compress_rates": {"heavily_compressed_attention": float("inf")}}, "heavily_compressed_attention is inf"),
+    ({"partial_rotary_factor": 1e308, "sliding_window": 0}, "sliding_window is 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), V4_BAD)
+def test_what_only_compressed_attention_says_is_checked(changes, message):
+    config = {**SIZES, **V4, "head_dim": 32, "model_type": "deepseek_v4", "num_hidden_layers": 4, **changes}
+    with pytest.raises(ModelError, match=message):
+        description_of(config, "config.json").attention(0)
+
+
 def test_an_unknown_family_is_counted_as_llama_and_says_so():
     shape = from_config(description_of({**SIZES, "model_type": "novel"}, "x"), "x", "config.json")
     assert (

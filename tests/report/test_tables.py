@@ -11,8 +11,16 @@ from quantkit.report.html import render_html
 from quantkit.report.markdown import markdown_table
 from quantkit.report.speed_tables import latency_table, memory_table, report_runs, roofline_table, throughput_table
 from quantkit.report.table import Column, Table, facts
-from quantkit.report.tables import comparison_table, fidelity_table, layer_table, making_table, worst_groups_table
+from quantkit.report.tables import (
+    comparison_table,
+    fidelity_table,
+    key_figures,
+    layer_table,
+    making_table,
+    worst_groups_table,
+)
 from quantkit.report.terminal import terminal_table
+from quantkit.results import Comparison, ModelFacts, Report
 from tests.report.synthetic import make_report
 
 TABLE = Table(
@@ -98,3 +106,20 @@ def test_page_card_and_terminal_show_the_same_cells(page, table):
             assert cell in card
             assert cell in terminal
             assert cell.replace("<", "&lt;") in page
+
+
+def test_a_perplexity_of_zero_has_no_ratio():
+    found = Comparison(
+        subject="perplexity: x",
+        metric="perplexity",
+        baseline=0.0,
+        value=2.0,
+        difference=2.0,
+        low=None,
+        high=None,
+        p_value=None,
+        num_samples=1,
+        verdict="noise",
+    )
+    report = Report(model=ModelFacts(name="m"), comparisons=(found,))
+    assert key_figures(report) == [("Perplexity", "-", "0 before, 2.00 now: noise")]

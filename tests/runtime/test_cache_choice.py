@@ -13,15 +13,16 @@ import quantkit
 from quantkit import LLM, SamplingParams
 from quantkit.benchmark.predict import predict
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, SchemeError
 from quantkit.evaluate.engine import load_llm
+from quantkit.formats._kv_cache import CONFIG_KEY, VERSION, read_cache_schemes
 from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.models.families import find
 from quantkit.numerics.kv_cache import INT8_TOKEN, scheme_to_dict
 from quantkit.numerics.scheme import KVScheme
 from quantkit.planning import estimate
 from quantkit.planning.memory import kv_allocated_bytes
-from quantkit.runtime.model.cache_schemes import read_stored_cache
+from quantkit.runtime.model.cache_schemes import follows_checkpoint, read_stored_cache
 from quantkit.runtime.model.config import read_config
 from tests.helpers import edit_config, make_model
 
@@ -233,3 +234,27 @@ def test_what_transformers_runs_says_that_the_cache_is_not_followed(made):
     llm = LLM(made("int4", **CACHES["int4"]), backend="transformers", dtype="float32", threads=1)
     assert "which only models that run natively have" in llm.describe()["notes"]
     assert llm.kv_type == "auto"
+
+
+def own_entry(**changes):
+    return {CONFIG_KEY: {"version": VERSION, **scheme_to_dict(KVScheme()), "layers": {}, **changes}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        own_entry(layers={"9" * 5000: {}}),
+        own_entry(layers={"4": {}}),
+        own_entry(layers={"0": float("inf")}),
+        {"quantization_config": {"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": ["x"]}}},
+    ],
+)
+def test_what_says_nothing_of_a_cache_is_refused(config):
+    with pytest.raises(SchemeError, match=r"names layer|a layer of the KV cache is inf|with strategy"):
+        read_cache_schemes(config, 4)
+
+
+def test_a_cache_of_too_many_layers_is_not_announced(tmp_path):
+    config = {"num_hidden_layers": 1 << 60, "quantization_config": {"kv_cache_scheme": "static"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not follows_checkpoint(tmp_path)

@@ -158,6 +158,41 @@ BAD = [
     ({"rope_scaling": {"type": "linear"}}, "RoPE: 'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5 is below 1"),
     ({"rope_scaling": 4.0}, "RoPE entries are a float"),
+    ({"rope_theta": 0}, "rope_theta 0.0 must be above 0"),
+    ({"rope_theta": -1.0, "rope_scaling": {"type": "longrope"}}, "rope_theta -1.0 must be above 0"),
+    ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308 from 0 to 1"),
+    (
+        {"rope_scaling": {"type": "longrope", "factor": 2, "original_max_position_embeddings": 1, "short_factor": 3}},
+        "short_factor is a int, not a list",
+    ),
+    ({"rope_scaling": {"type": "dynamic", "factor": 1e308}}, r"factor 1e\+308 is over 1000000"),
+    (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 3},
+            "query_pre_attn_scalar": 16,
+        },
+        "RoPE entries of a layer are a int",
+    ),
+    (
+        {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0},
+        "query_pre_attn_scalar is 0.0, not a number",
+    ),
+    ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling is 0.0, not a number"),
+    (
+        {
+            "architectures": ["BambaForCausalLM"],
+            **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups"), 8),
+            "num_key_value_heads": 4,
+            "attn_layer_indices": [1],
+            "time_step_limit": float("inf"),
+        },
+        "time_step_limit is inf, not a list",
+    ),
+    (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3},
+        "mlp_only_layers is 3, not a list of layers",
+    ),
     (
         {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
         "high_freq_factor 1.0 must exceed low_freq_factor 4.0",

@@ -34,7 +34,7 @@ class Factor(NamedTuple):
     def hessian(self, rows: slice) -> Tensor:
         """(R, K) rows of H, a copy."""
         copied = torch.empty(rows.stop - rows.start, len(self.lower), device=self.lower.device)
-        copied[:, : rows.stop] = self.lower[: rows.stop, rows].T
+        _transpose(self.lower[: rows.stop, rows], copied[:, : rows.stop])
         own = copied[:, rows].tril_(-1)
         own += own.T + self.diagonal[rows].diag()
         copied[:, rows.stop :] = self.lower[rows, rows.stop :]
@@ -64,7 +64,7 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
         added = amount
         for start in range(0, len(order), _COPIED):
             rows = backwards[start : start + _COPIED]
-            torch.index_select(hessian[rows], 1, backwards, out=lower[start : start + _COPIED])
+            torch.index_select(hessian.index_select(0, rows), 1, backwards, out=lower[start : start + _COPIED])
         # In place: L' in column-major order is L in row-major order.
         torch.linalg.cholesky_ex(lower.T, upper=True, out=(lower.T, info))
         if not info.item() and torch.isfinite(lower.diagonal()).all():
@@ -78,6 +78,12 @@ def _copy_upper(lower: Tensor, upper: Tensor) -> None:
     """Give a square, above its diagonal, what another one, or itself, has below."""
     for start in range(0, len(lower), _COPIED):
         stop = start + _COPIED
-        upper[start:stop, stop:] = lower[stop:, start:stop].T
+        _transpose(lower[stop:, start:stop], upper[start:stop, stop:])
         own = upper[start:stop, start:stop].tril_()
         own += lower[start:stop, start:stop].tril(-1).T
+
+
+def _transpose(matrix: Tensor, out: Tensor) -> None:
+    """Copy (R, C) into (C, R), in blocks: torch is several times as slow where the one or the other is not whole."""
+    for own, block in zip(torch.split(out, _COPIED, dim=1), torch.split(matrix, _COPIED), strict=True):
+        own.copy_(block.contiguous().T.contiguous())

@@ -4,17 +4,21 @@ How a set is cut depends on its shape alone, never on how many processes there a
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.distributed import assign
+from quantkit.distributed import assign, world
 from quantkit.models.linear_sets import LinearSet, find_expert
 
 # Weights that go through the loop as one matrix, in float32: 1 GiB.
 _TALLEST = 1 << 28
 # Rows of the shortest matrix that is cut off one, and the most that one is cut into.
 _SHORTEST, _MOST_PARTS = 1024, 4
+# To factorise a Hessian takes as long as to solve this share of as many rows as it has columns.
+_FACTORISED = 8
+# Of the largest share that is tried, when work is dealt out.
+_HALVINGS = 20
 
 Pending = tuple[LinearSet, tuple[str, ...]]
 """A set and those of its linears that have no codes yet."""
@@ -56,14 +60,57 @@ def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
 
 
 def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
-    """Who solves what: an expert's sets those that have their statistics, of the others as many rows each."""
-    width = [layer.weight(job.set[0]).shape[1] for job in jobs]
+    """Who solves what: an expert's sets those that have their statistics, of the others about as much each."""
+    width = {job.set: layer.weight(job.set[0]).shape[1] for job in jobs}
     rows = [sum(rows.stop - rows.start for _, rows in job.rows) for job in jobs]
-    experts = [is_of_one_expert(job.set) for job in jobs]
-    shared = assign([0 if e else r * k**2 for e, r, k in zip(experts, rows, width, strict=True)])
-    return [
-        layer.owner(job.set[0]) if expert else other for job, expert, other in zip(jobs, experts, shared, strict=True)
-    ]
+    solvers = [layer.owner(job.set[0]) for job in jobs]
+    # Sets stay whole where they can: whoever solves some of one has to factorise its Hessian.
+    shared = [number for number, job in enumerate(jobs) if not is_of_one_expert(job.set)]
+    shared.sort(key=lambda number: -width[jobs[number].set])
+    work = [(jobs[n].set, rows[n] * width[jobs[n].set] ** 2, width[jobs[n].set] ** 3 / _FACTORISED) for n in shared]
+    # Where parts are few and large, neighbours may balance worse than any parts.
+    ways = assign([cost for _, cost, _ in work]), deal_out(work, world())
+    best = min(ways, key=lambda way: _largest(work, way))
+    for number, solver in zip(shared, best, strict=True):
+        solvers[number] = solver
+    return solvers
+
+
+def _largest(work: Sequence[tuple[Hashable, float, float]], way: list[int]) -> float:
+    """The cost of the largest share; see `deal_out`."""
+    once = {(owner, of): begun for (of, _, begun), owner in zip(work, way, strict=True)}
+    loads = dict.fromkeys(way, 0.0)
+    for (_, cost, _), owner in zip(work, way, strict=True):
+        loads[owner] += cost
+    for (owner, _), begun in once.items():
+        loads[owner] += begun
+    return max(loads.values(), default=0.0)
+
+
+def deal_out(work: Sequence[tuple[Hashable, float, float]], count: int) -> list[int]:
+    """Who gets what of a row of work, in as many shares that follow each other, the largest as small as can be.
+
+    Args:
+        work: what it is of, its cost, and what it costs each who does any of the same.
+        count: of the shares.
+    """
+
+    def shares(limit: float) -> list[int]:
+        owner, load, owned = 0, 0.0, list[int]()
+        begun: Hashable = None
+        for of, cost, once in work:
+            added = cost + (once if begun != of else 0)
+            if load and load + added > limit:
+                owner, load, added = owner + 1, 0.0, cost + once
+            load, begun = load + added, of
+            owned.append(owner)
+        return owned
+
+    low, high = max((cost + once for _, cost, once in work), default=0.0), sum(cost + once for _, cost, once in work)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if max(shares(middle), default=0) < count else (middle, high)
+    return shares(high)
 
 
 def cut_rows(sizes: list[int], count: int, height: int) -> list[list[tuple[int, slice]]]:

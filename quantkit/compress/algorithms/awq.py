@@ -52,7 +52,7 @@ class AwqStep:
                 self._scale(layer, group, statistics[group.linears[0]])
         if self.clip:
             keys = {name: group.linears[0] for group, names in sets for name in names}
-            search_ranges(layer, {name: statistics[key] for name, key in keys.items()})
+            search_ranges(layer, {name: statistics[key] for name, key in keys.items()}, known=True)
             return
         for name in (name for _, names in sets for name in names):
             layer.chosen.ranges[name] = minmax_parameters(layer.weight(name), layer.grid(name))

@@ -21,8 +21,8 @@ from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.observers import CrossGram, Gram
-from quantkit.distributed import rank, share_out
+from quantkit.compress.calibration.observers import CrossGram, Gram, Room
+from quantkit.distributed import assign, fill, rank, share_out, world
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import Ranges, WeightGrid, from_codes, to_codes
@@ -34,12 +34,12 @@ ActOrder = Literal["none", "weight", "group"]
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
 _RUN = 32
-# Elements of the products of codes and Hessian, and of the systems of equations, held at once while scales are fitted,
-# and columns of the Hessian.
-_FIT_ELEMENTS, _FIT_COLUMNS = 1 << 21, 512
+# Elements of weights, of the products of codes and Hessian, and columns of the Hessian held at once while scales are
+# fitted.
+_FIT_ELEMENTS, _PRODUCT_ELEMENTS, _FIT_COLUMNS = 1 << 23, 1 << 21, 512
 # Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
-# Columns of weights copied at once into another order.
+# Rows of weights copied at once, transposed and into another order.
 _COPIED = 512
 
 Errors = Tensor | tuple[Tensor, ...]
@@ -98,13 +98,15 @@ class GptqStep:
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         for entries in fitting_rounds(layer, layer.pending(), one_by_one=self.true_sequential):
-            sets = [names for _, names in entries]
+            sets, room = [names for _, names in entries], Room()
             grams = {
-                names[0]: Gram(layer.weight(names[0]).shape[1], layer.device, split=not is_of_one_expert(names))
+                names[0]: Gram(
+                    layer.weight(names[0]).shape[1], layer.device, split=not is_of_one_expert(names), room=room
+                )
                 for names in sets
             }
             errors = {
-                names[0]: CrossGram([layer.weight(name) for name in names])
+                names[0]: CrossGram([layer.weight(name) for name in names], room)
                 for names in sets
                 # An expert may see other tokens than it used to, so its inputs cannot be compared.
                 if self.asymmetric_calibration and find_expert(names[0]) is None
@@ -115,6 +117,8 @@ class GptqStep:
                 gram = grams.pop(names[0])
                 if gram.is_split or layer.owner(names[0]) == rank():
                     statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
+            del room
+            release_freed_memory()  # of the room, which would lie beside the factor
             self._quantize_sets(layer, sets, statistics)
             release_freed_memory()
 
@@ -131,7 +135,8 @@ class GptqStep:
                 factor = self._factor(hessian)
                 del hessian
                 if isinstance(error, Tensor):
-                    error = correction(error, factor, self.asymmetric_calibration)
+                    divide = shared_correction if job.set in common else correction
+                    error = divide(error, factor, self.asymmetric_calibration)
                 factors[job.set] = factor, error
             factor, error = factors[job.set]
             if layer.device.type == "cpu":  # what the job before took lies in pieces that do not fit this one's
@@ -139,8 +144,9 @@ class GptqStep:
             return self._solve_job(layer, job, factor, error), factor.raised
 
         solvers = owners(layer, jobs)
-        own = {job.set for job, solver in zip(jobs, solvers, strict=True) if solver == rank()}
-        for names in statistics.keys() - own:
+        own = [{job.set for job, solver in zip(jobs, solvers, strict=True) if solver == n} for n in range(world())]
+        common = set.intersection(*own)
+        for names in statistics.keys() - own[rank()]:
             del statistics[names]
         solved = share_out(jobs, solve, owners=solvers)
         parts: dict[str, list[QuantizedTensor]] = {}
@@ -221,30 +227,34 @@ def settle_columns(
     sizes = [weight.shape[0] for weight in weights]
     rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
     for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
-        for own, order in zip(torch.split(part, _COPIED), torch.split(backwards, _COPIED), strict=True):
-            own.copy_(weight.T[order])
+        for own, some in zip(torch.split(part, _COPIED, dim=1), torch.split(weight, _COPIED), strict=True):
+            own.copy_(some.T.contiguous().index_select(0, backwards))
     scales = torch.cat([scale for scale, _ in ranges]).T.contiguous()  # (G, N)
     zeros = None if scheme.symmetric else torch.cat([z for _, z in ranges if z is not None]).T.contiguous()
     # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
     groups = group_index[backwards].tolist()
     pivots = lower.diagonal().tolist()
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
+    chosen = torch.empty(_RUN, rows.shape[1], device=lower.device)
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         owed = lower[stop:, start:stop].T @ rows[stop:]  # what each column of the block makes up for, times its pivot
         for run_stop in range(stop, start, -_RUN):
             run_start = max(run_stop - _RUN, start)
-            for row in range(run_stop - 1, run_start - 1, -1):
-                step, offset = scales[groups[row]], None if zeros is None else zeros[groups[row]]
-                aimed = torch.add(rows[row], owed[row - start], alpha=1 / pivots[row])
-                code = to_codes(aimed, step, offset, scheme.dtype)
-                codes[row] = code
-                rows[row] -= from_codes(code, step, offset)
-                owed[run_start - start : row - start].addr_(lower[row, run_start:row], rows[row])
-            run = slice(run_start, run_stop)
+            run, due = slice(run_start, run_stop), owed[run_start - start : run_stop - start]
+            # Taken apart here: each view costs as much as what is done with it.
+            views = (part.unbind() for part in (rows[run], due, lower[run, run], chosen[: run_stop - run_start]))
+            columns = zip(pivots[run], groups[run], *views, strict=True)
+            for row, (pivot, group, error, own, factors, codes_of_row) in reversed(list(enumerate(columns))):
+                step, offset = scales[group], None if zeros is None else zeros[group]
+                code = to_codes(torch.add(error, own, alpha=1 / pivot), step, offset, scheme.dtype)
+                codes_of_row.copy_(code)
+                error.sub_(from_codes(code, step, offset))
+                due[:row].addr_(factors[:row], error)
+            codes[run] = chosen[: run_stop - run_start]
             owed[: run_start - start].addmm_(lower[run, start:run_start].T, rows[run])
     forwards = torch.argsort(backwards)
-    return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
+    return [part.index_select(0, forwards).T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
 def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
@@ -270,19 +280,32 @@ def correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
     return _divide(error, factor).mul_(strength)
 
 
+def shared_correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
+    """`correction` of what all processes have, by all of them at once."""
+    parts = torch.split(error, _DIVIDED_ROWS)
+    owned = list(zip(parts, assign([len(part) for part in parts]), strict=True))
+    for part, owner in owned:
+        if owner == rank():
+            correction(part, factor, strength)
+    for part, owner in owned:
+        fill(part, owner)
+    return error
+
+
 def _divide(matrix: Tensor, factor: Factor) -> Tensor:
     """(N, K) matrix H^-1, in its place: by products for the most part, and without LAPACK's copy of the factor."""
     lower, width = factor.lower, len(factor.lower)
     blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]
+    forwards = torch.argsort(factor.backwards)
     for rows in torch.split(matrix, _DIVIDED_ROWS):
-        values = rows[:, factor.backwards]  # the factor is of the reordered Hessian
+        values = rows.index_select(1, factor.backwards)  # the factor is of the reordered Hessian
         for own in blocks:
             block = values[:, own].addmm_(values[:, : own.start], lower[own, : own.start].T, alpha=-1)
             block.copy_(torch.linalg.solve_triangular(lower[own, own].T, block, upper=True, left=False))
         for own in reversed(blocks):
             block = values[:, own].addmm_(values[:, own.stop :], lower[own.stop :, own], alpha=-1)
             block.copy_(torch.linalg.solve_triangular(lower[own, own], block, upper=False, left=False))
-        rows[:, factor.backwards] = values
+        torch.index_select(values, 1, forwards, out=rows)
     return matrix
 
 
@@ -317,7 +340,8 @@ def fit_scales(
         values = codes[rows][:, columns].float().view(-1, groups, width // groups)  # (R, G, g)
         if zero is not None:
             values -= zero[rows].unsqueeze(2)
-        error = weight[rows][:, columns] - (values * scale[rows].unsqueeze(2)).flatten(1)
+        error = (values * scale[rows].unsqueeze(2)).flatten(1)
+        torch.sub(weight[rows][:, columns], error, out=error)
         normal, right = _normal_equations(values, error, hessian)
         # A group whose codes are all zero leaves a row of zeros, with which the system would be singular.
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
@@ -337,17 +361,23 @@ def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], 
     """
     num_rows, groups, size = values.shape
     normal = torch.empty(num_rows, groups, groups, device=values.device)
-    right = torch.empty_like(error)
-    at_once = max(1, _FIT_COLUMNS // size)
+    right = torch.empty(num_rows, groups, device=values.device)
+    at_once, few = max(1, _FIT_COLUMNS // size), max(1, _PRODUCT_ELEMENTS // max(groups * size, groups**2))
+    room = torch.empty(min(few, num_rows) * groups * size, device=values.device)
     for first in range(0, groups, at_once):
         panel = slice(first * size, min(first + at_once, groups) * size)
         of_panel = hessian(panel)
-        torch.mm(error, of_panel.T, out=right[:, panel])
-        for group, rows in enumerate(torch.split(of_panel, size), first):
-            # Symmetric: a group meets itself and those that follow.
-            met = (values[:, group] @ rows[:, group * size :]).view(num_rows, -1, size)
-            normal[:, group, group:] = normal[:, group:, group] = met.mul_(values[:, group:]).sum(2)
-    return normal, right.view_as(values).mul_(values).sum(2)
+        for start in range(0, num_rows, few):
+            part, of_part = slice(start, start + few), values[start : start + few]
+            own = of_part[:, first : first + at_once]
+            met = torch.mm(error[part], of_panel.T, out=room[: own.numel()].view(len(own), -1))
+            torch.sum(met.view(own.shape).mul_(own), 2, out=right[part, first : first + at_once])
+            for group, rows in enumerate(torch.split(of_panel, size), first):
+                # Symmetric: a group meets itself and those that follow.
+                others, columns = of_part[:, group:], rows[:, group * size :]
+                met = torch.mm(of_part[:, group], columns, out=room[: others.numel()].view(len(of_part), -1))
+                normal[part, group, group:] = normal[part, group:, group] = met.view(others.shape).mul_(others).sum(2)
+    return normal, right
 
 
 STEP = GptqStep

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import GroupGram, Magnitude
+from quantkit.distributed import share_out
 from quantkit.numerics.affine import Ranges, search_parameters
 
 # Groups wider than this are searched with per-channel importance only: their Gram matrices would cost too much.
@@ -55,12 +56,13 @@ class InputStatistics:
         return self._gram.mean / (by_group.unsqueeze(2) * by_group.unsqueeze(1))
 
 
-def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics]) -> None:
+def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, known: bool = False) -> None:
     """Leave the ranges of linears that lose least of their outputs; see `search_parameters`.
 
     Args:
         layer: gets the ranges.
         seen: of their inputs, by relative name of a linear with a scheme; where their owner is at least.
+        known: they are in every process, any of which may then search.
     """
 
     def search(name: str) -> Ranges:
@@ -70,7 +72,10 @@ def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics]) -> N
         gram = inputs.gram(inputs.divisor) if fits else None
         return search_parameters(weight, grid, importance=inputs.mean_square(inputs.divisor), gram=gram)
 
-    layer.chosen.ranges |= dict(zip(seen, layer.by_owners(list(seen), search), strict=True))
+    names = list(seen)
+    costs = [layer.weight(name).numel() for name in names]
+    ranges = share_out(names, search, costs=costs) if known else layer.by_owners(names, search)
+    layer.chosen.ranges |= dict(zip(names, ranges, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

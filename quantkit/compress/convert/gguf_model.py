@@ -171,6 +171,11 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
                 continue
             shape = own.get(local) or source.reader.info(f"{module}.{local}").shape
             transposed = relative in family.transposed and len(shape) == 2
+            if relative in heads and shape[0] != heads[relative] * model.head_dim:
+                raise ModelError(
+                    f"{source.reader.path}: {module}.{local} has {shape[0]} rows, config.json says {heads[relative]} "
+                    f"heads of {model.head_dim}; correct config.json"
+                )
             tensors.append(
                 ExportedTensor(
                     name=f"{name}.{local}" if number is None else f"blk.{number}.{name}.{local}",

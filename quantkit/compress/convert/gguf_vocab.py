@@ -59,7 +59,7 @@ def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[
         raise ModelError(f"{folder}/tokenizer.json is of type {model.get('type')!r}; GGUF files can hold BPE here")
     added = {entry["id"]: entry for entry in data.get("added_tokens") or []}
     tokens, types = _tokens(folder, model["vocab"], added, num_rows, byte_tokens=bool(model.get("byte_fallback")))
-    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model.get("merges") or []]
+    merges = [" ".join(merge if isinstance(merge, list) else [merge]) for merge in model.get("merges") or []]
     splits = list(_flat(data.get("pre_tokenizer")))
     if model.get("byte_fallback"):
         prefix = any(step.get("type") == "Prepend" for step in _flat(data.get("normalizer")))
@@ -93,6 +93,8 @@ def _tokens(
     # Added tokens come last and take an id that the vocabulary has given too.
     rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
     for number, token, kind in rows:
+        if not isinstance(token, str):
+            raise TypeError(f"the token of id {number} is no text")
         if not 0 <= number < num_rows:
             raise ModelError(
                 f"{folder}/tokenizer.json gives {token!r} the id {number}, the embedding has {num_rows} rows"

@@ -123,13 +123,13 @@ def is_hashed(read: ConfigReader, index: int) -> bool:
 def _attention(read: ConfigReader, index: int) -> AttentionShape:
     name, width = _layer_type(read, index), read.count("head_dim")
     rates, indexed = read.get("compress_rates"), name == "compressed_sparse_attention"
-    rotated = int(width * read.number("partial_rotary_factor", default=64 / 512))
+    rotated = int(width * min(1.0, read.number("partial_rotary_factor", default=64 / 512)))
     return AttentionShape(
         num_heads=read.count("num_attention_heads"),
         key_dim=width,
         rope_dim=read.count("qk_rope_head_dim", default=rotated),
         window=read.count("sliding_window"),
-        ratio=int((rates if isinstance(rates, dict) else _RATES).get(name, _RATES[name])),
+        ratio=ConfigReader(rates if isinstance(rates, dict) else _RATES).count(name, default=_RATES[name], at_least=0),
         index_dim=read.count("index_head_dim") if indexed else 0,
         index_heads=read.count("index_n_heads") if indexed else 0,
         top_k=read.count("index_topk") if indexed else None,
@@ -143,10 +143,11 @@ def _layer_type(read: ConfigReader, index: int) -> str:
     if isinstance(types, list):
         given: object = types[index] if index < len(types) else None
     elif isinstance(ratios, list):
-        given = by_ratio.get(ratios[index], ratios[index]) if index < len(ratios) else None
+        ratio = ratios[index] if index < len(ratios) else None
+        given = by_ratio.get(ratio, ratio) if type(ratio) is int else ratio
     else:
         given = by_ratio[4 if index > 2 and index % 2 else 128]
-    if given not in _RATES:
+    if not isinstance(given, str) or given not in _RATES:
         raise ModelError(
             f"{read.where}: layer type {given!r} of layer {index} is not one whose cache plan can count; "
             f"there are: {', '.join(_RATES)}; give --params for the weights alone"

@@ -9,6 +9,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from quantkit.formats._kv_cache import read_cache_schemes, read_scales
 from quantkit.kernels.layouts import Layout, kv_scheme
+from quantkit.models.config import ConfigReader
 from quantkit.models.state_shape import StateShape
 from quantkit.numerics.kv_cache import FP8_HEAD, LayerCache, Scales
 from quantkit.numerics.scheme import KVScheme
@@ -94,8 +95,8 @@ def follows_checkpoint(path: str | Path) -> bool:
     """Whether `auto` quantizes keys or values for the checkpoint in this directory; False when that cannot be told."""
     try:
         config = CheckpointReader(Path(path)).config
-        schemes = read_cache_schemes(config, int(config.get("num_hidden_layers") or 1))
-    except (QuantkitError, TypeError, ValueError, OverflowError):
+        schemes = read_cache_schemes(config, ConfigReader(config).count("num_hidden_layers", default=1))
+    except QuantkitError:
         return False
     return schemes is not None and any(scheme.is_quantized for scheme in schemes)
 

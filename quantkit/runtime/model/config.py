@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from quantkit.errors import ModelError
 from quantkit.kernels.reference.block import ACTIVATIONS, CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.description import ModelDescription, description_fields
@@ -18,6 +19,7 @@ from quantkit.models.family import Family
 from quantkit.models.layer_types import positions_by_layer
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.rope import RopeConfig, read_rope
+from quantkit.untrusted import shorten
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -75,7 +77,7 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
         _check_recurrent(read, family.recurrent)
     latent = fields["latent"]
     ropes = _read_ropes(read, family, fields["windows"], latent.rope_dim if latent else fields["head_dim"], length)
-    root = read.number(factors.attention_root, default=fields["head_dim"])
+    root = read.positive(factors.attention_root, default=fields["head_dim"])
     if latent and (latent.index_dim or any(fields["windows"])):
         raise NotNative("latent attention with an indexer or a window")
     # Latent attention with scaled wavelengths has sharper scores.
@@ -93,7 +95,7 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
         clip=read.optional_number(factors.clip),
         embedding_scale=scale,
         residual_scale=read.number(factors.residual, default=1.0),
-        logits_scale=read.number(factors.logits, default=1.0) / read.number(factors.logits_divisor, default=1.0),
+        logits_scale=read.number(factors.logits, default=1.0) / read.positive(factors.logits_divisor, default=1.0),
         max_length=_max_length(ropes, length),
     )
 
@@ -103,6 +105,8 @@ def _check_recurrent(read: ConfigReader, data: Recurrent) -> None:
         raise NotNative(f"activation {read.get(data.activation)!r} of recurrent layers")
     # JSON has no infinity: transformers writes an object.
     limits = read.get("time_step_limit") or [0.0]
+    if not isinstance(limits, list):
+        raise ModelError(f"config.json: time_step_limit is {shorten(limits)}, not a list of two numbers; correct it")
     if limits[0] != 0.0 or any(isinstance(limit, (int, float)) and math.isfinite(limit) for limit in limits[1:]):
         raise NotNative(f"time_step_limit = {limits}")
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quantkit.compress.algorithms import _gptq_factor, _gptq_jobs, gptq
-from quantkit.compress.algorithms._gptq_factor import cholesky_factor
+from quantkit.compress.algorithms._gptq_factor import Factor, cholesky_factor
 from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.algorithms.gptq import (
@@ -141,6 +141,7 @@ def test_act_order_group_stores_the_index(make_layer):
 @pytest.mark.parametrize("group", [12, 48])
 def test_fitted_scales_are_the_least_squares_solution(group, symmetric, monkeypatch):
     monkeypatch.setattr("quantkit.compress.algorithms.gptq._FIT_ELEMENTS", 600)  # a few rows at a time
+    monkeypatch.setattr("quantkit.compress.algorithms.gptq._PRODUCT_ELEMENTS", 150)
     weight, hessian = problem()
     order, index = torch.randperm(48), torch.arange(48) // group
     scheme = WeightScheme(dtype=INT4, group_size=group, symmetric=symmetric)
@@ -155,6 +156,20 @@ def test_fitted_scales_are_the_least_squares_solution(group, symmetric, monkeypa
         design[torch.arange(48), index] = values
         expected = torch.linalg.lstsq(root.T @ design, root.T @ weight[row].double()).solution
         torch.testing.assert_close(fitted[row].double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_hessian_is_copied_once_for_all_rows(monkeypatch):
+    monkeypatch.setattr(gptq, "_PRODUCT_ELEMENTS", 3 * 48)
+    monkeypatch.setattr(gptq, "_FIT_COLUMNS", 24)
+    weight, hessian = problem()
+    scheme, order = WeightScheme(dtype=INT4, group_size=12), torch.arange(48)
+    ranges = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    factor = cholesky_factor(hessian, order, 0.01)
+    codes, copied = torch.randint(-8, 8, weight.shape, dtype=torch.int8), []
+    whole = Factor.hessian
+    monkeypatch.setattr(Factor, "hessian", lambda own, rows: copied.append(rows) or whole(own, rows))
+    fit_scales(weight, codes, ranges, factor, order // 12, torch.float32)
+    assert copied == [slice(0, 24), slice(24, 48)]
 
 
 def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():

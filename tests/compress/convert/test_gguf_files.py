@@ -209,6 +209,17 @@ def change_tokenizer(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.parametrize("model", [{"merges": ["a b", 1]}, {"merges": [["a", 1]]}, {}])
+def test_what_is_no_text_is_no_token(tmp_path, model):
+    byte_fallback(tmp_path)
+    built = json.loads((tmp_path / "tokenizer.json").read_text())
+    change_tokenizer(
+        tmp_path, model={**built["model"], **model}, added_tokens=[{"id": 1, "content": "a" if model else 1}]
+    )
+    with pytest.raises(ModelError, match="is not built as tokenizers are"):
+        read_vocab(tmp_path, {}, 9)
+
+
 def test_what_cannot_be_said_is_refused_before_anything_is_written(model, tmp_path):
     import shutil
 
@@ -237,6 +248,14 @@ def test_a_number_of_another_type_is_refused(tmp_path, value):
     with pytest.raises(ModelError, match=r"'?rms_norm_eps'?.* is "):
         convert(path, "gguf", tmp_path / "a.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("heads", [8, 1 << 31])
+def test_heads_that_the_rows_do_not_bear_out_are_refused(tmp_path, heads):
+    path = make_model(tmp_path / "m", head_dim=16)
+    edit_config(path, num_attention_heads=heads, model_type="unknown")
+    with pytest.raises(ModelError, match=f"q_proj.weight has 64 rows, config.json says {heads} heads of 16"):
+        convert(path, "gguf", tmp_path / "a.gguf")
 
 
 def test_unfit_codes_are_refused_with_what_holds_them(model, tmp_path):
