@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.compress.calibration import observers
-from quantkit.compress.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Workspace, Sample
+from quantkit.compress.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Sample, Workspace
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_cross_gram_is_the_mean_product_of_errors_and_inputs(batches, sizes, mon
         torch.testing.assert_close(error.cpu().double(), weight.double() @ expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_room_is_taken_once_and_gives_what_own_rooms_give(device):
+def test_a_workspace_is_taken_once_and_gives_what_own_ones_give(device):
     torch.manual_seed(0)
     workspace, weight = Workspace(), torch.randn(8, 24, device=device)
     inputs = [torch.randn(n, 24, device=device).bfloat16() for n in (40, 5, 40)]
