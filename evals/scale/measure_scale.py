@@ -134,8 +134,7 @@ def run(work: Path, name: str, count: int, arguments: list[str]) -> tuple[dict[s
         "collectives_s": [round(rank["collectives_s"], 2) for rank in ranks],
         "cpu_s": [round(rank["cpu_s"], 2) for rank in ranks],
         "peak_mb": [rank["peak_mb"] for rank in ranks],
-        # Ranks are forked from a process that is waited for, and does not wait for them.
-        "others_cpu_s": round(usage.others_cpu_s - (sum(rank["cpu_s"] for rank in ranks) if count > 1 else 0), 2),
+        "others_cpu_s": usage.others_cpu_s,
     }
     return row, ranks
 

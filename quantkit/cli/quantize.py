@@ -58,7 +58,6 @@ _ENGINE = setting(
     "transformers, llama.cpp, openvino, onnxruntime, tensorrt-llm or tgi. What it cannot read is refused at once.",
     flag="--for ENGINE[:DEVICE]",
 )
-_READY = ("quantkit.cli._ready",)
 
 
 @click.command("quantize", cls=Command, short_help="Compress a model.")
@@ -103,7 +102,7 @@ def command(
 
     _prepare(gates, verify)
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
-        click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:], ready=() if verify else _READY))
+        click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:]))
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
     with distributed.joined(explain):

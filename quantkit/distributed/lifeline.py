@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import secrets
 import selectors
@@ -46,9 +45,6 @@ class Lifeline:
             threading.Thread(target=self._watch_launcher, args=(launcher,), daemon=True, name="launcher").start()
 
     def _watch_launcher(self, launcher: int) -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None and parent.pid == launcher:  # by way of a process that forks
-            parent.join()
         while os.getppid() == launcher:
             time.sleep(_GLANCE)
         if self.rank:
@@ -128,8 +124,6 @@ class Lifeline:
             return
         # Once and no more: by the first process, or where that is gone by the next.
         if words is None:
-            if LAUNCHED in os.environ:
-                time.sleep(6 * _GLANCE)  # in which who has started this process, and says whom it has lost, ends it
             speaks = self.rank <= 1 and LAUNCHED not in os.environ
             self._end(ResourceError.exit_code, f"{lost(number)}; {RESUME}", speaks=speaks)
         else:

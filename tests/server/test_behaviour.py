@@ -243,7 +243,7 @@ def test_pages_ask_no_server_that_allows_none(served):
 
 def test_what_is_under_way_is_answered_before_the_end(checkpoint):
     with serving(checkpoint) as server, ThreadPoolExecutor() as pool:
-        asked = [pool.submit(server.ask, "/v1/completions", {**LONG, "max_tokens": 60}) for _ in range(3)]
+        asked = [pool.submit(server.ask, "/v1/completions", LONG) for _ in range(3)]
         wait_until(lambda: server.bridge.num_open == 3)
         server.http.end()
         assert [each.result()[0] for each in asked] == [200] * 3

@@ -21,7 +21,7 @@ from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.observers import CrossGram, Gram, Room
+from quantkit.compress.calibration.observers import CrossGram, Gram, Workspace
 from quantkit.distributed import assign, fill, rank, share_out, world
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
@@ -98,15 +98,18 @@ class GptqStep:
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         for entries in fitting_rounds(layer, layer.pending(), one_by_one=self.true_sequential):
-            sets, room = [names for _, names in entries], Room()
+            sets, workspace = [names for _, names in entries], Workspace()
             grams = {
                 names[0]: Gram(
-                    layer.weight(names[0]).shape[1], layer.device, split=not is_of_one_expert(names), room=room
+                    layer.weight(names[0]).shape[1],
+                    layer.device,
+                    split=not is_of_one_expert(names),
+                    workspace=workspace,
                 )
                 for names in sets
             }
             errors = {
-                names[0]: CrossGram([layer.weight(name) for name in names], room)
+                names[0]: CrossGram([layer.weight(name) for name in names], workspace)
                 for names in sets
                 # An expert may see other tokens than it used to, so its inputs cannot be compared.
                 if self.asymmetric_calibration and find_expert(names[0]) is None
@@ -117,8 +120,8 @@ class GptqStep:
                 gram = grams.pop(names[0])
                 if gram.is_split or layer.owner(names[0]) == rank():
                     statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
-            del room
-            release_freed_memory()  # of the room, which would lie beside the factor
+            del workspace
+            release_freed_memory()  # of the workspace, which would lie beside the factor
             self._quantize_sets(layer, sets, statistics)
             release_freed_memory()
 
@@ -363,19 +366,19 @@ def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], 
     normal = torch.empty(num_rows, groups, groups, device=values.device)
     right = torch.empty(num_rows, groups, device=values.device)
     at_once, few = max(1, _FIT_COLUMNS // size), max(1, _PRODUCT_ELEMENTS // max(groups * size, groups**2))
-    room = torch.empty(min(few, num_rows) * groups * size, device=values.device)
+    workspace = torch.empty(min(few, num_rows) * groups * size, device=values.device)
     for first in range(0, groups, at_once):
         panel = slice(first * size, min(first + at_once, groups) * size)
         of_panel = hessian(panel)
         for start in range(0, num_rows, few):
             part, of_part = slice(start, start + few), values[start : start + few]
             own = of_part[:, first : first + at_once]
-            met = torch.mm(error[part], of_panel.T, out=room[: own.numel()].view(len(own), -1))
+            met = torch.mm(error[part], of_panel.T, out=workspace[: own.numel()].view(len(own), -1))
             torch.sum(met.view(own.shape).mul_(own), 2, out=right[part, first : first + at_once])
             for group, rows in enumerate(torch.split(of_panel, size), first):
                 # Symmetric: a group meets itself and those that follow.
                 others, columns = of_part[:, group:], rows[:, group * size :]
-                met = torch.mm(of_part[:, group], columns, out=room[: others.numel()].view(len(of_part), -1))
+                met = torch.mm(of_part[:, group], columns, out=workspace[: others.numel()].view(len(of_part), -1))
                 normal[part, group, group:] = normal[part, group:, group] = met.view(others.shape).mul_(others).sum(2)
     return normal, right
 

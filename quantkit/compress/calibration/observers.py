@@ -23,7 +23,7 @@ class Observer(Protocol):
         """Take in (T, K) inputs of any float dtype; they are not modified."""
 
 
-class Room:
+class Workspace:
     """Memory for copies of inputs, for all who sum them in turns: new memory each time costs as much as the copy."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _MeanMatrix:
         device: where the matrix lives.
         rows: R, if not K.
         split: with several processes all are shown all inputs, and each sums some of the panels.
-        room: that it shares with others; None = its own.
+        workspace: that it shares with others; None = its own.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class _MeanMatrix:
         rows: int | None = None,
         *,
         split: bool = False,
-        room: Room | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
-        self._room = room or Room()
+        self._workspace = workspace or Workspace()
         # Not zeros: what is never written to takes no memory, and of a Gram matrix that is nearly half.
         self._sum = torch.empty(rows or width, width, dtype=torch.float32, device=device)
         self.is_split = split
@@ -80,7 +80,7 @@ class _MeanMatrix:
             if self.is_split:
                 fill(self._sum[panel], owner)
             self._part(panel).div_(max(self.num_tokens, 1))
-        total, self._sum, self._room = self._sum, torch.empty(0), Room()
+        total, self._sum, self._workspace = self._sum, torch.empty(0), Workspace()
         return total
 
 
@@ -93,7 +93,7 @@ class Gram(_MeanMatrix):
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
         for rows in torch.split(inputs, _TOKENS):
-            values = self._room.copy(rows, "inputs")
+            values = self._workspace.copy(rows, "inputs")
             for panel in self._panels:
                 self._part(panel).addmm_(values[:, panel].T, values[:, : panel.stop])
         self.num_tokens += inputs.shape[0]
@@ -106,26 +106,26 @@ class CrossGram(_MeanMatrix):
 
     Args:
         weights: (N_i, K) of all linears that read the input, as they are until the mean is taken.
-        room: see `_MeanMatrix`.
+        workspace: see `_MeanMatrix`.
     """
 
-    def __init__(self, weights: Sequence[Tensor], room: Room | None = None) -> None:
+    def __init__(self, weights: Sequence[Tensor], workspace: Workspace | None = None) -> None:
         sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
         # By outputs each token costs a product more, so they must be at most half as many.
         self._sizes = sizes if 2 * sum(sizes) <= width else None
         self._weights = list(weights) if self._sizes else []
-        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None, split=True, room=room)
+        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None, split=True, workspace=workspace)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
-            values = self._room.copy(rows, "inputs")
+            values = self._workspace.copy(rows, "inputs")
             # The difference first: of two sums o x' and x x' little but rounding would be left.
-            wrong = self._room.copy(others, "errors").sub_(values)
+            wrong = self._workspace.copy(others, "errors").sub_(values)
             if not wrong.any():  # what enters the first layer
                 continue
             if self._weights:
-                wrong = self._room.copy(wrong, "factors", self._weights[0].dtype)
+                wrong = self._workspace.copy(wrong, "factors", self._weights[0].dtype)
             for panel in self._panels:
                 part = linear(wrong, self._rows(panel)).float() if self._weights else wrong[:, panel]
                 self._sum[panel].addmm_(part.T, values)

@@ -153,7 +153,7 @@ def _special(
         if number is None:
             number = config.get(f"{kind}_token_id")
             number = number[0] if isinstance(number, list) and number else number
-        if type(number) is int:
+        if type(number) is int and number >= 0:  # -1 of early Llamas: there is none
             entries[f"ggml.{key}_token_id"] = number
     single = json.dumps((data.get("post_processor") or {}).get("single") or data.get("post_processor") or "")
     for kind in ("bos", "eos"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.compress.calibration import observers
-from quantkit.compress.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Room, Sample
+from quantkit.compress.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Sample, Workspace
 
 
 @pytest.fixture
@@ -45,16 +45,16 @@ def test_cross_gram_is_the_mean_product_of_errors_and_inputs(batches, sizes, mon
         torch.testing.assert_close(error.cpu().double(), weight.double() @ expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_room_is_taken_once_and_gives_what_own_rooms_give(device):
+def test_a_workspace_is_taken_once_and_gives_what_own_ones_give(device):
     torch.manual_seed(0)
-    room, weight = Room(), torch.randn(8, 24, device=device)
+    workspace, weight = Workspace(), torch.randn(8, 24, device=device)
     inputs = [torch.randn(n, 24, device=device).bfloat16() for n in (40, 5, 40)]
-    sums = [(Gram(24, device, room=own), CrossGram([weight], own)) for own in (room, None)]
+    sums = [(Gram(24, device, workspace=own), CrossGram([weight], own)) for own in (workspace, None)]
     for batch in inputs:
         for gram, cross in sums:
             gram.update(batch)
             cross.update(batch, batch * 1.5)
-    assert room.copy(inputs[1], "inputs").data_ptr() == room.copy(inputs[0], "inputs").data_ptr()
+    assert workspace.copy(inputs[1], "inputs").data_ptr() == workspace.copy(inputs[0], "inputs").data_ptr()
     (shared, errors), (alone, expected) = ((gram.finish().tril(), cross.errors()[0]) for gram, cross in sums)
     assert torch.equal(shared, alone) and torch.equal(errors, expected)
 

@@ -193,7 +193,8 @@ def byte_fallback(folder):
 
 def test_byte_fallback_becomes_scores(tmp_path):
     byte_fallback(tmp_path)
-    actual = read_vocab(tmp_path, {"eos_token_id": [5, 6]}, 9)
+    actual = read_vocab(tmp_path, {"eos_token_id": [5, 6], "pad_token_id": -1}, 9)
+    assert "tokenizer.ggml.padding_token_id" not in actual
     assert actual["tokenizer.ggml.model"] == "llama"
     assert actual["tokenizer.ggml.token_type"] == [2, 3, 6, 1, 1, 1, 1, 1, 5]
     scores = actual["tokenizer.ggml.scores"]
