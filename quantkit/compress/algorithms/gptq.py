@@ -36,7 +36,7 @@ ActOrder = Literal["none", "weight", "group"]
 _RUN = 32
 # Elements of weights, of the products of codes and Hessian, and columns of the Hessian held at once while scales are
 # fitted.
-_FIT_ELEMENTS, _PRODUCT_ELEMENTS, _FIT_COLUMNS = 1 << 23, 1 << 21, 512
+_FIT_ELEMENTS, _PRODUCT_ELEMENTS, _FIT_COLUMNS = 1 << 22, 1 << 21, 512
 # Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 # Rows of weights copied at once, transposed and into another order.
@@ -115,13 +115,13 @@ class GptqStep:
                 if self.asymmetric_calibration and find_expert(names[0]) is None
             }
             layer.observe(grams, errors)
+            del workspace
             statistics: Statistics = {}
             for names in sets:
                 gram = grams.pop(names[0])
                 if gram.is_split or layer.owner(names[0]) == rank():
                     statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
-            del workspace
-            release_freed_memory()  # of the workspace, which would lie beside the factor
+            release_freed_memory()  # of the sums, which would lie beside the factor
             self._quantize_sets(layer, sets, statistics)
             release_freed_memory()
 
@@ -336,7 +336,7 @@ def fit_scales(
     if (group_index.diff() < 0).any():
         columns = torch.argsort(group_index, stable=True)  # group by group
         hessian = hessian(slice(0, width))[columns][:, columns].__getitem__
-    step = max(1, _FIT_ELEMENTS // max(width, groups**2))
+    step = _power_of_two(_FIT_ELEMENTS // max(width, groups**2))
     fitted = torch.empty_like(scale)
     for start in range(0, len(scale), step):
         rows = slice(start, start + step)
@@ -354,6 +354,11 @@ def fit_scales(
     return round_scale(torch.where(usable, fitted, scale), scale_dtype)
 
 
+def _power_of_two(most: int) -> int:
+    """The largest that is not more, but at least 1."""
+    return 1 << max(most.bit_length() - 1, 0)
+
+
 def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
     """D'H D (R, G, G) and D'H e (R, G) of each row.
 
@@ -365,21 +370,23 @@ def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], 
     num_rows, groups, size = values.shape
     normal = torch.empty(num_rows, groups, groups, device=values.device)
     right = torch.empty(num_rows, groups, device=values.device)
-    at_once, few = max(1, _FIT_COLUMNS // size), max(1, _PRODUCT_ELEMENTS // max(groups * size, groups**2))
+    # Rows by powers of two and columns by the panel: torch keeps 256 KiB for each shape of a product.
+    at_once, few = max(1, _FIT_COLUMNS // size), _power_of_two(_PRODUCT_ELEMENTS // max(groups * size, groups**2))
     workspace = torch.empty(min(few, num_rows) * groups * size, device=values.device)
     for first in range(0, groups, at_once):
         panel = slice(first * size, min(first + at_once, groups) * size)
         of_panel = hessian(panel)
         for start in range(0, num_rows, few):
             part, of_part = slice(start, start + few), values[start : start + few]
-            own = of_part[:, first : first + at_once]
+            own, others = of_part[:, first : first + at_once], of_part[:, first:]
             met = torch.mm(error[part], of_panel.T, out=workspace[: own.numel()].view(len(own), -1))
             torch.sum(met.view(own.shape).mul_(own), 2, out=right[part, first : first + at_once])
             for group, rows in enumerate(torch.split(of_panel, size), first):
-                # Symmetric: a group meets itself and those that follow.
-                others, columns = of_part[:, group:], rows[:, group * size :]
+                columns = rows[:, first * size :]
                 met = torch.mm(of_part[:, group], columns, out=workspace[: others.numel()].view(len(of_part), -1))
-                normal[part, group, group:] = normal[part, group:, group] = met.view(others.shape).mul_(others).sum(2)
+                # Symmetric: a group meets itself and those that follow.
+                sums = met.view(others.shape).mul_(others)[:, group - first :].sum(2)
+                normal[part, group, group:] = normal[part, group:, group] = sums
     return normal, right
 
 

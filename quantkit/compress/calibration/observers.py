@@ -14,6 +14,8 @@ from quantkit.distributed import assign, fill, rank
 _PANEL = 512
 # Tokens converted to float32 at once for it.
 _TOKENS = 1024
+# Of those, tokens whose errors are rounded at once.
+_ERROR_TOKENS = 128
 
 
 class Observer(Protocol):
@@ -31,10 +33,14 @@ class Workspace:
 
     def copy(self, values: Tensor, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """A copy in this dtype, good until the next one for the same purpose."""
+        return self.empty(values, purpose, dtype).copy_(values)
+
+    def empty(self, values: Tensor, purpose: str, dtype: torch.dtype) -> Tensor:
+        """Memory for something of this shape, likewise."""
         held = self._held.get((purpose, dtype))
         if held is None or held.numel() < values.numel():
             held = self._held[purpose, dtype] = torch.empty(values.numel(), dtype=dtype, device=values.device)
-        return held[: values.numel()].view(values.shape).copy_(values)
+        return held[: values.numel()].view(values.shape)
 
 
 class _MeanMatrix:
@@ -58,44 +64,50 @@ class _MeanMatrix:
         workspace: Workspace | None = None,
     ) -> None:
         self._workspace = workspace or Workspace()
-        # Not zeros: what is never written to takes no memory, and of a Gram matrix that is nearly half.
-        self._sum = torch.empty(rows or width, width, dtype=torch.float32, device=device)
+        self._shape, self._device = (rows or width, width), device
         self.is_split = split
-        starts = range(0, len(self._sum), _PANEL)
-        panels = [slice(start, min(start + _PANEL, len(self._sum))) for start in starts]
+        starts = range(0, self._shape[0], _PANEL)
+        panels = [slice(start, min(start + _PANEL, self._shape[0])) for start in starts]
         # As dear as those of a Gram matrix, of which each is wider than the one before.
         self._shared = list(zip(panels, assign([panel.stop for panel in panels]), strict=True))
-        self._panels = [panel for panel, owner in self._shared if not split or owner == rank()]
-        for panel in self._panels:
-            self._part(panel).zero_()
+        self._sums = [
+            (panel, torch.zeros(self._part(panel), dtype=torch.float32, device=device))
+            for panel, owner in self._shared
+            if not split or owner == rank()
+        ]
         self.num_tokens = 0
 
-    def _part(self, panel: slice) -> Tensor:
-        """What of these rows is summed."""
-        return self._sum[panel]
+    def _part(self, panel: slice) -> tuple[int, int]:
+        """Shape of what of these rows is summed, from their first column on."""
+        return panel.stop - panel.start, self._shape[1]
 
     def finish(self) -> Tensor:
         """The mean; the observer gives up its memory and is not to be used again. All processes at once, if split."""
+        self._workspace, own = Workspace(), self._sums[::-1]
+        self._sums = []
+        # Not zeros: what is never written to takes no memory, and of a Gram matrix that is nearly half.
+        mean = torch.empty(self._shape, dtype=torch.float32, device=self._device)
         for panel, owner in self._shared:
+            mine = not self.is_split or owner == rank()
+            total = own.pop()[1] if mine else torch.empty(self._part(panel), device=self._device)
             if self.is_split:
-                fill(self._sum[panel], owner)
-            self._part(panel).div_(max(self.num_tokens, 1))
-        total, self._sum, self._workspace = self._sum, torch.empty(0), Workspace()
-        return total
+                fill(total, owner)
+            mean[panel, : total.shape[1]] = total.div_(max(self.num_tokens, 1))
+        return mean
 
 
 class Gram(_MeanMatrix):
     """Mean of x x' over tokens: GPTQ's Hessian up to a factor. What is above its diagonal means nothing."""
 
-    def _part(self, panel: slice) -> Tensor:
-        return self._sum[panel, : panel.stop]
+    def _part(self, panel: slice) -> tuple[int, int]:
+        return panel.stop - panel.start, panel.stop
 
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
         for rows in torch.split(inputs, _TOKENS):
             values = self._workspace.copy(rows, "inputs")
-            for panel in self._panels:
-                self._part(panel).addmm_(values[:, panel].T, values[:, : panel.stop])
+            for panel, total in self._sums:
+                total.addmm_(values[:, panel].T, values[:, : panel.stop])
         self.num_tokens += inputs.shape[0]
 
 
@@ -120,15 +132,16 @@ class CrossGram(_MeanMatrix):
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
             values = self._workspace.copy(rows, "inputs")
-            # The difference first: of two sums o x' and x x' little but rounding would be left.
-            wrong = self._workspace.copy(others, "errors").sub_(values)
+            wrong = self._workspace.empty(others, "errors", self._weights[0].dtype if self._weights else torch.float32)
+            # The difference first: of two sums o x' and x x' little but rounding would be left. In float32, in a few
+            # rows at a time, whatever it is rounded to.
+            for some in (slice(start, start + _ERROR_TOKENS) for start in range(0, len(rows), _ERROR_TOKENS)):
+                wrong[some] = torch.sub(others[some], values[some])
             if not wrong.any():  # what enters the first layer
                 continue
-            if self._weights:
-                wrong = self._workspace.copy(wrong, "factors", self._weights[0].dtype)
-            for panel in self._panels:
+            for panel, total in self._sums:
                 part = linear(wrong, self._rows(panel)).float() if self._weights else wrong[:, panel]
-                self._sum[panel].addmm_(part.T, values)
+                total.addmm_(part.T, values)
         self.num_tokens += inputs.shape[0]
 
     def _rows(self, panel: slice) -> Tensor:

@@ -68,6 +68,7 @@ def test_equals_the_textbook(symmetric, block_size, shuffled):
 
 def test_cholesky_factor_factors_the_damped_hessian(monkeypatch):
     monkeypatch.setattr(_gptq_factor, "_COPIED", 16)  # several blocks
+    monkeypatch.setattr(_gptq_factor, "_PANEL", 20)
     _, hessian = problem()
     order = torch.randperm(48)
     factor = cholesky_factor(hessian.tril().add(torch.ones(48, 48).triu(1)), order, 0.01)  # above: anything
@@ -77,6 +78,13 @@ def test_cholesky_factor_factors_the_damped_hessian(monkeypatch):
     torch.testing.assert_close(lower.tril() @ lower.tril().T, damped[backwards][:, backwards], rtol=1e-4, atol=1e-3)
     # In the same square, above the factor.
     assert torch.equal(torch.cat([factor.hessian(slice(0, 20)), factor.hessian(slice(20, 48))]), damped)
+
+
+def test_a_column_without_a_root_is_found_in_the_last_panel_too(monkeypatch):
+    monkeypatch.setattr(_gptq_factor, "_PANEL", 20)
+    _, hessian = problem()
+    hessian[47, 47] = -1.0
+    assert cholesky_factor(hessian, torch.arange(48).flip(0), 0.01).raised > 0.01
 
 
 def test_a_singular_hessian_raises_the_damping_and_says_so(make_layer):
