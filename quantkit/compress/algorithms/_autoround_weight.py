@@ -44,11 +44,12 @@ class TunedWeight:
         self.offset = torch.zeros(self._weight.shape, device=self._weight.device)
         self.factor = torch.ones_like(self._start)
         self.shift = torch.zeros_like(self._start)
+        self._scale, self._zero = self._parameters(slice(None))  # as stored
 
     def dequantize(self, out: Tensor) -> None:
         """Write the values of the present codes into (N, K) `out`, in its dtype."""
         for rows in self._blocks():
-            scale, zero = self._parameters(rows)
+            scale, zero = self._present(rows)
             self._write(rows, self._ratio(rows, scale), scale, zero, out)
 
     def step(self, gradient: Tensor, values: Tensor, rate: float) -> None:
@@ -61,7 +62,7 @@ class TunedWeight:
         """
         range_rate = rate / 2
         for rows in self._blocks():
-            scale, zero = self._parameters(rows)
+            scale, zero = self._present(rows)
             ratio = self._ratio(rows, scale)
             by_offset, by_scale, by_zero = self._gradients(rows, ratio, gradient[rows], scale, zero)
             moved = self.offset[rows]
@@ -75,21 +76,27 @@ class TunedWeight:
             # weight / new scale, without reading the weight again.
             ratio *= (scale / new_scale).unsqueeze(-1)
             self._write(rows, ratio, new_scale, zero, values)
+            self._scale[rows] = new_scale
+            if self._zero is not None and zero is not None:
+                self._zero[rows] = zero
 
     def result(self) -> QuantizedTensor:
         """The present codes and parameters."""
         codes = torch.empty(self._weight.shape, dtype=self._dtype.storage, device=self._weight.device)
         for rows in self._blocks():
-            scale, zero = self._parameters(rows)
-            codes[rows] = self._codes(rows, self._ratio(rows, scale), zero)[1].view_as(codes[rows]).to(codes.dtype)
-        scale, zero = self._parameters(slice(None))
-        return assemble(codes, Ranges(scale, zero), self._grid)
+            scale, zero = self._present(rows)
+            codes[rows] = self._clamped(self._raw(rows, self._ratio(rows, scale), zero)).view_as(codes[rows])
+        return assemble(codes, Ranges(self._scale, self._zero), self._grid)
 
     def _blocks(self) -> list[slice]:
         return [slice(row, row + self._step_rows) for row in range(0, self._weight.shape[0], self._step_rows)]
 
+    def _present(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """(R, G) scale and zero point."""
+        return self._scale[rows], None if self._zero is None else self._zero[rows]
+
     def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """(R, G) scale and zero point as they are stored; a scale keeps the sign that it started with."""
+        """The same, from what is tuned; a scale keeps the sign that it started with."""
         start = self._start[rows]
         # Rounded as a magnitude, since what underflows becomes a positive epsilon; the sign comes back after it.
         scale = on_rows(round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype), self._grid).copysign_(
@@ -103,34 +110,39 @@ class TunedWeight:
 
     def _ratio(self, rows: slice, scale: Tensor) -> Tensor:
         """(R, G, g) weights in units of their scale."""
-        return self._weight[rows].float().view(*scale.shape, -1) / scale.unsqueeze(-1)
+        values = self._weight[rows].to(torch.float32, copy=True)
+        return values.view(*scale.shape, -1).div_(scale.unsqueeze(-1))
 
-    def _codes(self, rows: slice, ratio: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(R, G, g) codes before and after clamping."""
+    def _raw(self, rows: slice, ratio: Tensor, zero: Tensor | None) -> Tensor:
+        """(R, G, g) codes before they are clamped."""
         raw = (ratio + self.offset[rows].view_as(ratio)).round_()
-        if zero is not None:
-            raw += zero.unsqueeze(-1)
-        return raw, raw.clamp(self._dtype.minimum, self._dtype.maximum)
+        return raw if zero is None else raw.add_(zero.unsqueeze(-1))
+
+    def _clamped(self, raw: Tensor) -> Tensor:
+        return raw.clamp_(self._dtype.minimum, self._dtype.maximum)
 
     def _gradients(
         self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the loss by offset (R, G, g), scale (R, G) and zero point (R, G; None when symmetric)."""
-        raw, codes = self._codes(rows, ratio, zero)
-        outside = raw != codes
+        raw = self._raw(rows, ratio, zero)
+        codes = raw.clamp(self._dtype.minimum, self._dtype.maximum)
+        inside = raw.eq_(codes)  # as numbers: what makes and reads truth values is several times as slow
         by_value = gradient.to(torch.float32, copy=True).view_as(ratio)
         if zero is not None:
             codes -= zero.unsqueeze(-1)
         # d value / d scale is code - zero, less weight / scale where nothing was clamped.
         by_scale = codes.mul_(by_value).sum(-1)
         # Inside the range code and zero point move together and cancel; only clamped values feel the zero point.
-        by_zero = None if zero is None else (by_value * outside).sum(-1).mul_(-scale)
-        by_value.masked_fill_(outside, 0.0)
-        by_scale -= torch.mul(ratio, by_value, out=raw).sum(-1)
+        by_zero = None
+        if zero is not None:
+            by_zero = torch.addcmul(by_value, by_value, inside, value=-1).sum(-1).mul_(-scale)
+        by_value *= inside
+        by_scale -= torch.mul(ratio, by_value, out=inside).sum(-1)
         return by_value.mul_(scale.unsqueeze(-1)), by_scale, by_zero
 
     def _write(self, rows: slice, ratio: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor) -> None:
-        codes = self._codes(rows, ratio, zero)[1]
+        codes = self._clamped(self._raw(rows, ratio, zero))
         if zero is not None:
             codes -= zero.unsqueeze(-1)
         out[rows].copy_(codes.mul_(scale.unsqueeze(-1)).view(-1, out.shape[1]))

@@ -84,7 +84,7 @@ def _factorise(matrix: Tensor) -> bool:
         stop = start + size
         matrix[start:, start:stop].addmm_(matrix[start:, :start], matrix[start:stop, :start].T, alpha=-1)
         own, below = matrix[start:stop, start:stop].T, matrix[stop:, start:stop]
-        # In place: L' in column-major order is L in row-major order.
+        # L' in column-major order is L in row-major order; where the panel is the whole square, it stays in place.
         torch.linalg.cholesky_ex(own, upper=True, out=(own, info))
         if info.item():
             return False
