@@ -6,6 +6,7 @@ Standard library only: what is said of a child's memory begins with that of its 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -41,6 +42,11 @@ class Usage:
     def others_share(self) -> float:
         """Of the whole machine, that other processes took meanwhile."""
         return round(self.others_cpu_s / max(self.wall_s, 0.01) / (os.cpu_count() or 1), 3)
+
+
+def whole_path(program: str) -> str:
+    """Its path, which is good in another folder too; symbolic links stay, by which a Python finds its environment."""
+    return str(Path(shutil.which(program) or program).absolute())
 
 
 def run_measured(

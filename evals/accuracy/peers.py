@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pages
 from bench import Bench, measure, open_bench, write_calibration
-from processes import ALONE, ONE_THREAD, run_measured
+from processes import ALONE, ONE_THREAD, run_measured, whole_path
 from provenance import stamp
 from rows import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, MODELS, Model, Peer, peer_job, peer_rows
 from run import is_asked, said
@@ -49,7 +49,7 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
     shutil.rmtree(output, ignore_errors=True)
     folders = {"model": str(bench.path), "output": str(output), "ids": str(work / "calibration.jsonl")}
     command = [args.pythons[peer.tool], "-W", "ignore", str(script), json.dumps({**job, **folders})]
-    usage = run_measured(command, work / "log.txt", environment=ALONE | ONE_THREAD, limit_s=args.limit)
+    usage = run_measured(command, work / "log.txt", environment=ALONE | ONE_THREAD, folder=work, limit_s=args.limit)
     if usage.code:
         return usage.said or f"killed after {args.limit} s"
     report: dict[str, Any] = json.loads(usage.said)
@@ -102,7 +102,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--redo", action="store_true")
     parser.add_argument("--limit", type=float, default=1200, metavar="SECONDS", help="of one quantization")
     for tool in TOOLS:
-        parser.add_argument(f"--{tool.lower()}", dest=tool, metavar="PYTHON", help=f"of an environment with {tool}")
+        parser.add_argument(
+            f"--{tool.lower()}", dest=tool, metavar="PYTHON", type=whole_path, help=f"of an environment with {tool}"
+        )
     args = parser.parse_args()
     args.pythons = {tool: getattr(args, tool) for tool in TOOLS if getattr(args, tool)}
     args.versions = {tool: version_of(python, TOOLS[tool][0]) for tool, python in args.pythons.items()}

@@ -28,7 +28,7 @@ from works import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, OURS, Work, key, rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from processes import ALONE, Usage, run_measured
+from processes import ALONE, Usage, run_measured, whole_path
 from provenance import ROOT, Stamp, commit, plain, read_stamp, stamp
 
 EVALS = ROOT / "evals"
@@ -197,11 +197,6 @@ def changed(entry: Entry, work: Work) -> list[str]:
     return [] if taken is None or entry["tool"] != OURS else taken.changed(recipe_of(work))
 
 
-def _whole(program: str) -> str:
-    """Its path, which is good in another folder too; symbolic links stay, by which a Python finds its environment."""
-    return str(Path(shutil.which(program) or program).absolute())
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -212,7 +207,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="of one process")
     parser.add_argument("--rehearse", default="", metavar="SHAPE", help="another model for all; kept in --work")
     parser.add_argument("--samples", type=int, default=0, help="of a rehearsal")
-    python: dict[str, Any] = {"metavar": "PYTHON", "type": _whole}
+    python: dict[str, Any] = {"metavar": "PYTHON", "type": whole_path}
     parser.add_argument("--before", help="of an environment with an earlier quantkit", **python)
     for tool in TOOLS:
         parser.add_argument(f"--{tool.lower()}", dest=tool, help=f"of an environment with {tool}", **python)
