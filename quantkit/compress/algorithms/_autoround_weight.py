@@ -9,6 +9,8 @@ Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent 
 al. 2019, Learned Step Size Quantization (gradient of the scale).
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from quantkit.numerics.scales import round_scale
 from quantkit.numerics.tensor import QuantizedTensor
 
 # Weights worked on at once.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 19
 # Codes that an offset may move a weight by. The paper's 0.5 can only choose between the two nearest.
 _FURTHEST = 1.0
 _FACTORS = (0.25, 2.0)
@@ -48,9 +50,9 @@ class TunedWeight:
 
     def dequantize(self, out: Tensor) -> None:
         """Write the values of the present codes into (N, K) `out`, in its dtype."""
-        for rows in self._blocks():
+        for rows, (ratio, codes, *_) in self._blocks():
             scale, zero = self._present(rows)
-            self._write(rows, self._ratio(rows, scale), scale, zero, out)
+            self._write(rows, self._ratio(rows, scale, ratio), scale, zero, codes, out)
 
     def step(self, gradient: Tensor, values: Tensor, rate: float) -> None:
         """One step against the sign of the gradients, then the new values.
@@ -61,12 +63,12 @@ class TunedWeight:
             rate: how far offsets move; factors move half as far, shifts by half that part of half the code range.
         """
         range_rate = rate / 2
-        for rows in self._blocks():
+        for rows, (ratio, codes, *others) in self._blocks():
             scale, zero = self._present(rows)
-            ratio = self._ratio(rows, scale)
-            by_offset, by_scale, by_zero = self._gradients(rows, ratio, gradient[rows], scale, zero)
-            moved = self.offset[rows]
-            moved.sub_(by_offset.sign_().view_as(moved), alpha=rate).clamp_(-_FURTHEST, _FURTHEST)
+            self._ratio(rows, scale, ratio)
+            by_offset, by_scale, by_zero = self._gradients(rows, ratio, gradient[rows], scale, zero, [codes, *others])
+            moved = self.offset[rows].view_as(ratio)
+            moved.addcmul_(by_offset.sign_(), scale.sign().unsqueeze(-1), value=-rate).clamp_(-_FURTHEST, _FURTHEST)
             # d loss / d factor = d loss / d scale * start, whose sign counts, since a start may be negative.
             self.factor[rows] -= range_rate * (by_scale * self._start[rows]).sign_()
             self.factor[rows].clamp_(*_FACTORS)
@@ -75,21 +77,31 @@ class TunedWeight:
             new_scale, zero = self._parameters(rows)
             # weight / new scale, without reading the weight again.
             ratio *= (scale / new_scale).unsqueeze(-1)
-            self._write(rows, ratio, new_scale, zero, values)
+            self._write(rows, ratio, new_scale, zero, codes, values)
             self._scale[rows] = new_scale
             if self._zero is not None and zero is not None:
                 self._zero[rows] = zero
 
     def result(self) -> QuantizedTensor:
         """The present codes and parameters."""
-        codes = torch.empty(self._weight.shape, dtype=self._dtype.storage, device=self._weight.device)
-        for rows in self._blocks():
+        stored = torch.empty(self._weight.shape, dtype=self._dtype.storage, device=self._weight.device)
+        for rows, (ratio, codes, *_) in self._blocks():
             scale, zero = self._present(rows)
-            codes[rows] = self._clamped(self._raw(rows, self._ratio(rows, scale), zero)).view_as(codes[rows])
-        return assemble(codes, Ranges(self._scale, self._zero), self._grid)
+            self._clamped(self._raw(rows, self._ratio(rows, scale, ratio), zero, codes))
+            stored[rows] = codes.view_as(stored[rows])
+        return assemble(stored, Ranges(self._scale, self._zero), self._grid)
 
-    def _blocks(self) -> list[slice]:
-        return [slice(row, row + self._step_rows) for row in range(0, self._weight.shape[0], self._step_rows)]
+    def _blocks(self) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Rows, and four float32 tensors (R, G, g) of any content, the same memory in each turn.
+
+        A CPU would otherwise return it after every operation, and pay for each page of it anew.
+        """
+        num_rows, groups = self._weight.shape[0], self._start.shape[1]
+        scratch = torch.empty(
+            4, min(self._step_rows, num_rows), groups, self._weight.shape[1] // groups, device=self._weight.device
+        )
+        for row in range(0, num_rows, self._step_rows):
+            yield slice(row, row + self._step_rows), [part[: num_rows - row] for part in scratch]
 
     def _present(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """(R, G) scale and zero point."""
@@ -108,41 +120,41 @@ class TunedWeight:
             self._dtype.minimum, self._dtype.maximum
         )
 
-    def _ratio(self, rows: slice, scale: Tensor) -> Tensor:
+    def _ratio(self, rows: slice, scale: Tensor, out: Tensor) -> Tensor:
         """(R, G, g) weights in units of their scale."""
-        values = self._weight[rows].to(torch.float32, copy=True)
-        return values.view(*scale.shape, -1).div_(scale.unsqueeze(-1))
+        return out.copy_(self._weight[rows].view_as(out)).div_(scale.unsqueeze(-1))
 
-    def _raw(self, rows: slice, ratio: Tensor, zero: Tensor | None) -> Tensor:
+    def _raw(self, rows: slice, ratio: Tensor, zero: Tensor | None, out: Tensor) -> Tensor:
         """(R, G, g) codes before they are clamped."""
-        raw = (ratio + self.offset[rows].view_as(ratio)).round_()
-        return raw if zero is None else raw.add_(zero.unsqueeze(-1))
+        torch.add(ratio, self.offset[rows].view_as(ratio), out=out).round_()
+        return out if zero is None else out.add_(zero.unsqueeze(-1))
 
     def _clamped(self, raw: Tensor) -> Tensor:
         return raw.clamp_(self._dtype.minimum, self._dtype.maximum)
 
     def _gradients(
-        self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None
+        self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None, scratch: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the loss by offset (R, G, g), scale (R, G) and zero point (R, G; None when symmetric)."""
-        raw = self._raw(rows, ratio, zero)
-        codes = raw.clamp(self._dtype.minimum, self._dtype.maximum)
-        inside = raw.eq_(codes)  # as numbers: what makes and reads truth values is several times as slow
-        by_value = gradient.to(torch.float32, copy=True).view_as(ratio)
+        """Of the loss by offset (R, G, g; in units of the scale), scale (R, G), zero point (R, G; or None)."""
+        codes, inside, by_value = scratch
+        raw = self._raw(rows, ratio, zero, inside)
+        torch.clamp(raw, self._dtype.minimum, self._dtype.maximum, out=codes)
+        inside.eq_(codes)  # as numbers: what makes and reads truth values is several times as slow
+        by_value.copy_(gradient.view_as(ratio))
         if zero is not None:
             codes -= zero.unsqueeze(-1)
         # d value / d scale is code - zero, less weight / scale where nothing was clamped.
-        by_scale = codes.mul_(by_value).sum(-1)
+        by_scale = codes.addcmul_(ratio, inside, value=-1).mul_(by_value).sum(-1)
         # Inside the range code and zero point move together and cancel; only clamped values feel the zero point.
         by_zero = None
         if zero is not None:
-            by_zero = torch.addcmul(by_value, by_value, inside, value=-1).sum(-1).mul_(-scale)
-        by_value *= inside
-        by_scale -= torch.mul(ratio, by_value, out=inside).sum(-1)
-        return by_value.mul_(scale.unsqueeze(-1)), by_scale, by_zero
+            by_zero = torch.addcmul(by_value, by_value, inside, value=-1, out=codes).sum(-1).mul_(-scale)
+        return by_value.mul_(inside), by_scale, by_zero
 
-    def _write(self, rows: slice, ratio: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor) -> None:
-        codes = self._clamped(self._raw(rows, ratio, zero))
+    def _write(
+        self, rows: slice, ratio: Tensor, scale: Tensor, zero: Tensor | None, codes: Tensor, out: Tensor
+    ) -> None:
+        self._clamped(self._raw(rows, ratio, zero, codes))
         if zero is not None:
             codes -= zero.unsqueeze(-1)
-        out[rows].copy_(codes.mul_(scale.unsqueeze(-1)).view(-1, out.shape[1]))
+        out[rows].view_as(codes).copy_(codes.mul_(scale.unsqueeze(-1)))

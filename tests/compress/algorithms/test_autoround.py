@@ -63,10 +63,11 @@ def plain_formula(weight, scheme, offset, scale, zero):
 
 def gradients(tuned, gradient):
     """Of the loss by offset (N, K), scale and zero point (N, G), from that by the values."""
-    rows = slice(None)
-    scale, zero = tuned._parameters(rows)
-    by_offset, by_scale, by_zero = tuned._gradients(rows, tuned._ratio(rows, scale), gradient, scale, zero)
-    return by_offset.view(gradient.shape), by_scale, by_zero
+    scale, zero = tuned._parameters(slice(None))
+    ((rows, (ratio, *others)),) = tuned._blocks()
+    tuned._ratio(rows, scale, ratio)
+    by_offset, by_scale, by_zero = tuned._gradients(rows, ratio, gradient, scale, zero, others)
+    return (by_offset * scale.unsqueeze(-1)).view(gradient.shape), by_scale, by_zero
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -93,9 +94,9 @@ def test_gradients_are_those_of_the_plain_formula(dtype, group_size, symmetric):
 def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
     weight, scheme, scale, zero = problem(symmetric=symmetric)
     tuned = TunedWeight(weight, WeightGrid(scheme, torch.float32), Ranges(scale, zero))
-    tuned._step_rows = 4  # two blocks
     gradient, values = torch.randn_like(weight), torch.empty_like(weight)
     by_offset, by_scale, _ = gradients(tuned, gradient)
+    tuned._step_rows = 4  # two blocks
     tuned.step(gradient, values, 0.1)
     torch.testing.assert_close(tuned.offset, -0.1 * by_offset.sign())
     torch.testing.assert_close(tuned.factor, 1 - 0.05 * (by_scale * scale).sign())  # also where a scale is negative
