@@ -77,7 +77,7 @@ def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, kernel
             return rows * (width // 2 + 4 * groups + 2 * bias)
     eights = on_cpu or (rows % 8 == 0 and width % 8 == 0)
     if kind.name == inputs == "int8" and groups == 1 and eights:
-        return rows * (width + 4 + 4 * bias) + 4 * rows  # a scale and a zero per output
+        return rows * (width + 4 + 4 * bias)
     sixteens = rows % 16 == 0 and width % 16 == 0
     if kind.name == inputs == "fp8" and groups == 1 and not on_cpu and in_bf16 and sixteens:
         return rows * (width + 4 + 2 * bias)

@@ -84,7 +84,7 @@ def test_weights_without_compiled_kernels(tmp_path, text_file, monkeypatch):
 
 
 def test_of_the_demo_model():
-    prediction = check_weights(DEMO_MODEL)
+    prediction = check_weights(DEMO_MODEL, dtype="bfloat16")
     assert prediction.page_bytes == 4 * 2 * 4 * 64 * 64 * 2  # layers, keys and values, heads, tokens, channels, bytes
     assert max_length(None) == 1024
 

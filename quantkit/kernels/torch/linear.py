@@ -3,6 +3,8 @@
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -83,7 +85,8 @@ def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
 class _QuantizedInputsLinear(LinearFacts):
     """A weight with one scale per output whose inputs are quantized with a scale per token, both to INT8 or FP8.
 
-    INT8 is multiplied as integers: by oneDNN on the CPU, by cuBLAS on CUDA; FP8 by cuBLAS.
+    INT8 is multiplied as integers: by cuBLAS on CUDA, on the CPU by oneDNN, or in float32 where that is not exact; FP8
+    by cuBLAS.
     """
 
     def __init__(self, source: LinearSource, activation: ActivationScheme) -> None:
@@ -93,9 +96,10 @@ class _QuantizedInputsLinear(LinearFacts):
         self._scale = weight.scale.float().reshape(-1).to(source.device)
         self._codes = weight.codes.to(source.device)
         self._multiply = self._int8_on_cuda if is_int8 else self._fp8
-        if source.device.type == "cpu":
+        if source.device.type == "cpu" and not _onednn_is_exact():
+            self._multiply = self._int8_in_float32
+        elif source.device.type == "cpu":
             self._codes = torch.ops.onednn.qlinear_prepack(self._codes, None)
-            self._zero = torch.zeros(weight.shape[0], dtype=torch.int32)
             self._multiply = self._int8_on_cpu
         super().__init__(weight.shape, nbytes(weight.codes, self._scale, source.bias), source.describe("torch"))
 
@@ -105,12 +109,10 @@ class _QuantizedInputsLinear(LinearFacts):
         return self._multiply(*quantize_tokens(x, self._activation)).to(x.dtype)
 
     def _int8_on_cpu(self, codes: Tensor, scale: Tensor) -> Tensor:
-        # oneDNN wants inputs unsigned, with a zero point.
-        unsigned = codes.add_(128).to(torch.uint8)
-        out: Tensor = torch.ops.onednn.qlinear_pointwise(
-            unsigned, 1.0, 128, self._codes, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return self._finished(out, scale)
+        return self._finished(_onednn_product(codes, self._codes, self._scale), scale)
+
+    def _int8_in_float32(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return self._finished(functional.linear(codes, self._codes.float()) * self._scale, scale)
 
     def _int8_on_cuda(self, codes: Tensor, scale: Tensor) -> Tensor:
         rows = len(codes)
@@ -123,3 +125,22 @@ class _QuantizedInputsLinear(LinearFacts):
 
     def _fp8(self, codes: Tensor, scale: Tensor) -> Tensor:
         return scaled_mm(codes.to(torch.float8_e4m3fn), scale, self._codes, self._scale, self._bias)
+
+
+def _onednn_product(codes: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """(T, N) float32 of float32 INT8 codes (T, K), which are changed, and prepacked ones with (N,) float32 scales."""
+    # oneDNN wants inputs unsigned, with a zero point.
+    unsigned, zero = codes.add_(128).to(torch.uint8), torch.zeros_like(scale, dtype=torch.int32)
+    out: Tensor = torch.ops.onednn.qlinear_pointwise(
+        unsigned, 1.0, 128, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return out
+
+
+@cache
+def _onednn_is_exact() -> bool:
+    """Whether its sums hold here: on CPUs without VNNI it adds pairs of products in 16 bits, where they are cut off."""
+    largest = torch.full((1, 64), 127, dtype=torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(largest, None)
+    sums = _onednn_product(largest.float(), packed, torch.ones(1))
+    return bool(sums.item() == 64 * 127 * 127)

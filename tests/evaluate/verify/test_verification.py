@@ -17,6 +17,7 @@ from quantkit.evaluate.verify.files import set_aside, write_files
 from quantkit.evaluate.verify.goals import repair_goal
 from quantkit.evaluate.verify.pair import check_gates, check_pair
 from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.kernels import cpu
 from quantkit.report.json import read_report
 from quantkit.results import Report
 from quantkit.results.gates.judge import evaluate_gates
@@ -51,10 +52,9 @@ def test_it_finds_the_original_and_fills_the_report(report, models):
     assert [c.subject for c in report.comparisons] == [f"perplexity: {models / 'text.txt'}"]
     assert report.evaluation.arithmetic == report.baseline.arithmetic != report.noise.arithmetic
     assert 0 < report.noise_fidelity.mean_kl < report.fidelity.mean_kl
-    assert (
-        report.benchmark.memory_part("weights").observed_bytes
-        < report.baseline_benchmark.memory_part("weights").observed_bytes
-    )
+    weights = (each.memory_part("weights").observed_bytes for each in (report.benchmark, report.baseline_benchmark))
+    if cpu.library() is not None:  # else torch multiplies with the decoded weights
+        assert next(weights) < next(weights)
     assert report.baseline_benchmark.model == str(models / "llama")
     assert report.diagnosis.findings
     assert report.environment.hashes["checkpoint"]
@@ -63,7 +63,7 @@ def test_it_finds_the_original_and_fills_the_report(report, models):
 
 def test_gates_judge_it_and_a_failed_one_has_a_remedy(report):
     held = {gate.metric: gate.held for gate in report.gates}
-    assert held == {"kl": False, "memory_ratio": True, "itl_ratio": True}
+    assert held == {"kl": False, "memory_ratio": cpu.library() is not None, "itl_ratio": True}
     assert not report.held
     assert report.sensitivity is not None  # because accuracy failed
     assert len(report.sensitivity.records) == 8
