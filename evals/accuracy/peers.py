@@ -28,6 +28,8 @@ from rows import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, MODELS, Model, Peer, pe
 from run import is_asked, said
 from store import RESULTS, Row, add_row, load_rows
 
+from quantkit.errors import CheckpointError
+
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 TOOLS = {  # package, script
     LLM_COMPRESSOR: ("llmcompressor", SCRIPTS / "quantize_llmcompressor.py"),
@@ -53,20 +55,23 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
     if usage.code:
         return usage.said or f"killed after {args.limit} s"
     report: dict[str, Any] = json.loads(usage.said)
-    return measure(
-        bench,
-        next(output.rglob("config.json")).parent,
-        tasks=False,
-        tool=f"{peer.tool} {report['versions'][package]}",
-        method=peer.method,
-        numbers=numbers,
-        symmetric=symmetric,
-        how=", ".join(f"{name}={value}" for name, value in job["options"].items()),
-        cpu_s=usage.cpu_s,
-        others=usage.others_share,
-        peak_mb=report["peak_mb"],
-        taken=stamp(versions=report["versions"]),
-    )
+    try:
+        return measure(
+            bench,
+            next(output.rglob("config.json")).parent,
+            tasks=False,
+            tool=f"{peer.tool} {report['versions'][package]}",
+            method=peer.method,
+            numbers=numbers,
+            symmetric=symmetric,
+            how=", ".join(f"{name}={value}" for name, value in job["options"].items()),
+            cpu_s=usage.cpu_s,
+            others=usage.others_share,
+            peak_mb=report["peak_mb"],
+            taken=stamp(versions=report["versions"]),
+        )
+    except CheckpointError as error:
+        return str(error)
 
 
 def run_model(model: Model, args: argparse.Namespace) -> None:
