@@ -9,6 +9,7 @@ import torch
 
 from quantkit.kernels import cpu
 from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.kernels.torch import linear as torch_linear
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -106,6 +107,21 @@ def test_inputs_are_rounded_per_token(scheme, name, dtype):
     for rows in (0, 1, 5, 17):
         x = inputs(rows, 256, dtype) * torch.logspace(-3, 3, rows).unsqueeze(1).to(dtype)
         check(linear, x, weight, bias, activation, slack=slack)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_int8_inputs_where_onednn_cuts_sums_off(monkeypatch, bias):
+    monkeypatch.setenv("QUANTKIT_NATIVE", "0")
+    monkeypatch.setattr(torch_linear, "_onednn_is_exact", lambda: False)
+    weight, bias = quantized(100, 256, "int8", None, True), torch.randn(100) if bias else None
+    activation = ActivationScheme(dtype=DTYPES["int8"])
+    linear = build_linear(weight, bias=bias, activation=activation, dtype=torch.float32, device=CPU)
+    assert "(torch)" in linear.description
+    for rows in (0, 1, 17):
+        check(linear, inputs(rows, 256), weight, bias, activation)
+    largest = dataclasses.replace(weight, codes=torch.full_like(weight.codes, 127))  # sums of pairs overflow 16 bits
+    linear = build_linear(largest, bias=bias, activation=activation, dtype=torch.float32, device=CPU)
+    check(linear, torch.ones(2, 256), largest, bias, activation)
 
 
 @pytest.mark.parametrize("activation", [None, "int8", "fp8"])
