@@ -1,6 +1,6 @@
 """Write a Llama of a given size with random weights, a shard at a time, so that it never is in memory as a whole.
 
-    python evals/checks/make_random_llama.py OUT [--parameters 3b]
+    python evals/checks/make_random_llama.py OUT [--parameters 3b] [--dtype float32]
 
 For checks of memory and time: the numbers mean nothing, their shapes and their amount do.
 """
@@ -55,19 +55,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--parameters", choices=SHAPES, default="3b")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
-    make(options.out, options.parameters)
+    make(options.out, options.parameters, getattr(torch, options.dtype))
 
 
-def make(out: Path, name: str) -> None:
+def make(out: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the model of that name from SHAPES to a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    write_config(out, SHAPES[name])
+    write_config(out, SHAPES[name], dtype)
     write_tokenizer(out, VOCABULARY)
-    write_weights(out, SHAPES[name])
+    write_weights(out, SHAPES[name], dtype)
 
 
-def write_config(out: Path, shape: dict[str, int]) -> None:
+def write_config(out: Path, shape: dict[str, int], dtype: torch.dtype) -> None:
     """config.json of a Llama with grouped-query attention and an untied head."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -81,7 +82,7 @@ def write_config(out: Path, shape: dict[str, int]) -> None:
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": str(dtype).removeprefix("torch."),
         **shape,
     }
     (out / "config.json").write_text(json.dumps(config, indent=2))
@@ -100,7 +101,7 @@ def write_tokenizer(out: Path, size: int = 0) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(out)
 
 
-def write_weights(out: Path, shape: dict[str, int]) -> None:
+def write_weights(out: Path, shape: dict[str, int], dtype: torch.dtype) -> None:
     """One shard per layer and one for the rest, with an index."""
     width, inner = shape["hidden_size"], shape["intermediate_size"]
     keys = shape.get("num_key_value_heads", 8) * width // shape["num_attention_heads"]
@@ -118,7 +119,7 @@ def write_weights(out: Path, shape: dict[str, int]) -> None:
 
     def write(number: int, shapes: dict[str, tuple[int, ...]]) -> None:
         file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
-        tensors = {name: random_tensor(size, generator) for name, size in shapes.items()}
+        tensors = {name: random_tensor(size, generator, dtype) for name, size in shapes.items()}
         save_file(tensors, out / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
 
@@ -132,11 +133,11 @@ def write_weights(out: Path, shape: dict[str, int]) -> None:
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def random_tensor(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Ones for norms, small normal numbers for matrices, in bfloat16."""
+def random_tensor(size: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Ones for norms, small normal numbers for matrices."""
     if len(size) == 1:
-        return torch.ones(size, dtype=torch.bfloat16)
-    return torch.randn(size, generator=generator).mul_(0.02).bfloat16()
+        return torch.ones(size, dtype=dtype)
+    return torch.randn(size, generator=generator).mul_(0.02).to(dtype)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ NOTHING = (
 )
 HEAD = """\
 Whole processes, one after another, imports, reading and writing included: {model}, random
-weights, 4 bits in groups of 128, the same token ids for all ({length} a sequence). *To the best peer* is ours by that
-of the peer with the least CPU seconds, in wall time, CPU seconds and memory; *least* and *goal* are what the first two
-should be at most, *peak* what the third should be; for a search, of what it took before all candidates shared a pass.
+weights in bfloat16, 4 bits in groups of 128, the same token ids for all ({length} a sequence). *To the best peer* is
+ours by that of the peer with the least CPU seconds, in wall time, CPU seconds and memory; *least* and *goal* are what
+the first two should be at most, *peak* what the third should be; for a search, of what it took before all candidates
+shared a pass.
 """
 MODEL = "two layers of TinyLlama-1.1B's shape (one for AutoRound)"
 

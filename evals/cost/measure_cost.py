@@ -87,10 +87,11 @@ class Bed:
     def model(self, work: Work) -> Path:
         """Folder of a work's model, made by a process of its own if it is not there."""
         shape = self.shape or work.model
-        folder = self.folder / shape
+        folder = self.folder / f"{shape}-{work.dtype}"
         if not (folder / "config.json").exists():
             script = EVALS / "checks" / "make_random_llama.py"
-            self.run([sys.executable, str(script), str(folder), "--parameters", shape], f"make {shape}")
+            command = [sys.executable, str(script), str(folder), "--parameters", shape, "--dtype", work.dtype]
+            self.run(command, f"make {folder.name}")
         return folder
 
     def ids(self, work: Work, samples: int = 0) -> Path:
