@@ -1,7 +1,8 @@
 """GPTQ version 1, which every loader of GPTQ files reads: symmetric weights, the zero point stored minus one.
 
     qweight  int32 (K * b / 32, N)   codes + 2**(b - 1), packed along K
-    qzeros   int32 (G, N * b / 32)   zero points, packed along N: z - 1 in version 1, z in version 2 (`gptq_v2`)
+    qzeros   int32 (G, N * b / 32)   zero points, packed along N: z - 1 in version 1, z in version 2 (`gptq_v2`);
+                                     GPTQModel fills the last word where N * b is no multiple of 32
     scales   float16 (G, N)
     g_idx    int32 (K,)              group of each input; k // g unless groups follow the activations' order
 
@@ -17,6 +18,7 @@ Source: GPTQModel `nn_modules/qlinear/__init__.py`, `utils/model.py`, `quantizat
 `export/export_to_autoround`; vLLM `gptq_marlin.py`; Frantar et al. 2022.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -110,8 +112,8 @@ class GPTQFormat(Format):
             raise CheckpointError(f"tensor 'qweight' has {words.shape[0]} rows of words, which {bits} bits do not fill")
         width, rows = words.shape[0] * 32 // bits, words.shape[1]
         groups = scheme.weight.num_groups(width)
-        packed = take(tensors, "qzeros", (groups, rows * bits // 32))
-        zero = _unpack_zeros(packed, bits, self.zero_offset).t() - half  # (N, G)
+        packed = take(tensors, "qzeros", (groups, math.ceil(rows * bits / 32)))
+        zero = _unpack_zeros(packed, bits, self.zero_offset)[:, :rows].t() - half  # (N, G)
         return QuantizedTensor(
             codes=unpack_words(words.t(), bits, half),  # (N, K)
             scale=take(tensors, "scales", (groups, rows)).t().contiguous(),

@@ -129,6 +129,16 @@ def test_version_1_reads_zero_points_of_0_as_gptqmodel_stores_them(dtype):
     assert_same(V1.decode(tensors, scheme), weight)
 
 
+@pytest.mark.parametrize("format_", [V1, V2])
+def test_a_last_word_of_zero_points_may_be_filled_up(format_):
+    """As GPTQModel writes 172 outputs of stories260K; we write multiples of 32 only."""
+    scheme = linear("int4", 32)
+    weight = random_tensor(0, (172, 64), scheme.weight, torch.float16)
+    tensors = format_.encode(weight, scheme)
+    assert tensors["qzeros"].shape == (2, 22)
+    assert_same(format_.decode(tensors, scheme), weight)
+
+
 def test_groups_in_order_need_no_index():
     scheme = linear("int4", 32)
     weight = random_tensor(0, (32, 64), scheme.weight, torch.float16)

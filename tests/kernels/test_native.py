@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -32,16 +33,27 @@ def test_the_status_names_the_compiler():
 @pytest.mark.parametrize(
     ("name", "replacement", "reason"),
     [
-        ("cpu_flags", lambda: frozenset({"avx2"}), "off: this CPU has no avx512f"),
+        ("cpu_flags", lambda: frozenset({"avx2", "fma"}), "off: this CPU has no f16c"),
         ("find_compiler", lambda: "/bin/false", "off: /bin/false failed: no message"),
     ],
 )
 def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
     monkeypatch.setattr(build, name, replacement)
-    monkeypatch.setattr(build, "_NEEDED_FLAGS", ("avx512f",) if name == "cpu_flags" else ())
+    if name != "cpu_flags":
+        monkeypatch.setattr(build, "_INSTRUCTIONS", {"AVX2": ()})
     monkeypatch.setattr(cpu, "_load", cpu._load.__wrapped__)
     assert cpu.library() is None
     assert cpu.status() == reason
+
+
+@needs_compiler
+@pytest.mark.skipif(cpu.library() is None or not cpu.has_avx512(), reason="the tests beside this one use AVX2 already")
+def test_the_kernels_without_avx512_pass_the_same_tests(request):
+    files = ["test_linear.py", "test_native_attention.py", "test_ops.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native", *files]
+    environment = {**os.environ, "QUANTKIT_NATIVE": "avx2"}
+    done = subprocess.run(command, cwd=request.path.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, tmp_path):

@@ -7,8 +7,9 @@ Every `*.c` file of this folder is compiled into one library. To add a kernel: p
     multiply(tensor.data_ptr(), len(tensor))
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
-copy, so both share one pool. Without a compiler, AVX-512 or permission everything falls back to torch, and `status`
-says why; `QUANTKIT_NATIVE=0` in the environment switches it off, for comparison and for tests.
+copy, so both share one pool. They are written for AVX-512 with BF16 and VNNI, and by `avx2.h` run with AVX2 too.
+Without a compiler, AVX2 or permission everything falls back to torch, and `status` says why; in the environment
+`QUANTKIT_NATIVE=0` switches them off and `QUANTKIT_NATIVE=avx2` leaves AVX-512 out, for comparison and for tests.
 """
 
 import ctypes
@@ -47,6 +48,12 @@ def function(name: str, *arguments: Any, returns: Any = None) -> Function:
     return symbol
 
 
+@functools.cache
+def has_avx512() -> bool:
+    """Whether the library, which is there, uses AVX-512: then inputs and weights in bf16 are multiplied as they are."""
+    return bool(function("qk_has_avx512", returns=ctypes.c_int)())
+
+
 def _is_off() -> bool:
     return os.environ.get("QUANTKIT_NATIVE") == "0"
 
@@ -54,7 +61,7 @@ def _is_off() -> bool:
 @functools.cache  # threads that ask at once may both compile, which does no harm: see `build`
 def _load() -> tuple[ctypes.CDLL | None, str]:
     try:
-        path, text = build_library()
+        path, text = build_library(avx512=os.environ.get("QUANTKIT_NATIVE") != "avx2")
         return load_library(path), text
     except (BuildError, OSError) as error:
         return None, f"off: {error}"

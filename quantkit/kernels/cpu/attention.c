@@ -3,8 +3,8 @@
    A task is one key head of one sequence and a few new tokens: its rows are (token, query head of the group). It walks
    the keys it sees in blocks of at most 64 tokens of one page, then the fresh ones: dequantize the keys once for all rows,
    scores, online softmax, dequantize the values, add. Scales never touch the values themselves: those of a token multiply
-   scores and weights, those of a channel multiply the query once per page. Models in bf16 ("half") multiply codes, queries
-   and weights in bf16, which holds codes exactly, and add in float32; all else is float32. */
+   scores and weights, those of a channel multiply the query once per page. Where the CPU can, models in bf16 ("half")
+   multiply codes, queries and weights in bf16, which holds codes exactly, and add in float32; all else is float32. */
 #include "attention_tiles.h"
 #include "kv_half.h"
 
@@ -51,10 +51,13 @@ typedef struct {
 /* Codes of a block's tokens into `block`. */
 static void load_block(const state *s, const uint8_t *codes, int64_t token_stride, int64_t at, int64_t tokens,
                        int64_t width, int64_t type, int64_t stride) {
-    if (s->half)
+#if QK_AVX512
+    if (s->half) {
         kv_load_half(codes, token_stride, tokens, width, type, (uint16_t *)s->block + at * stride, stride);
-    else
-        kv_load(codes, token_stride, tokens, width, type, (float *)s->block + at * stride, stride);
+        return;
+    }
+#endif
+    kv_load(codes, token_stride, tokens, width, type, (float *)s->block + at * stride, stride);
 }
 
 static void score_block(const state *s, const char *query, int64_t tokens) {
@@ -68,13 +71,15 @@ static void score_block(const state *s, const char *query, int64_t tokens) {
 static void add_block(const state *s, int64_t tokens) {
     const char *weights = (const char *)s->scores;
     int64_t width = s->value_width, stride = BLOCK * sizeof(float);
+#if QK_AVX512
     if (s->half) {
         char *pairs = s->block + BLOCK * width * 2;
         kv_pair_tokens((const uint16_t *)s->block, width, tokens, width, (uint16_t *)pairs);
         add_rows(weights, stride, s->rows, pairs, (tokens + 1) / 2, width, s->out, 1);
-    } else {
-        add_rows(weights, stride, s->rows, s->block, tokens, width, s->out, 0);
+        return;
     }
+#endif
+    add_rows(weights, stride, s->rows, s->block, tokens, width, s->out, 0);
 }
 
 /* ---- online softmax of one block ---- */
@@ -285,7 +290,7 @@ static void store_outputs(const attention *a, const task *t, state *s, int64_t h
 
 /* Scratch for `rows` rows; 0 when memory is out. */
 static int allocate_state(state *s, const attention *a, int64_t rows) {
-    int half = a->type == QK_BF16;
+    int half = a->type == QK_BF16 && QK_AVX512;
     int64_t unit = half ? 32 : 16;
     int64_t wide = (a->layer->key.width + unit - 1) / unit * unit, deep = (a->layer->value.width + unit - 1) / unit * unit;
     int64_t widest = qk_max(wide, deep);

@@ -3,16 +3,21 @@
 #pragma once
 #include "vector_math.h"
 
-enum { BLOCK = 64 };
+enum { BLOCK = 64, CHUNKS = QK_AVX512 ? 4 : 1 /* of 16 values, whose sums are in registers at once */ };
 
 /* ---- scores: rows x tokens dot products ---- */
 
 /* sum += a . b, of 16 floats or 32 bf16. */
 QK_INLINE __m512 multiply_add(__m512 a, __m512 b, __m512 sum, int half) {
-    return half ? _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b) : _mm512_fmadd_ps(a, b, sum);
+    (void)half;
+#if QK_AVX512
+    if (half) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+    return _mm512_fmadd_ps(a, b, sum);
 }
 
 /* Strides are in bytes; `bytes` of each row are multiplied, 64 at a time. */
+#if QK_AVX512
 QK_INLINE void dot_4x4(const char *query, int64_t query_stride, const char *key, int64_t key_stride, int64_t bytes,
                        float *scores, int half) {
     __m512 sums[16];
@@ -53,6 +58,52 @@ QK_INLINE void dot_1x16(const char *query, const char *key, int64_t key_stride, 
     }
     _mm512_storeu_ps(scores, qk_sum_each(sums));
 }
+#else
+/* Sums of eight vectors, lane i of the result from v[i]. */
+QK_INLINE __m256 sum_eight(const __m256 *v) {
+    __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+/* Scores of `rows` queries with 8 / rows keys; a sum is formed in the same order for any number of rows. */
+QK_INLINE __m256 dot_eight(const char *query, int64_t query_stride, const char *key, int64_t key_stride, int64_t bytes,
+                           int rows) {
+    int columns = 8 / rows;
+    __m256 sums[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        sums[i] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < bytes; k += 32)
+#pragma GCC unroll 8
+        for (int t = 0; t < columns; t++) {
+            __m256 v = _mm256_loadu_ps((const float *)(key + t * key_stride + k));
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++) {
+                __m256 q = _mm256_loadu_ps((const float *)(query + r * query_stride + k));
+                sums[r * columns + t] = _mm256_fmadd_ps(q, v, sums[r * columns + t]);
+            }
+        }
+    return sum_eight(sums);
+}
+
+QK_INLINE void dot_4x4(const char *query, int64_t query_stride, const char *key, int64_t key_stride, int64_t bytes,
+                       float *scores, int half) {
+    (void)half;
+    for (int r = 0; r < 4; r += 2, scores += 2 * BLOCK) {
+        __m256 two = dot_eight(query + r * query_stride, query_stride, key, key_stride, bytes, 2);
+        _mm_storeu_ps(scores, _mm256_castps256_ps128(two));
+        _mm_storeu_ps(scores + BLOCK, _mm256_extractf128_ps(two, 1));
+    }
+}
+
+QK_INLINE void dot_1x16(const char *query, const char *key, int64_t key_stride, int64_t bytes, float *scores,
+                        int half) {
+    (void)half;
+    for (int t = 0; t < 16; t += 8)
+        _mm256_storeu_ps(scores + t, dot_eight(query, 0, key + t * key_stride, key_stride, bytes, 1));
+}
+#endif
 
 /* Scores of `rows` queries with `tokens` keys. Those of tokens past the last are computed from whatever is there, up to the
    next multiple of 16, and masked later: the block must have room for BLOCK tokens. */
@@ -104,8 +155,8 @@ QK_INLINE void add_tile(const char *weights, int64_t weight_stride, const char *
 QK_INLINE void add_some(const char *weights, int64_t weight_stride, const char *values, int64_t steps, int64_t width,
                         float *out, int rows, int half) {
     int64_t k = 0;
-    for (; k + 64 <= width; k += 64)
-        add_tile(weights, weight_stride, values + k * 4, steps, width, out + k, rows, 4, half);
+    for (; k + 16 * CHUNKS <= width; k += 16 * CHUNKS)
+        add_tile(weights, weight_stride, values + k * 4, steps, width, out + k, rows, CHUNKS, half);
     values += k * 4, out += k;
     switch ((width - k) / 16) {
     case 3: add_tile(weights, weight_stride, values, steps, width, out, rows, 3, half); break;

@@ -18,7 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_NEEDED_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
+# CPU flags of what the kernels are written for, best first: as QK_AVX512 in quantkit.h.
+_WITH_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
+_INSTRUCTIONS = {"AVX-512 with BF16 and VNNI": _WITH_AVX512, "AVX2": ("avx2", "fma", "f16c")}
+_NO_AVX512 = "-mno-avx512f"
 _UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
 _COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden", *_UNREAD)
 _LINK = ("-shared", "-lm")
@@ -29,8 +32,11 @@ class BuildError(Exception):
     """There will be no library; the message is the reason."""
 
 
-def build_library() -> tuple[Path, str]:
+def build_library(*, avx512: bool = True) -> tuple[Path, str]:
     """Compile what is not in the cache.
+
+    Args:
+        avx512: whether it may be used.
 
     Returns:
         The library, and one line that describes it.
@@ -38,13 +44,11 @@ def build_library() -> tuple[Path, str]:
         BuildError: no suitable CPU or compiler, or it failed.
     """
     flags = cpu_flags()
-    missing = [flag for flag in _NEEDED_FLAGS if flag not in flags]
-    if missing:
-        raise BuildError(f"this CPU has no {missing[0]}")
+    instructions = _instructions(flags, avx512=avx512)
     compiler = find_compiler()
     version = (_run([compiler, "--version"]).splitlines() or [""])[0]
     sources = sorted(_FOLDER.glob("*.[ch]"))
-    compile_flags = (*_COMPILE, "-fopenmp") if find_openmp() else _COMPILE
+    compile_flags = (*_COMPILE, *["-fopenmp"] * bool(find_openmp()), *[_NO_AVX512] * (not avx512))
     digest = hashlib.sha256("\0".join([version, *compile_flags, *sorted(flags)]).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -53,7 +57,16 @@ def build_library() -> tuple[Path, str]:
     if not is_whole(library):
         compile_library(compiler, compile_flags, [s for s in sources if s.suffix == ".c"], library)
     threads = "" if find_openmp() else ", one thread: torch has no OpenMP library to share"
-    return library, f"compiled by {version} for AVX-512 with BF16 and VNNI{threads}"
+    return library, f"compiled by {version} for {instructions}{threads}"
+
+
+def _instructions(flags: frozenset[str], *, avx512: bool) -> str:
+    """The best that a CPU of these flags has."""
+    for name, needed in _INSTRUCTIONS.items():
+        missing = [flag for flag in needed if flag not in flags]
+        if not missing and (avx512 or name == "AVX2"):
+            return name
+    raise BuildError(f"this CPU has no {missing[0]}")
 
 
 def cpu_flags() -> frozenset[str]:

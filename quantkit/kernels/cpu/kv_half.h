@@ -2,6 +2,7 @@
    product of bf16 pairs wants values. */
 #pragma once
 #include "kv.h"
+#if QK_AVX512
 
 /* The index of a permutation has five bits, so the upper nibble must not matter: the table comes twice. */
 QK_INLINE void kv_dequantize_half_int4(const uint8_t *codes, int64_t width, uint16_t *out, int64_t stride) {
@@ -64,3 +65,4 @@ static inline void kv_pair_tokens(const uint16_t *from, int64_t stride, int64_t 
             _mm512_storeu_si512(out + 2 * k + 32, _mm512_permutex2var_epi16(a, second, b));
         }
 }
+#endif

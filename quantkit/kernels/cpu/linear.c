@@ -46,6 +46,7 @@ static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t r
 }
 
 /* Dequantize `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
+#if QK_AVX512
 static void dequantize(int storage, int to_bf16, const uint8_t *w, int64_t pairs, uint8_t *tile) {
     __m512i table[4];
     load_table(storage, table);
@@ -69,6 +70,33 @@ static void dequantize(int storage, int to_bf16, const uint8_t *w, int64_t pairs
     }
 #undef EACH
 }
+#else
+QK_INLINE void dequantize_as(int storage, const uint8_t *w, int64_t pairs, float *tile) {
+    for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage], tile += 2 * QK_PANEL)
+        UNROLL for (int b = 0; b < 4; b++) {
+            __m512 v[2];
+            load_values(storage, w, b, v);
+            for (int i = 0; i < 2; i++) {
+                if (storage == QK_W4) v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(UNITS[b]));
+                _mm512_store_ps(tile + QK_PANEL * i + 16 * b, v[i]);
+            }
+        }
+}
+
+static void dequantize(int storage, int to_bf16, const uint8_t *w, int64_t pairs, uint8_t *tile) {
+    (void)to_bf16;
+    switch (storage) {
+#define EACH(kind) \
+    case kind: dequantize_as(kind, w, pairs, (float *)tile); break;
+        EACH(QK_BF16)
+        EACH(QK_F16)
+        EACH(QK_W4)
+        EACH(QK_W8)
+        EACH(QK_FP8)
+    }
+#undef EACH
+}
+#endif
 
 /* A tile ends with a run, so that sums are formed in the same pieces as without tiles. */
 static int64_t tile_end(const Job *job, int64_t start) {
@@ -84,7 +112,10 @@ static int64_t tile_end(const Job *job, int64_t start) {
 /* Pairs start..end of a panel, dequantized in `w` with kind `storage`, for `tokens` tokens from `token` on. */
 static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *w, int64_t start, int64_t end,
                      int64_t token, int64_t tokens, float *main) {
-    Segment *const *segments = job->x_is_bf16 ? SEGMENTS_BF16[storage] : SEGMENTS_F32[storage];
+    Segment *const *segments = SEGMENTS_F32[storage];
+#if QK_AVX512
+    if (job->x_is_bf16) segments = SEGMENTS_BF16[storage];
+#endif
     int64_t blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS;
     int element = job->x_is_bf16 ? 2 : 4;
     for (int64_t p = start, stop; p < end; p = stop) {
@@ -159,6 +190,17 @@ static int sum_inputs(Job *job) {
     return 0;
 }
 
+/* Inputs in bf16 as floats, for machines that multiply nothing else. */
+static int widen_inputs(Job *job) {
+    int64_t count = job->tokens * job->stride;
+    const uint16_t *from = job->x;
+    float *to = qk_scratch(QK_SLOT_LINEAR_FLOATS, (size_t)count * sizeof(float));
+    if (!to) return 1;
+    for (int64_t i = 0; i < count; i++) to[i] = qk_bf16_to_float(from[i]);
+    job->x = to, job->x_is_bf16 = 0;
+    return 0;
+}
+
 /* Inputs as the loops want them: rounded if asked for, an even number per token. */
 static int prepare(Job *job, const void *x, int is_bf16, int activation) {
     const QkLinear *linear = job->linear;
@@ -181,6 +223,7 @@ static int prepare(Job *job, const void *x, int is_bf16, int activation) {
         }
         job->x = copy;
     }
+    if (job->x_is_bf16 && !QK_AVX512 && widen_inputs(job)) return 1;
     return linear->zero || linear->storage == QK_H8 ? sum_inputs(job) : 0;
 }
 
@@ -192,7 +235,7 @@ QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_
     job.stride = job.pairs * 2;
     job.width = linear->group / 2;
     job.groups = job.pairs / job.width;
-    job.run = qk_min(job.width, TILE_BYTES / PAIR_BYTES[is_bf16 || activation ? QK_BF16 : QK_F32]);
+    job.run = qk_min(job.width, TILE_BYTES / PAIR_BYTES[QK_AVX512 && (is_bf16 || activation) ? QK_BF16 : QK_F32]);
     job.runs_per_group = (job.width + job.run - 1) / job.run;
     job.runs = job.groups * job.runs_per_group;
     if (!tokens) return 0;

@@ -39,6 +39,9 @@ QK_INLINE QkRange qk_share(int64_t count, int number, int shares) {
     return (QkRange){count * number / shares, count * (number + 1) / shares};
 }
 
+/* Without it GCC keeps the sums in memory before and after a loop. */
+#define UNROLL _Pragma("GCC unroll 8")
+
 /* Below this many products a second thread costs more than it saves. */
 #define QK_PARALLEL_FROM (1 << 18)
 

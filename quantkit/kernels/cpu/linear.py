@@ -126,7 +126,7 @@ def linear_of(source: LinearSource) -> NativeLinear | None:
     storage = _FP8 if kind.storage == torch.float8_e4m3fn else _W8 if wide else _W4
     if activation is not None and activation.dtype.name == kind.name == "int8" and _fits_integers(weight):
         storage = _U8
-    elif wide and (source.dtype == torch.bfloat16 or activation is not None):
+    elif wide and cpu.has_avx512() and (source.dtype == torch.bfloat16 or activation is not None):
         storage = _H8
     return NativeLinear(
         weight.codes,

@@ -16,6 +16,10 @@ typedef struct {
     int is_bf16;
 } Job;
 
+/* partial[token][64] (+)= w * x over `quads` quads; x has `stride` bytes per token. */
+typedef void Segment(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial, int first);
+
+#if QK_AVX512
 /* acc += products of four bytes. By hand: for the intrinsic GCC 12 copies every accumulator, at half the speed; and in
    variables with names, because it keeps an array of them in memory. */
 #define ADD_PRODUCTS(acc, w, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x))
@@ -41,9 +45,6 @@ typedef struct {
         _mm512_storeu_si512(PARTIAL(m, 2), s##m##2), _mm512_storeu_si512(PARTIAL(m, 3), s##m##3); \
     }
 
-/* partial[token][64] (+)= w * x over `quads` quads; x has `stride` bytes per token. */
-typedef void Segment(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial, int first);
-
 QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial,
                        int first) {
     const __m512i zero = _mm512_setzero_si512();
@@ -56,6 +57,41 @@ QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t st
     }
     END(0) END(1) END(2) END(3) END(4) END(5)
 }
+#else
+/* Bytes become words, whose products in pairs are exact. `blocks` blocks of 16 outputs from `block` on. */
+QK_INLINE void segment_blocks(int tokens, int block, int blocks, const uint8_t *w, const int8_t *x, int64_t stride,
+                              int64_t quads, int32_t *partial, int first) {
+    __m256i sum[MAX_TOKENS][8];
+    w += 64 * block, partial += 16 * block;
+    UNROLL for (int m = 0; m < tokens; m++)
+        UNROLL for (int h = 0; h < 2 * blocks; h++)
+            sum[m][h] = first ? _mm256_setzero_si256() : _mm256_loadu_si256((__m256i *)(partial + QK_PANEL * m) + h);
+    for (int64_t q = 0; q < quads; q++, w += QUAD_BYTES) {
+        UNROLL for (int h = 0; h < 2 * blocks; h++) {
+            __m256i codes = _mm256_loadu_si256((const __m256i *)w + h);
+            __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(codes, 8);
+            UNROLL for (int m = 0; m < tokens; m++) {
+                int32_t four;
+                memcpy(&four, x + m * stride + 4 * q, 4);
+                __m256i input = _mm256_set1_epi32(four);
+                __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(input, 8), 8), high = _mm256_srai_epi16(input, 8);
+                __m256i both = _mm256_add_epi32(_mm256_madd_epi16(even, low), _mm256_madd_epi16(odd, high));
+                sum[m][h] = _mm256_add_epi32(sum[m][h], both);
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < tokens; m++)
+        UNROLL for (int h = 0; h < 2 * blocks; h++)
+            _mm256_storeu_si256((__m256i *)(partial + QK_PANEL * m) + h, sum[m][h]);
+}
+
+QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial,
+                       int first) {
+    const int blocks = tokens == 1 ? 4 : tokens <= 3 ? 2 : 1;
+    for (int block = 0; block < 4; block += blocks)
+        segment_blocks(tokens, block, blocks, w, x, stride, quads, partial, first);
+}
+#endif
 
 #define DEFINE(tokens) \
     static void segment_##tokens(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial, \

@@ -1,4 +1,4 @@
-/* What all native kernels share: AVX-512 helpers and per-thread scratch memory. */
+/* What all native kernels share: vectors of sixteen lanes and per-thread scratch memory. */
 #pragma once
 #include <immintrin.h>
 #include <math.h>
@@ -9,9 +9,18 @@
 #define QK_EXPORT __attribute__((visibility("default")))
 #define QK_INLINE static inline __attribute__((always_inline))
 
+/* Whether there are products of bf16 and of bytes, and 32 registers of 16 floats; else all is done in floats with AVX2. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
+    defined(__AVX512VBMI__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define QK_AVX512 1
+#else
+#define QK_AVX512 0
+#include "avx2.h"
+#endif
+
 /* Memory of the calling thread, 64-byte aligned, at least `bytes` long, contents undefined. Slots are independent; a
    later call with the same slot may move it. NULL when memory is out. */
-enum { QK_SLOT_LINEAR_INPUT, QK_SLOT_LINEAR_SCALES, QK_SLOT_LINEAR_SUMS, QK_SLOT_LINEAR_PANEL, QK_SLOT_ATTENTION_A,
+enum { QK_SLOT_LINEAR_INPUT, QK_SLOT_LINEAR_FLOATS, QK_SLOT_LINEAR_SCALES, QK_SLOT_LINEAR_SUMS, QK_SLOT_LINEAR_PANEL, QK_SLOT_ATTENTION_A,
        QK_SLOT_ATTENTION_B, QK_NUM_SLOTS };
 void *qk_scratch(int slot, size_t bytes);
 
@@ -22,10 +31,6 @@ QK_INLINE int64_t qk_max(int64_t a, int64_t b) { return a > b ? a : b; }
 QK_INLINE float qk_bf16_to_float(uint16_t bits) {
     union { uint32_t u; float f; } value = {(uint32_t)bits << 16};
     return value.f;
-}
-
-QK_INLINE uint16_t qk_float_to_bf16(float value) {
-    return (uint16_t)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(value)), 0);
 }
 
 QK_INLINE __m512 qk_load_bf16(const uint16_t *p) {

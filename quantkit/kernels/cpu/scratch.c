@@ -13,3 +13,6 @@ void *qk_scratch(int slot, size_t bytes) {
     }
     return slots[slot].memory;
 }
+
+/* Whether this library multiplies bf16 as it is. */
+QK_EXPORT int qk_has_avx512(void) { return QK_AVX512; }

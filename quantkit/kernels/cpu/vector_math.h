@@ -47,6 +47,7 @@ QK_INLINE __m512 qk_erf(__m512 x) {
     return _mm512_mask_sub_ps(positive, negative, _mm512_setzero_ps(), positive);
 }
 
+#if QK_AVX512
 /* Sums of sixteen vectors, lane i of the result from v[i]. Destroys v. */
 QK_INLINE __m512 qk_sum_each(__m512 *v) {
 #pragma GCC unroll 8
@@ -63,6 +64,7 @@ QK_INLINE __m512 qk_sum_each(__m512 *v) {
                              _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xEE));
     return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xDD));
 }
+#endif
 
 /* Lanes of a vector that starts at `at` and lie before `end`. */
 QK_INLINE __mmask16 qk_lanes(int64_t at, int64_t end) {

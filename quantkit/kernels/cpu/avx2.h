@@ -1,0 +1,264 @@
+/* The AVX-512 instructions that the kernels use, as pairs of AVX2, FMA and F16C ones, for CPUs that have no more.
+
+   Included by quantkit.h only. What is said of an instruction in Intel's guide holds here too, with two exceptions: masks
+   of loads and stores of bytes and words are the first lanes, and numbers below the normal ones are not flushed to zero
+   when they become bf16. */
+#pragma once
+#include <immintrin.h>
+
+typedef struct { __m256 low, high; } qk_m512;
+typedef struct { __m256i low, high; } qk_m512i;
+#define __m512 qk_m512
+#define __m512i qk_m512i
+
+/* ---- lane by lane, both halves alike ---- */
+
+#define QK_ONE(name, from, to, half) \
+    QK_INLINE to qk_##name(from a) { return (to){half(a.low), half(a.high)}; }
+#define QK_TWO(name, type, half) \
+    QK_INLINE type qk_##name(type a, type b) { return (type){half(a.low, b.low), half(a.high, b.high)}; }
+#define QK_THREE(name, half) \
+    QK_INLINE __m512 qk_##name(__m512 a, __m512 b, __m512 c) { \
+        return (__m512){half(a.low, b.low, c.low), half(a.high, b.high, c.high)}; \
+    }
+#define QK_SHIFT(name, half) \
+    QK_INLINE __m512i qk_##name(__m512i a, int count) { return (__m512i){half(a.low, count), half(a.high, count)}; }
+#define QK_SET(name, number, type, half) \
+    QK_INLINE type qk_##name(number value) { return (type){half(value), half(value)}; }
+
+QK_SET(set1_ps, float, __m512, _mm256_set1_ps)
+QK_SET(set1_epi32, int, __m512i, _mm256_set1_epi32)
+QK_TWO(add_ps, __m512, _mm256_add_ps)
+QK_TWO(sub_ps, __m512, _mm256_sub_ps)
+QK_TWO(mul_ps, __m512, _mm256_mul_ps)
+QK_TWO(div_ps, __m512, _mm256_div_ps)
+QK_TWO(max_ps, __m512, _mm256_max_ps)
+QK_TWO(min_ps, __m512, _mm256_min_ps)
+QK_TWO(and_si512, __m512i, _mm256_and_si256)
+QK_TWO(or_si512, __m512i, _mm256_or_si256)
+QK_TWO(add_epi32, __m512i, _mm256_add_epi32)
+QK_TWO(sub_epi32, __m512i, _mm256_sub_epi32)
+QK_TWO(mullo_epi32, __m512i, _mm256_mullo_epi32)
+QK_TWO(max_epi32, __m512i, _mm256_max_epi32)
+QK_THREE(fmadd_ps, _mm256_fmadd_ps)
+QK_THREE(fmsub_ps, _mm256_fmsub_ps)
+QK_THREE(fnmadd_ps, _mm256_fnmadd_ps)
+QK_SHIFT(slli_epi32, _mm256_slli_epi32)
+QK_SHIFT(srli_epi32, _mm256_srli_epi32)
+QK_SHIFT(srai_epi32, _mm256_srai_epi32)
+QK_SHIFT(srli_epi16, _mm256_srli_epi16)
+QK_ONE(castps_si512, __m512, __m512i, _mm256_castps_si256)
+QK_ONE(castsi512_ps, __m512i, __m512, _mm256_castsi256_ps)
+QK_ONE(cvtepi32_ps, __m512i, __m512, _mm256_cvtepi32_ps)
+QK_ONE(cvtps_epi32, __m512, __m512i, _mm256_cvtps_epi32)
+#define _mm512_set1_ps qk_set1_ps
+#define _mm512_set1_epi32 qk_set1_epi32
+#define _mm512_setzero_ps() qk_set1_ps(0)
+#define _mm512_setzero_si512() qk_set1_epi32(0)
+#define _mm512_add_ps qk_add_ps
+#define _mm512_sub_ps qk_sub_ps
+#define _mm512_mul_ps qk_mul_ps
+#define _mm512_div_ps qk_div_ps
+#define _mm512_max_ps qk_max_ps
+#define _mm512_min_ps qk_min_ps
+#define _mm512_and_si512 qk_and_si512
+#define _mm512_or_si512 qk_or_si512
+#define _mm512_add_epi32 qk_add_epi32
+#define _mm512_sub_epi32 qk_sub_epi32
+#define _mm512_mullo_epi32 qk_mullo_epi32
+#define _mm512_max_epi32 qk_max_epi32
+#define _mm512_fmadd_ps qk_fmadd_ps
+#define _mm512_fmsub_ps qk_fmsub_ps
+#define _mm512_fnmadd_ps qk_fnmadd_ps
+#define _mm512_slli_epi32 qk_slli_epi32
+#define _mm512_srli_epi32 qk_srli_epi32
+#define _mm512_srai_epi32 qk_srai_epi32
+#define _mm512_srli_epi16 qk_srli_epi16
+#define _mm512_castps_si512 qk_castps_si512
+#define _mm512_castsi512_ps qk_castsi512_ps
+#define _mm512_cvtepi32_ps qk_cvtepi32_ps
+#define _mm512_cvtps_epi32 qk_cvtps_epi32
+
+/* ---- memory ---- */
+
+QK_INLINE __m512 qk_loadu_ps(const void *p) {
+    return (__m512){_mm256_loadu_ps((const float *)p), _mm256_loadu_ps((const float *)p + 8)};
+}
+QK_INLINE void qk_storeu_ps(void *p, __m512 v) {
+    _mm256_storeu_ps((float *)p, v.low);
+    _mm256_storeu_ps((float *)p + 8, v.high);
+}
+QK_INLINE __m512i qk_loadu_si512(const void *p) {
+    return (__m512i){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
+QK_INLINE void qk_storeu_si512(void *p, __m512i v) {
+    _mm256_storeu_si256((__m256i *)p, v.low);
+    _mm256_storeu_si256((__m256i *)p + 1, v.high);
+}
+#define _mm512_loadu_ps qk_loadu_ps
+#define _mm512_storeu_ps qk_storeu_ps
+#define _mm512_store_ps qk_storeu_ps
+#define _mm512_load_si512 qk_loadu_si512
+#define _mm512_loadu_si512 qk_loadu_si512
+#define _mm512_storeu_si512 qk_storeu_si512
+#define _mm512_store_si512 qk_storeu_si512
+
+/* ---- masks ---- */
+
+/* Eight bits to eight lanes, all ones or zeros. */
+QK_INLINE __m256i qk_spread_mask(unsigned bits) {
+    __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), each), each);
+}
+QK_INLINE __mmask16 qk_gather_mask(__m256 low, __m256 high) {
+    return (__mmask16)(_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8);
+}
+
+/* Lanes of b where the mask is set, else of a. */
+QK_INLINE __m512 qk_blend(__mmask16 mask, __m512 a, __m512 b) {
+    return (__m512){_mm256_blendv_ps(a.low, b.low, _mm256_castsi256_ps(qk_spread_mask(mask))),
+                    _mm256_blendv_ps(a.high, b.high, _mm256_castsi256_ps(qk_spread_mask(mask >> 8u)))};
+}
+#define _mm512_mask_blend_ps qk_blend
+#define _mm512_mask_mov_ps(other, mask, v) qk_blend(mask, other, v)
+#define _mm512_maskz_mov_ps(mask, v) qk_blend(mask, qk_set1_ps(0), v)
+#define _mm512_mask_sub_ps(other, mask, a, b) qk_blend(mask, other, qk_sub_ps(a, b))
+#define _mm512_mask_min_ps(other, mask, a, b) qk_blend(mask, other, qk_min_ps(a, b))
+#define _mm512_mask_max_ps(other, mask, a, b) qk_blend(mask, other, qk_max_ps(a, b))
+#define _mm512_mask_mov_epi32(other, mask, v) \
+    qk_castps_si512(qk_blend(mask, qk_castsi512_ps(other), qk_castsi512_ps(v)))
+#define _mm512_cmp_ps_mask(a, b, how) \
+    qk_gather_mask(_mm256_cmp_ps((a).low, (b).low, how), _mm256_cmp_ps((a).high, (b).high, how))
+
+/* Unsigned numbers below 2^31. */
+QK_INLINE __mmask16 qk_cmplt_epu32_mask(__m512i a, __m512i b) {
+    return qk_gather_mask(_mm256_castsi256_ps(_mm256_cmpgt_epi32(b.low, a.low)),
+                          _mm256_castsi256_ps(_mm256_cmpgt_epi32(b.high, a.high)));
+}
+#define _mm512_cmplt_epu32_mask qk_cmplt_epu32_mask
+#define _mm_cmpeq_epi8_mask(a, b) ((__mmask16)_mm_movemask_epi8(_mm_cmpeq_epi8(a, b)))
+
+QK_INLINE __m512 qk_maskz_loadu_ps(__mmask16 mask, const float *p) {
+    if (mask == 0xFFFF) return qk_loadu_ps(p);
+    return (__m512){_mm256_maskload_ps(p, qk_spread_mask(mask)), _mm256_maskload_ps(p + 8, qk_spread_mask(mask >> 8u))};
+}
+QK_INLINE void qk_mask_storeu_ps(float *p, __mmask16 mask, __m512 v) {
+    if (mask == 0xFFFF) {
+        qk_storeu_ps(p, v);
+        return;
+    }
+    _mm256_maskstore_ps(p, qk_spread_mask(mask), v.low);
+    _mm256_maskstore_ps(p + 8, qk_spread_mask(mask >> 8u), v.high);
+}
+#define _mm512_maskz_loadu_ps qk_maskz_loadu_ps
+#define _mm512_mask_storeu_ps qk_mask_storeu_ps
+
+/* Bytes or words: whole, or the first ones by way of the stack. */
+#define QK_FIRST(vector, bits, element, load, store) \
+    QK_INLINE vector qk_load_first_##bits##_##element(uint32_t mask, const void *p) { \
+        if (mask == (uint32_t)((1ull << (bits / element)) - 1)) return load((const vector *)p); \
+        vector v = {0}; \
+        memcpy(&v, p, (size_t)__builtin_popcount(mask) * element / 8); \
+        return v; \
+    } \
+    QK_INLINE void qk_store_first_##bits##_##element(void *p, uint32_t mask, vector v) { \
+        if (mask == (uint32_t)((1ull << (bits / element)) - 1)) store((vector *)p, v); \
+        else memcpy(p, &v, (size_t)__builtin_popcount(mask) * element / 8); \
+    }
+QK_FIRST(__m128i, 128, 8, _mm_loadu_si128, _mm_storeu_si128)
+QK_FIRST(__m256i, 256, 8, _mm256_loadu_si256, _mm256_storeu_si256)
+QK_FIRST(__m256i, 256, 16, _mm256_loadu_si256, _mm256_storeu_si256)
+#define _mm_maskz_loadu_epi8 qk_load_first_128_8
+#define _mm_mask_storeu_epi8 qk_store_first_128_8
+#define _mm256_maskz_loadu_epi8 qk_load_first_256_8
+#define _mm256_maskz_loadu_epi16 qk_load_first_256_16
+#define _mm256_mask_storeu_epi16 qk_store_first_256_16
+
+/* ---- from one number type to another ---- */
+
+#define QK_UPPER(v) _mm256_extracti128_si256(v, 1)
+#define QK_LOWER(v) _mm256_castsi256_si128(v)
+QK_INLINE __m512i qk_cvtepu16_epi32(__m256i v) {
+    return (__m512i){_mm256_cvtepu16_epi32(QK_LOWER(v)), _mm256_cvtepu16_epi32(QK_UPPER(v))};
+}
+QK_INLINE __m512i qk_cvtepi8_epi32(__m128i v) {
+    return (__m512i){_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))};
+}
+QK_INLINE __m512i qk_cvtepu8_epi32(__m128i v) {
+    return (__m512i){_mm256_cvtepu8_epi32(v), _mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
+}
+QK_INLINE __m512 qk_cvtph_ps(__m256i v) {
+    return (__m512){_mm256_cvtph_ps(QK_LOWER(v)), _mm256_cvtph_ps(QK_UPPER(v))};
+}
+QK_INLINE __m256i qk_to_half(__m512 v) {
+    return _mm256_set_m128i(_mm256_cvtps_ph(v.high, _MM_FROUND_TO_NEAREST_INT),
+                            _mm256_cvtps_ph(v.low, _MM_FROUND_TO_NEAREST_INT));
+}
+/* Packing works within quarters: their order is mended afterwards. */
+QK_INLINE __m256i qk_pack_words(__m512i v) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(v.low, v.high), 0xD8);
+}
+QK_INLINE __m128i qk_cvtepi32_epi8(__m512i v) {
+    __m256i words = qk_pack_words(qk_and_si512(v, qk_set1_epi32(0xFF)));
+    return _mm_packus_epi16(QK_LOWER(words), QK_UPPER(words));
+}
+QK_INLINE __m128i qk_cvtsepi32_epi8(__m512i v) {
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(v.low, v.high), 0xD8);
+    return _mm_packs_epi16(QK_LOWER(words), QK_UPPER(words));
+}
+/* Half a unit is added, less one where the last kept bit is even; NaN stays NaN. */
+QK_INLINE __m256i qk_cvtneps_pbh(__m512 v) {
+    __m512i bits = qk_castps_si512(v), odd = qk_and_si512(qk_srli_epi32(bits, 16), qk_set1_epi32(1));
+    __m512i rounded = qk_add_epi32(bits, qk_add_epi32(odd, qk_set1_epi32(0x7FFF)));
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, qk_or_si512(bits, qk_set1_epi32(1 << 22)));
+    return qk_pack_words(qk_srli_epi32(rounded, 16));
+}
+#define _mm512_cvtepu16_epi32 qk_cvtepu16_epi32
+#define _mm512_cvtepi8_epi32 qk_cvtepi8_epi32
+#define _mm512_cvtepu8_epi32 qk_cvtepu8_epi32
+#define _mm512_cvtph_ps qk_cvtph_ps
+#define _mm512_cvtps_ph(v, rounding) qk_to_half(v)
+#define _mm512_cvtepi32_epi8 qk_cvtepi32_epi8
+#define _mm512_cvtsepi32_epi8 qk_cvtsepi32_epi8
+#define _mm512_cvtneps_pbh qk_cvtneps_pbh
+
+/* ---- arithmetic that AVX2 has not ---- */
+
+QK_INLINE __m512 qk_abs_ps(__m512 v) {
+    return qk_castsi512_ps(qk_and_si512(qk_castps_si512(v), qk_set1_epi32(0x7FFFFFFF)));
+}
+/* To the nearest multiple of 2^-places, ties to even. */
+QK_INLINE __m512 qk_round_to(__m512 v, int places) {
+    v = qk_mul_ps(v, qk_set1_ps((float)(1 << places)));
+    v = (__m512){_mm256_round_ps(v.low, 8), _mm256_round_ps(v.high, 8)};
+    return qk_mul_ps(v, qk_set1_ps(1.0f / (float)(1 << places)));
+}
+/* a * 2^n for whole n within +-250: in two steps, as 2^n may be no normal number. */
+QK_INLINE __m512 qk_scalef_ps(__m512 a, __m512 n) {
+    __m512i all = qk_cvtps_epi32(n), first = qk_srai_epi32(all, 1), second = qk_sub_epi32(all, first);
+    __m512i bias = qk_set1_epi32(127);
+    a = qk_mul_ps(a, qk_castsi512_ps(qk_slli_epi32(qk_add_epi32(first, bias), 23)));
+    return qk_mul_ps(a, qk_castsi512_ps(qk_slli_epi32(qk_add_epi32(second, bias), 23)));
+}
+#define _mm512_abs_ps qk_abs_ps
+#define _mm512_roundscale_ps(v, control) qk_round_to(v, (control) >> 4)
+#define _mm512_scalef_ps qk_scalef_ps
+
+#define QK_REDUCE(name, type, vector, number, half, quarter, first) \
+    QK_INLINE number qk_reduce_##name(type v) { \
+        vector both = half(v.low, v.high); \
+        __m128 four = quarter(_mm256_castps256_ps128((__m256)both), _mm256_extractf128_ps((__m256)both, 1)); \
+        four = quarter(four, _mm_movehl_ps(four, four)); \
+        return first(quarter(four, _mm_shuffle_ps(four, four, 1))); \
+    }
+#define QK_MAX_INTEGERS(a, b) ((__m128)_mm_max_epi32((__m128i)(a), (__m128i)(b)))
+#define QK_FIRST_INTEGER(v) _mm_cvtsi128_si32((__m128i)(v))
+QK_REDUCE(add_ps, __m512, __m256, float, _mm256_add_ps, _mm_add_ps, _mm_cvtss_f32)
+QK_REDUCE(max_ps, __m512, __m256, float, _mm256_max_ps, _mm_max_ps, _mm_cvtss_f32)
+QK_REDUCE(min_ps, __m512, __m256, float, _mm256_min_ps, _mm_min_ps, _mm_cvtss_f32)
+QK_REDUCE(max_epi32, __m512i, __m256i, int, _mm256_max_epi32, QK_MAX_INTEGERS, QK_FIRST_INTEGER)
+#define _mm512_reduce_add_ps qk_reduce_add_ps
+#define _mm512_reduce_max_ps qk_reduce_max_ps
+#define _mm512_reduce_min_ps qk_reduce_min_ps
+#define _mm512_reduce_max_epi32 qk_reduce_max_epi32
