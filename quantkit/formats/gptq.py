@@ -2,9 +2,10 @@
 
     qweight  int32 (K * b / 32, N)   codes + 2**(b - 1), packed along K
     qzeros   int32 (G, N * b / 32)   zero points, packed along N: z - 1 in version 1, z in version 2 (`gptq_v2`);
-                                     GPTQModel fills the last word where N * b is no multiple of 32
     scales   float16 (G, N)
     g_idx    int32 (K,)              group of each input; k // g unless groups follow the activations' order
+
+GPTQModel rounds the number of words up where N or K times b is no multiple of 32.
 
 Codes lie in the original order of the inputs whatever the order of the groups. A zero point of 0 would be stored as -1,
 which does not fit; asymmetric weights therefore go to version 2. Reading takes asymmetric ones too, as other tools have
@@ -79,7 +80,7 @@ class GPTQFormat(Format):
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
         words = matrix_shape(shapes.get("qweight"))
-        return words and (words[1], words[0] * 32 // scheme.weight.dtype.bits)
+        return words and (words[1], _num_inputs(words[0], scheme.weight.dtype.bits, shapes.get("g_idx")))
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         bits, half = weight.scheme.dtype.bits, -int(weight.scheme.dtype.minimum)
@@ -110,12 +111,13 @@ class GPTQFormat(Format):
         words = take_matrix(tensors, "qweight", torch.int32)
         if words.shape[0] * 32 % bits:
             raise CheckpointError(f"tensor 'qweight' has {words.shape[0]} rows of words, which {bits} bits do not fill")
-        width, rows = words.shape[0] * 32 // bits, words.shape[1]
+        index = tensors.get("g_idx")
+        width, rows = _num_inputs(words.shape[0], bits, None if index is None else index.shape), words.shape[1]
         groups = scheme.weight.num_groups(width)
         packed = take(tensors, "qzeros", (groups, math.ceil(rows * bits / 32)))
         zero = _unpack_zeros(packed, bits, self.zero_offset)[:, :rows].t() - half  # (N, G)
         return QuantizedTensor(
-            codes=unpack_words(words.t(), bits, half),  # (N, K)
+            codes=unpack_words(words.t(), bits, half, width),  # (N, K)
             scale=take(tensors, "scales", (groups, rows)).t().contiguous(),
             zero_point=_zero_point(zero, scheme.weight),
             scheme=scheme.weight,
@@ -244,6 +246,13 @@ def _exactly(name: str) -> str:
 
 def _is_head(name: str) -> bool:
     return name.rpartition(".")[2] == _HEAD
+
+
+def _num_inputs(words: int, bits: int, index: tuple[int, ...] | None) -> int:
+    """K: as many as fill the words, or as many as have a group, where those take as many words."""
+    if index is not None and len(index) == 1 and math.ceil(index[0] * bits / 32) == words:
+        return index[0]
+    return words * 32 // bits
 
 
 def _unpack_zeros(packed: Tensor, bits: int, offset: int) -> Tensor:

@@ -130,12 +130,15 @@ def test_version_1_reads_zero_points_of_0_as_gptqmodel_stores_them(dtype):
 
 
 @pytest.mark.parametrize("format_", [V1, V2])
-def test_a_last_word_of_zero_points_may_be_filled_up(format_):
-    """As GPTQModel writes 172 outputs of stories260K; we write multiples of 32 only."""
-    scheme = linear("int4", 32)
-    weight = random_tensor(0, (172, 64), scheme.weight, torch.float16)
+@pytest.mark.parametrize(("shape", "group"), [((172, 64), 32), ((64, 172), None)])
+def test_last_words_may_be_filled_up(format_, shape, group):
+    """As GPTQModel writes the 172 channels of stories260K; we write multiples of 32 only."""
+    scheme = linear("int4", group)
+    weight = random_tensor(0, shape, scheme.weight, torch.float16)
     tensors = format_.encode(weight, scheme)
-    assert tensors["qzeros"].shape == (2, 22)
+    words = tensors["qzeros"].shape[1], tensors["qweight"].shape[0]
+    assert words == (-(-shape[0] // 8), -(-shape[1] // 8))
+    assert format_.shape({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme) == shape
     assert_same(format_.decode(tensors, scheme), weight)
 
 
