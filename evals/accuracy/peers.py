@@ -26,6 +26,7 @@ from processes import ALONE, ONE_THREAD, run_measured, whole_path
 from provenance import stamp
 from rows import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, MODELS, Model, Peer, peer_job, peer_rows
 from run import is_asked, said
+from safetensors import safe_open
 from store import RESULTS, Row, add_row, load_rows
 
 from quantkit.errors import CheckpointError
@@ -44,6 +45,19 @@ def version_of(python: str, package: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def left_as_they_were(checkpoint: Path) -> list[str]:
+    """Matrices of layers that a tool did not quantize, as auto-round those of sizes that 32 does not divide."""
+    names = []
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                tensor = tensors.get_slice(name)
+                is_plain = tensor.get_dtype() in ("F32", "F16", "BF16") and len(tensor.get_shape()) == 2
+                if is_plain and ".layers." in name and name.endswith(".weight"):
+                    names.append(name)
+    return names
+
+
 def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argparse.Namespace, work: Path) -> Row | str:
     """Quantize and measure one row; or what went wrong."""
     package, script = TOOLS[peer.tool]
@@ -55,10 +69,13 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
     if usage.code:
         return usage.said or f"killed after {args.limit} s"
     report: dict[str, Any] = json.loads(usage.said)
+    checkpoint = next(output.rglob("config.json")).parent
+    if left := left_as_they_were(checkpoint):
+        return f"{len(left)} matrices of its layers are not quantized, among them {left[0]}"
     try:
         return measure(
             bench,
-            next(output.rglob("config.json")).parent,
+            checkpoint,
             tasks=False,
             tool=f"{peer.tool} {report['versions'][package]}",
             method=peer.method,
