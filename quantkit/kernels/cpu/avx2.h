@@ -46,7 +46,6 @@ QK_THREE(fnmadd_ps, _mm256_fnmadd_ps)
 QK_SHIFT(slli_epi32, _mm256_slli_epi32)
 QK_SHIFT(srli_epi32, _mm256_srli_epi32)
 QK_SHIFT(srai_epi32, _mm256_srai_epi32)
-QK_SHIFT(srli_epi16, _mm256_srli_epi16)
 QK_ONE(castps_si512, __m512, __m512i, _mm256_castps_si256)
 QK_ONE(castsi512_ps, __m512i, __m512, _mm256_castsi256_ps)
 QK_ONE(cvtepi32_ps, __m512i, __m512, _mm256_cvtepi32_ps)
@@ -73,7 +72,6 @@ QK_ONE(cvtps_epi32, __m512, __m512i, _mm256_cvtps_epi32)
 #define _mm512_slli_epi32 qk_slli_epi32
 #define _mm512_srli_epi32 qk_srli_epi32
 #define _mm512_srai_epi32 qk_srai_epi32
-#define _mm512_srli_epi16 qk_srli_epi16
 #define _mm512_castps_si512 qk_castps_si512
 #define _mm512_castsi512_ps qk_castsi512_ps
 #define _mm512_cvtepi32_ps qk_cvtepi32_ps
@@ -91,17 +89,10 @@ QK_INLINE void qk_storeu_ps(void *p, __m512 v) {
 QK_INLINE __m512i qk_loadu_si512(const void *p) {
     return (__m512i){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
 }
-QK_INLINE void qk_storeu_si512(void *p, __m512i v) {
-    _mm256_storeu_si256((__m256i *)p, v.low);
-    _mm256_storeu_si256((__m256i *)p + 1, v.high);
-}
 #define _mm512_loadu_ps qk_loadu_ps
 #define _mm512_storeu_ps qk_storeu_ps
 #define _mm512_store_ps qk_storeu_ps
-#define _mm512_load_si512 qk_loadu_si512
 #define _mm512_loadu_si512 qk_loadu_si512
-#define _mm512_storeu_si512 qk_storeu_si512
-#define _mm512_store_si512 qk_storeu_si512
 
 /* ---- masks ---- */
 
@@ -166,11 +157,9 @@ QK_INLINE void qk_mask_storeu_ps(float *p, __mmask16 mask, __m512 v) {
         else memcpy(p, &v, (size_t)__builtin_popcount(mask) * element / 8); \
     }
 QK_FIRST(__m128i, 128, 8, _mm_loadu_si128, _mm_storeu_si128)
-QK_FIRST(__m256i, 256, 8, _mm256_loadu_si256, _mm256_storeu_si256)
 QK_FIRST(__m256i, 256, 16, _mm256_loadu_si256, _mm256_storeu_si256)
 #define _mm_maskz_loadu_epi8 qk_load_first_128_8
 #define _mm_mask_storeu_epi8 qk_store_first_128_8
-#define _mm256_maskz_loadu_epi8 qk_load_first_256_8
 #define _mm256_maskz_loadu_epi16 qk_load_first_256_16
 #define _mm256_mask_storeu_epi16 qk_store_first_256_16
 
