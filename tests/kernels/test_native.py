@@ -26,8 +26,17 @@ def test_it_is_switched_off_by_the_environment(monkeypatch):
 
 
 @needs_compiler
-def test_the_status_names_the_compiler():
+def test_the_status_names_the_compiler_and_what_the_library_uses():
     assert cpu.status().startswith("compiled by ")
+    assert cpu.status().endswith("uses AVX-512 with BF16 and VNNI" if cpu.has_avx512() else "uses AVX2")
+
+
+@needs_compiler
+def test_a_cpu_that_lacks_one_instruction_gets_a_library_without_avx512(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build._LEAST + build._WITH_AVX512[:-1]))
+    path, _ = build.build_library()
+    assert not build.load_library(path).qk_has_avx512()
 
 
 @pytest.mark.parametrize(
@@ -40,7 +49,7 @@ def test_the_status_names_the_compiler():
 def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
     monkeypatch.setattr(build, name, replacement)
     if name != "cpu_flags":
-        monkeypatch.setattr(build, "_INSTRUCTIONS", {"AVX2": ()})
+        monkeypatch.setattr(build, "_LEAST", ())
     monkeypatch.setattr(cpu, "_load", cpu._load.__wrapped__)
     assert cpu.library() is None
     assert cpu.status() == reason

@@ -62,6 +62,9 @@ def _is_off() -> bool:
 def _load() -> tuple[ctypes.CDLL | None, str]:
     try:
         path, text = build_library(avx512=os.environ.get("QUANTKIT_NATIVE") != "avx2")
-        return load_library(path), text
+        loaded = load_library(path)
+        # Asked of what was made: an older compiler may know less than the CPU has.
+        instructions = "AVX-512 with BF16 and VNNI" if loaded.qk_has_avx512() else "AVX2"
+        return loaded, f"{text}; uses {instructions}"
     except (BuildError, OSError) as error:
         return None, f"off: {error}"

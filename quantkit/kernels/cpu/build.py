@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-# CPU flags of what the kernels are written for, best first: as QK_AVX512 in quantkit.h.
+# CPU flags of what the kernels are written for: as QK_AVX512 in quantkit.h, and what does without.
 _WITH_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
-_INSTRUCTIONS = {"AVX-512 with BF16 and VNNI": _WITH_AVX512, "AVX2": ("avx2", "fma", "f16c")}
+_LEAST = ("avx2", "fma", "f16c")
 _NO_AVX512 = "-mno-avx512f"
 _UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
 _COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden", *_UNREAD)
@@ -36,15 +36,17 @@ def build_library(*, avx512: bool = True) -> tuple[Path, str]:
     """Compile what is not in the cache.
 
     Args:
-        avx512: whether it may be used.
-
+        avx512: whether it may be used, where the CPU has all that the kernels want of it.
     Returns:
-        The library, and one line that describes it.
+        The library, and one line that says how it was made.
     Raises:
         BuildError: no suitable CPU or compiler, or it failed.
     """
     flags = cpu_flags()
-    instructions = _instructions(flags, avx512=avx512)
+    missing = [flag for flag in _LEAST if flag not in flags]
+    if missing:
+        raise BuildError(f"this CPU has no {missing[0]}")
+    avx512 = avx512 and flags.issuperset(_WITH_AVX512)
     compiler = find_compiler()
     version = (_run([compiler, "--version"]).splitlines() or [""])[0]
     sources = sorted(_FOLDER.glob("*.[ch]"))
@@ -57,16 +59,7 @@ def build_library(*, avx512: bool = True) -> tuple[Path, str]:
     if not is_whole(library):
         compile_library(compiler, compile_flags, [s for s in sources if s.suffix == ".c"], library)
     threads = "" if find_openmp() else ", one thread: torch has no OpenMP library to share"
-    return library, f"compiled by {version} for {instructions}{threads}"
-
-
-def _instructions(flags: frozenset[str], *, avx512: bool) -> str:
-    """The best that a CPU of these flags has."""
-    for name, needed in _INSTRUCTIONS.items():
-        missing = [flag for flag in needed if flag not in flags]
-        if not missing and (avx512 or name == "AVX2"):
-            return name
-    raise BuildError(f"this CPU has no {missing[0]}")
+    return library, f"compiled by {version}{threads}"
 
 
 def cpu_flags() -> frozenset[str]:
