@@ -21,7 +21,7 @@ from quantkit.results.statistics.paired import compare_pairs
 
 ORIGINAL = "original"
 PEERS = "peers"
-BELOW = "a perplexity below the original's is no merit there, see above"
+BELOW = "the peer's is below the original's, which is no merit there, see above"
 BUSY = 0.05  # of the machine that others may take before seconds are marked
 
 HEAD = """\
