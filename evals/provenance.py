@@ -225,4 +225,6 @@ def machine_class() -> str:
     flags = known.get("flags", "").split()
     best = next((name for name in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if name in flags), "")
     kind = known.get("model name", platform.machine())
+    # The name alone may be that of several generations, of which one multiplies twice as fast as the other.
+    kind += f" {known['cpu family']}/{known['model']}" if {"cpu family", "model"} <= known.keys() else ""
     return f"{len(os.sched_getaffinity(0))} cores, {kind}, {best or 'no AVX2'}, {memory:.0f} GiB"

@@ -1,9 +1,9 @@
-"""The table of costs in docs/performance.md, and README's sentence on them, from evals/results/cost/cost.json."""
+"""The tables of costs in docs/performance.md, and README's sentence on them, from a file of results per machine."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +25,63 @@ NOTHING = (
 )
 HEAD = """\
 Whole processes, one after another, imports, reading and writing included: {model}, random
-weights in bfloat16, 4 bits in groups of 128, the same token ids for all ({length} a sequence). *To the best peer* is
-ours by that of the peer with the least CPU seconds, in wall time, CPU seconds and memory; *least* and *goal* are what
-the first two should be at most, *peak* what the third should be; for a search, of what it took before all candidates
-shared a pass.
+weights in bfloat16, 4 bits in groups of 128, the same token ids for all ({length} a sequence). A table per machine: one
+that multiplies faster leaves more of the time to all else, and ratios change with it. *To the best peer* is ours by that
+of the peer with the least CPU seconds, in wall time, CPU seconds and memory; *least* and *goal* are what the first two
+should be at most, *peak* what the third should be; for a search, of what it took before all candidates shared a pass.
 """
 MODEL = "two layers of TinyLlama-1.1B's shape (one for AutoRound)"
 
 
-def table(path: Path = RESULTS) -> str:
+def table(folder: Path = RESULTS) -> str:
     """What docs/performance.md says."""
-    entries = read_entries(path)
-    if not entries:
-        return NOTHING
-    lines = [HEAD.format(model=MODEL, length=WORKS[0].length)]
-    lines += [
+    machines = _machines(folder)
+    head = HEAD.format(model=MODEL, length=WORKS[0].length)
+    return "\n".join([head, *("\n".join(_section(entries)) for entries in machines)]) if machines else NOTHING
+
+
+def _machines(folder: Path) -> list[dict[str, Entry]]:
+    """Rows of each machine."""
+    return [entries for path in sorted(folder.glob("*.json")) if (entries := read_entries(path))]
+
+
+def _section(entries: dict[str, Entry]) -> list[str]:
+    """Of one machine."""
+    machine = " or ".join(sorted({entry["taken"]["machine"] for entry in entries.values()}))
+    rates = next((entry["rates"] for entry in entries.values() if "rates" in entry), {})
+    said = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items())
+    lines = [
+        f"**{machine}**; large products: {said}" if said else f"**{machine}**",
+        "",
         "| work | tool | wall s | CPU s | peak MB | to the best peer | least | goal |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for work in WORKS:
         lines += (_line(cells) for cells in _rows(work, entries))
-    return "\n".join([*lines, *_notes(entries), *_arithmetic(entries), *_where(entries)])
+    return [*lines, *_notes(entries), *_arithmetic(entries), *_where(entries)]
 
 
-def readme_sentence(path: Path = RESULTS) -> str:
-    """How the shipped GPTQ recipe compares; nothing while it is stale, was taken on a busy machine, or has no peer."""
-    entries = read_entries(path)
-    work = WORKS[0]
-    ours, peer = entries.get(key(work, OURS)), best_peer(work, entries)
-    if ours is None or peer is None or changed(ours, work) or is_busy(ours) or is_busy(peer):
+def readme_sentence(folder: Path = RESULTS) -> str:
+    """How the shipped GPTQ recipe compares, where it is not stale, was taken on a quiet machine, and has a peer."""
+    work, pairs = WORKS[0], []
+    for entries in _machines(folder):
+        ours, peer = entries.get(key(work, OURS)), best_peer(work, entries)
+        if ours and peer and not (changed(ours, work) or is_busy(ours) or is_busy(peer)):
+            pairs.append((ours, peer))
+    if not pairs:
         return ""
-    wall, cpu, peak = ratios(ours, peer)
+    wall, cpu, peak = (_range(values) for values in zip(*(ratios(*pair) for pair in pairs), strict=True))
+    tools = " and ".join(sorted({peer["tool"] for _, peer in pairs}))
     return (
-        f"`gptq-int4` takes {wall:.2f} times the time, {cpu:.2f} times the CPU seconds and {peak:.2f} times\n"
-        f"the memory of {peer['tool']}'s GPTQ on the same machine ([performance](docs/performance.md))."
+        f"`gptq-int4` takes {wall} times the time, {cpu} times the CPU seconds and {peak} times\n"
+        f"the memory of {tools}'s GPTQ on the same machine ([performance](docs/performance.md))."
     )
+
+
+def _range(values: Iterable[float]) -> str:
+    """Of all machines."""
+    said = sorted({f"{value:.2f}" for value in values})
+    return " to ".join(dict.fromkeys((said[0], said[-1])))
 
 
 def best_peer(work: Work, entries: dict[str, Entry]) -> Entry | None:
@@ -139,12 +161,9 @@ def _arithmetic(entries: dict[str, Entry]) -> list[str]:
     counted = [(work, entries[key(work, OURS)]) for work in WORKS if "operations" in entries.get(key(work, OURS), {})]
     if not counted:
         return []
-    rates = counted[0][1]["rates"]
-    said = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items())
     return [
         "",
-        "*Of the matrix rate* is the time that large products of as many operations take on this machine",
-        f"({said}) by the time in layers.",
+        "*Of the matrix rate* is the time that large products of as many operations take there by the time in layers.",
         "",
         "| work | TFLOP done | needed | done / needed | s in layers | of the matrix rate |",
         "|---|---|---|---|---|---|",
@@ -164,8 +183,8 @@ def _counted(work: Work, entry: Entry) -> list[str]:
 def _where(entries: dict[str, Entry]) -> list[str]:
     """Where and when."""
     stamps = [entry["taken"] for entry in entries.values()]
-    taken = sorted({f"{each['date']} at {each['commit']} on {each['machine']}" for each in stamps})
-    return ["", f"Taken {'; '.join(taken)}."]
+    taken = sorted({f"{each['date']} at {each['commit']}" for each in stamps})
+    return ["", f"Taken {'; '.join(taken)}.", ""]
 
 
 def _line(cells: list[str]) -> str:

@@ -17,6 +17,7 @@ import argparse
 import fnmatch
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -29,10 +30,10 @@ from works import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, OURS, Work, key, rows
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from processes import ALONE, Usage, run_measured, whole_path
-from provenance import ROOT, Stamp, commit, plain, read_stamp, stamp
+from provenance import ROOT, Stamp, commit, machine_class, plain, read_stamp, stamp
 
 EVALS = ROOT / "evals"
-RESULTS = EVALS / "results" / "cost" / "cost.json"
+RESULTS = EVALS / "results" / "cost"  # a file per machine: times of two are not compared
 FIGURES = ("wall_s", "cpu_s", "peak_mb", "others_cpu_s")
 BEFORE = "before"
 TOOLS = {  # package, script
@@ -177,7 +178,12 @@ def _entry(work: Work, tool: str, usage: Usage, taken: Stamp) -> Entry:
     return {"work": work.name, "tool": tool, **figures, "taken": plain(taken)}
 
 
-def read_entries(path: Path = RESULTS) -> dict[str, Entry]:
+def results_file() -> Path:
+    """Of this machine."""
+    return RESULTS / f"{re.sub('[^a-z0-9_]+', '-', machine_class().lower())}.json"
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
     """Rows by key; none where there is no file."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
@@ -214,7 +220,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{tool.lower()}", dest=tool, help=f"of an environment with {tool}", **python)
     args = parser.parse_args()
     if args.results is None:
-        args.results = args.work / "rehearsal.json" if args.rehearse or args.samples else RESULTS
+        args.results = args.work / "rehearsal.json" if args.rehearse or args.samples else results_file()
     given = {tool: getattr(args, tool) for tool in TOOLS if getattr(args, tool)}
     args.pythons = given | ({BEFORE: args.before} if args.before else {OURS: sys.executable})
     return args
@@ -242,7 +248,7 @@ def main() -> int:
                 continue
             save_entry(args.results, name, entry)
         print(name, *(f"{figure} {entry[figure]}" for figure in FIGURES), flush=True)
-    if args.results == RESULTS:
+    if args.results.parent == RESULTS:
         import pages
 
         pages.write_all()

@@ -88,30 +88,40 @@ def results(tmp_path):
 
 
 def test_the_page_compares_with_the_best_peer(results):
-    text = cost_page.table(results)
+    text = cost_page.table(results.parent)
     assert "| `gptq-int4` as shipped | **quantkit** | 10.0 | 20.0 | 100 | 1.00 / 0.50 / 0.50 |" in text
     assert "| 50 % |" in text, "4 TFLOP in 8 seconds at 1 TFLOP/s"
     assert provenance.MARK not in text
-    assert "0.50 times the CPU seconds" in cost_page.readme_sentence(results)
+    assert "0.50 times the CPU seconds" in cost_page.readme_sentence(results.parent)
+
+
+def test_each_machine_has_a_table_and_the_readme_says_the_range(results):
+    other = results.with_name("other.json")
+    measure_cost.save_entry(other, "gptq quantkit", entry("quantkit", rates={"float32": 2e12}, cpu_s=30.0))
+    measure_cost.save_entry(other, "gptq llm-compressor", entry("llm-compressor 1", cpu_s=40.0, peak_mb=200))
+    text = cost_page.table(results.parent)
+    assert "large products: 1000 GFLOP/s" in text
+    assert "large products: 2000 GFLOP/s" in text
+    assert "0.50 to 0.75 times the CPU seconds and 0.50 times" in cost_page.readme_sentence(results.parent)
 
 
 def test_nothing_is_said_without_figures(tmp_path):
-    assert cost_page.table(tmp_path / "none.json") == cost_page.NOTHING
-    assert cost_page.readme_sentence(tmp_path / "none.json") == ""
+    assert cost_page.table(tmp_path / "none") == cost_page.NOTHING
+    assert cost_page.readme_sentence(tmp_path / "none") == ""
 
 
 def test_a_stale_figure_is_marked_and_not_in_the_readme(results, monkeypatch):
     now = {**provenance.code_digests(measure_cost.recipe_of(GPTQ)), "compress.algorithms.gptq": "another"}
     monkeypatch.setattr(provenance, "code_digests", lambda recipe: now)
-    assert f"**quantkit** {provenance.MARK}" in cost_page.table(results)
-    assert "of `compress.algorithms.gptq`" in cost_page.table(results)
-    assert cost_page.readme_sentence(results) == ""
+    assert f"**quantkit** {provenance.MARK}" in cost_page.table(results.parent)
+    assert "of `compress.algorithms.gptq`" in cost_page.table(results.parent)
+    assert cost_page.readme_sentence(results.parent) == ""
 
 
 def test_a_figure_of_a_busy_machine_is_marked_and_not_in_the_readme(results):
     measure_cost.save_entry(results, "gptq llm-compressor", entry("llm-compressor 1", others_cpu_s=9.0))
-    assert "llm-compressor 1 ‡" in cost_page.table(results)
-    assert cost_page.readme_sentence(results) == ""
+    assert "llm-compressor 1 ‡" in cost_page.table(results.parent)
+    assert cost_page.readme_sentence(results.parent) == ""
 
 
 def test_rows_that_are_done_are_kept_and_stale_ones_measured_again(results, monkeypatch, tmp_path):
