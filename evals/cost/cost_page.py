@@ -26,9 +26,10 @@ NOTHING = (
 HEAD = """\
 Whole processes, one after another, imports, reading and writing included: {model}, random
 weights in bfloat16, 4 bits in groups of 128, the same token ids for all ({length} a sequence). A table per machine: one
-that multiplies faster leaves more of the time to all else, and ratios change with it. *To the best peer* is ours by that
-of the peer with the least CPU seconds, in wall time, CPU seconds and memory; *least* and *goal* are what the first two
-should be at most, *peak* what the third should be; for a search, of what it took before all candidates shared a pass.
+that multiplies faster leaves more of the time to all else, and ratios change with it. *To the best peer* is ours by
+that of the peer with the least CPU seconds, in wall time, CPU seconds and memory; *least* and *goal* are what the
+first two should be at most, *peak* what the third should be; for a search, of what it took before all candidates
+shared a pass.
 """
 MODEL = "two layers of TinyLlama-1.1B's shape (one for AutoRound)"
 
