@@ -72,6 +72,7 @@ LAYERS = {
     "errors": 0,
     "registry": 0,
     "settings": 0,
+    "native": 0,  # C, compiled at first use
     "child": 0,  # work that may not end
     "distributed": 0,  # work that several processes share
     "untrusted": 0,  # bounded reading, which every layer may need

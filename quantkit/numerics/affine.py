@@ -7,7 +7,7 @@ Shapes: N outputs, K inputs, G groups per row, g = K / G.
 Source: Nagel et al. 2021, A White Paper on Neural Network Quantization, sections 2 and 3.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -34,6 +34,17 @@ class Ranges(NamedTuple):
 
     scale: Tensor
     zero_point: Tensor | None
+
+    def split(self, sizes: Sequence[int]) -> list["Ranges"]:
+        """Of matrices of so many rows, one below the other; the inverse of `join_ranges`."""
+        zeros = [None] * len(sizes) if self.zero_point is None else torch.split(self.zero_point, list(sizes))
+        return [Ranges(*own) for own in zip(torch.split(self.scale, list(sizes)), zeros, strict=True)]
+
+
+def join_ranges(parts: Sequence[Ranges]) -> Ranges:
+    """Of matrices of one scheme, one below the other."""
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    return Ranges(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +179,11 @@ def on_rows(scale: Tensor, grid: WeightGrid) -> Tensor:
     return row_scales(scale, grid.scale_dtype) if grid.scheme.row_scales else scale
 
 
+def stored(scale: Tensor, grid: WeightGrid) -> Tensor:
+    """Any scales (N, G) float32 as the rows of a grid can have them."""
+    return on_rows(round_scale(scale, grid.scale_dtype), grid)
+
+
 def range_fractions(dtype: DType) -> tuple[float, ...]:
     """Fractions of the covering range worth trying, the whole of it first.
 
@@ -213,8 +229,8 @@ def search_parameters(
     num_rows, width = weight.shape
     step = max(1, _SEARCH_CHUNK // width // scheme.block_rows) * scheme.block_rows  # whole blocks share their scales
     parts = [_search_rows(weight[row : row + step].float(), grid, importance, gram) for row in range(0, num_rows, step)]
-    zeros = [zero for _, zero in parts if zero is not None]
-    return Ranges(on_rows(torch.cat([scale for scale, _ in parts]), grid), torch.cat(zeros) if zeros else None)
+    found = join_ranges(parts)
+    return found._replace(scale=on_rows(found.scale, grid))
 
 
 def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram: Tensor | None) -> Ranges:

@@ -8,7 +8,6 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.algorithms._gptq_factor import Factor, cholesky_factor
+from quantkit.compress.algorithms._gptq_fit import fit_scales
 from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds, is_of_one_expert, owners
+from quantkit.compress.algorithms._gptq_loop import settle_columns
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
@@ -25,22 +26,13 @@ from quantkit.compress.calibration.observers import CrossGram, Gram, Workspace
 from quantkit.distributed import assign, fill, rank, share_out, world
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
-from quantkit.numerics.affine import Ranges, WeightGrid, from_codes, to_codes
-from quantkit.numerics.scales import round_scale
-from quantkit.numerics.scheme import WeightScheme
+from quantkit.numerics.affine import WeightGrid
 from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 ActOrder = Literal["none", "weight", "group"]
 
-# Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
-_RUN = 32
-# Elements of weights, of the products of codes and Hessian, and columns of the Hessian held at once while scales are
-# fitted.
-_FIT_ELEMENTS, _PRODUCT_ELEMENTS, _FIT_COLUMNS = 1 << 22, 1 << 21, 512
 # Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
-# Rows of weights copied at once, transposed and into another order.
-_COPIED = 512
 
 Errors = Tensor | tuple[Tensor, ...]
 """Of a set: see `CrossGram.errors`."""
@@ -190,74 +182,22 @@ class GptqStep:
             columns = factor.backwards.flip(0)
             index = torch.empty_like(index).scatter_(0, columns, index)
         choose = affine.search_parameters if self.scale_search else affine.minmax_parameters
-        ranges = [choose(weight[:, columns], grid) for weight, grid in zip(weights, grids, strict=True)]
-        codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)
+        chosen = [choose(weight[:, columns], grid) for weight, grid in zip(weights, grids, strict=True)]
+        sizes, ranges = [len(weight) for weight in weights], affine.join_ranges(chosen)
         # Fits have one unknown per row and group, which scales shared by rows do not have.
-        for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
-            ranges = [
-                Ranges(
-                    affine.on_rows(fit_scales(weight, code, old, factor, index, grid.scale_dtype), grid), old.zero_point
-                )
-                for weight, code, old, grid in zip(weights, codes, ranges, grids, strict=True)
-            ]
-            codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)
+        fits = self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0
+        for left in range(fits, -1, -1):
+            settled = settle_columns(weights, factor, index, ranges, scheme, self.block_size, keep_errors=left > 0)
+            if left:
+                fitted = torch.split(fit_scales(settled, ranges, factor, index), sizes)
+                stored = (affine.stored(scale, grid) for scale, grid in zip(fitted, grids, strict=True))
+                ranges = ranges._replace(scale=torch.cat(list(stored)))
+        forwards = torch.argsort(factor.backwards)
+        codes = (part.index_select(0, forwards).T.contiguous() for part in torch.split(settled.codes, sizes, dim=1))
         return [
-            affine.assemble(code, of_groups, grid, index if reordered else None)
-            for code, of_groups, grid in zip(codes, ranges, grids, strict=True)
+            affine.assemble(code, own, grid, index if reordered else None)
+            for code, own, grid in zip(codes, ranges.split(sizes), grids, strict=True)
         ]
-
-
-def settle_columns(
-    weights: list[Tensor], factor: Factor, group_index: Tensor, ranges: list[Ranges], scheme: WeightScheme, block: int
-) -> list[Tensor]:
-    """The GPTQ loop: settle columns one by one, each making up for the errors of those before it.
-
-    With H = L L' and e the error of a row of weights, its output error |L'e|^2 is a sum over columns; term i is least
-    where the weight wanted at i is w_i plus the sum over settled j of L_ji e_j / L_ii. Weights that share their inputs
-    go through the loop as one tall matrix.
-
-    Args:
-        weights: (N_i, K) each, any float dtype; not modified.
-        factor: of the inputs' Hessian.
-        group_index: (K,) group of each column.
-        ranges: scale and zero point (N_i, G) float32 of each weight.
-        scheme: number type.
-        block: columns settled before those that follow are updated, in one product.
-    Returns:
-        (N_i, K) codes in the number type's storage dtype, one per weight.
-    """
-    lower, backwards = factor.lower, factor.backwards
-    sizes = [weight.shape[0] for weight in weights]
-    rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
-    for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
-        for own, some in zip(torch.split(part, _COPIED, dim=1), torch.split(weight, _COPIED), strict=True):
-            own.copy_(some.T.contiguous().index_select(0, backwards))
-    scales = torch.cat([scale for scale, _ in ranges]).T.contiguous()  # (G, N)
-    zeros = None if scheme.symmetric else torch.cat([z for _, z in ranges if z is not None]).T.contiguous()
-    # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
-    groups = group_index[backwards].tolist()
-    pivots = lower.diagonal().tolist()
-    codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
-    chosen = torch.empty(_RUN, rows.shape[1], device=lower.device)
-    for stop in range(rows.shape[0], 0, -block):
-        start = max(stop - block, 0)
-        owed = lower[stop:, start:stop].T @ rows[stop:]  # what each column of the block makes up for, times its pivot
-        for run_stop in range(stop, start, -_RUN):
-            run_start = max(run_stop - _RUN, start)
-            run, due = slice(run_start, run_stop), owed[run_start - start : run_stop - start]
-            # Taken apart here: each view costs as much as what is done with it.
-            views = (part.unbind() for part in (rows[run], due, lower[run, run], chosen[: run_stop - run_start]))
-            columns = zip(pivots[run], groups[run], *views, strict=True)
-            for row, (pivot, group, error, own, factors, codes_of_row) in reversed(list(enumerate(columns))):
-                step, offset = scales[group], None if zeros is None else zeros[group]
-                code = to_codes(torch.add(error, own, alpha=1 / pivot), step, offset, scheme.dtype)
-                codes_of_row.copy_(code)
-                error.sub_(from_codes(code, step, offset))
-                due[:row].addr_(factors[:row], error)
-            codes[run] = chosen[: run_stop - run_start]
-            owed[: run_start - start].addmm_(lower[run, start:run_start].T, rows[run])
-    forwards = torch.argsort(backwards)
-    return [part.index_select(0, forwards).T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
 def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
@@ -310,84 +250,6 @@ def _divide(matrix: Tensor, factor: Factor) -> Tensor:
             block.copy_(torch.linalg.solve_triangular(lower[own, own], block, upper=False, left=False))
         torch.index_select(values, 1, forwards, out=rows)
     return matrix
-
-
-def fit_scales(
-    weight: Tensor, codes: Tensor, ranges: Ranges, factor: Factor, group_index: Tensor, scale_dtype: torch.dtype
-) -> Tensor:
-    """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
-
-    The output error of a row is (w - D s)' H (w - D s), where column j of D holds the codes of group j: least squares
-    with one unknown per group. Solved for the change of the scales, which only the present error asks for.
-
-    Args:
-        weight, codes: (N, K); not modified.
-        ranges: scale and zero point (N, G) float32 that the codes were made with.
-        factor: of the inputs' Hessian.
-        group_index: (K,) group of each column.
-        scale_dtype: dtype in which scales are stored.
-    Returns:
-        (N, G) float32 with values of `scale_dtype`; a scale whose fit changes sign keeps its value.
-    """
-    scale, zero = ranges
-    groups, width = scale.shape[1], weight.shape[1]
-    hessian: Callable[[slice], Tensor] = factor.hessian
-    columns: slice | Tensor = slice(None)
-    if (group_index.diff() < 0).any():
-        columns = torch.argsort(group_index, stable=True)  # group by group
-        hessian = hessian(slice(0, width))[columns][:, columns].__getitem__
-    step = _power_of_two(_FIT_ELEMENTS // max(width, groups**2))
-    fitted = torch.empty_like(scale)
-    for start in range(0, len(scale), step):
-        rows = slice(start, start + step)
-        values = codes[rows][:, columns].float().view(-1, groups, width // groups)  # (R, G, g)
-        if zero is not None:
-            values -= zero[rows].unsqueeze(2)
-        error = (values * scale[rows].unsqueeze(2)).flatten(1)
-        torch.sub(weight[rows][:, columns], error, out=error)
-        normal, right = _normal_equations(values, error, hessian)
-        # A group whose codes are all zero leaves a row of zeros, with which the system would be singular.
-        normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
-        # solve_ex raises nothing: a row whose solution is not finite keeps its scales below.
-        fitted[rows] = scale[rows] + torch.linalg.solve_ex(normal, right.unsqueeze(2))[0].squeeze(2)
-    usable = torch.isfinite(fitted) & (fitted * scale > 0)
-    return round_scale(torch.where(usable, fitted, scale), scale_dtype)
-
-
-def _power_of_two(most: int) -> int:
-    """The largest that is not more, but at least 1."""
-    return 1 << max(most.bit_length() - 1, 0)
-
-
-def _normal_equations(values: Tensor, error: Tensor, hessian: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
-    """D'H D (R, G, G) and D'H e (R, G) of each row.
-
-    Args:
-        values: (R, G, g) codes less their zero points.
-        error: (R, K) e, group by group as everything here.
-        hessian: gives rows of H.
-    """
-    num_rows, groups, size = values.shape
-    normal = torch.empty(num_rows, groups, groups, device=values.device)
-    right = torch.empty(num_rows, groups, device=values.device)
-    # Rows by powers of two and columns by the panel: torch keeps 256 KiB for each shape of a product.
-    at_once, few = max(1, _FIT_COLUMNS // size), _power_of_two(_PRODUCT_ELEMENTS // max(groups * size, groups**2))
-    workspace = torch.empty(min(few, num_rows) * groups * size, device=values.device)
-    for first in range(0, groups, at_once):
-        panel = slice(first * size, min(first + at_once, groups) * size)
-        of_panel = hessian(panel)
-        for start in range(0, num_rows, few):
-            part, of_part = slice(start, start + few), values[start : start + few]
-            own, others = of_part[:, first : first + at_once], of_part[:, first:]
-            met = torch.mm(error[part], of_panel.T, out=workspace[: own.numel()].view(len(own), -1))
-            torch.sum(met.view(own.shape).mul_(own), 2, out=right[part, first : first + at_once])
-            for group, rows in enumerate(torch.split(of_panel, size), first):
-                columns = rows[:, first * size :]
-                met = torch.mm(of_part[:, group], columns, out=workspace[: others.numel()].view(len(of_part), -1))
-                # Symmetric: a group meets itself and those that follow.
-                sums = met.view(others.shape).mul_(others)[:, group - first :].sum(2)
-                normal[part, group, group:] = normal[part, group:, group] = sums
-    return normal, right
 
 
 STEP = GptqStep

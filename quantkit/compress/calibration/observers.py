@@ -1,5 +1,6 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -9,13 +10,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from quantkit.distributed import assign, fill, rank
+from quantkit.numerics.products import Operand, add_products, multiplies_bfloat16, pack, packed_size
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
-# Tokens converted to float32 at once for it.
+# Tokens copied at once for it.
 _TOKENS = 1024
-# Of those, tokens whose errors are rounded at once.
-_ERROR_TOKENS = 128
 
 
 class Observer(Protocol):
@@ -31,16 +31,21 @@ class Workspace:
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def copy(self, values: Tensor, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A copy in this dtype, good until the next one for the same purpose."""
-        return self.empty(values, purpose, dtype).copy_(values)
+    def operand(self, values: Tensor, purpose: str) -> Operand:
+        """A (T, K) matrix to be multiplied, good until the next one for the same purpose; it is not modified."""
+        if values.dtype == torch.bfloat16 and multiplies_bfloat16(values.device):
+            return pack(values, self.empty((packed_size(*values.shape),), purpose, values))
+        if values.dtype == torch.float32:
+            return values
+        return self.empty(values.shape, purpose, values, torch.float32).copy_(values)
 
-    def empty(self, values: Tensor, purpose: str, dtype: torch.dtype) -> Tensor:
-        """Memory for something of this shape, likewise."""
+    def empty(self, shape: tuple[int, ...], purpose: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory, likewise, on this tensor's device and, if not said otherwise, in its dtype."""
+        dtype, size = dtype or like.dtype, math.prod(shape)
         held = self._held.get((purpose, dtype))
-        if held is None or held.numel() < values.numel():
-            held = self._held[purpose, dtype] = torch.empty(values.numel(), dtype=dtype, device=values.device)
-        return held[: values.numel()].view(values.shape)
+        if held is None or held.numel() < size:
+            held = self._held[purpose, dtype] = torch.empty(size, dtype=dtype, device=like.device)
+        return held[:size].view(shape)
 
 
 class _MeanMatrix:
@@ -105,9 +110,9 @@ class Gram(_MeanMatrix):
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
         for rows in torch.split(inputs, _TOKENS):
-            values = self._workspace.copy(rows, "inputs")
+            values = self._workspace.operand(rows, "inputs")
             for panel, total in self._sums:
-                total.addmm_(values[:, panel].T, values[:, : panel.stop])
+                add_products(total, values, panel, values, lower=True)
         self.num_tokens += inputs.shape[0]
 
 
@@ -131,17 +136,18 @@ class CrossGram(_MeanMatrix):
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
         for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
-            values = self._workspace.copy(rows, "inputs")
-            wrong = self._workspace.empty(others, "errors", self._weights[0].dtype if self._weights else torch.float32)
-            # The difference first: of two sums o x' and x x' little but rounding would be left. In float32, in a few
-            # rows at a time, whatever it is rounded to.
-            for some in (slice(start, start + _ERROR_TOKENS) for start in range(0, len(rows), _ERROR_TOKENS)):
-                wrong[some] = torch.sub(others[some], values[some])
+            # The difference first: of two sums o x' and x x' little but rounding would be left.
+            wrong = torch.sub(others, rows, out=self._workspace.empty(rows.shape, "errors", rows))
             if not wrong.any():  # what enters the first layer
                 continue
+            values = self._workspace.operand(rows, "inputs")
+            left = None if self._weights else self._workspace.operand(wrong, "left")
             for panel, total in self._sums:
-                part = linear(wrong, self._rows(panel)).float() if self._weights else wrong[:, panel]
-                total.addmm_(part.T, values)
+                if left is None:
+                    part = self._workspace.operand(linear(wrong, self._rows(panel)), "left")
+                    add_products(total, part, slice(0, len(total)), values)
+                else:
+                    add_products(total, left, panel, values)
         self.num_tokens += inputs.shape[0]
 
     def _rows(self, panel: slice) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from quantkit.devices import entered
 from quantkit.errors import InputError
 from quantkit.kernels import gpu
-from quantkit.kernels.cpu.build import cache_folder
+from quantkit.native.build import cache_folder
 from quantkit.registry import installed_version
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.kernel_checks import Check, checks_of

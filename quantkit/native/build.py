@@ -17,8 +17,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_FOLDER = Path(__file__).parent
-# CPU flags of what the kernels are written for: as QK_AVX512 in quantkit.h, and what does without.
+# CPU flags of what the C files are written for: as QK_AVX512 in quantkit.h, and what does without.
 _WITH_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
 _LEAST = ("avx2", "fma", "f16c")
 _NO_AVX512 = "-mno-avx512f"
@@ -32,11 +31,12 @@ class BuildError(Exception):
     """There will be no library; the message is the reason."""
 
 
-def build_library(*, avx512: bool = True) -> tuple[Path, str]:
+def build_library(sources: Path, *, avx512: bool = True) -> tuple[Path, str]:
     """Compile what is not in the cache.
 
     Args:
-        avx512: whether it may be used, where the CPU has all that the kernels want of it.
+        sources: folder of C files.
+        avx512: whether it may be used, where the CPU has all that they want of it.
     Returns:
         The library, and one line that says how it was made.
     Raises:
@@ -49,15 +49,15 @@ def build_library(*, avx512: bool = True) -> tuple[Path, str]:
     avx512 = avx512 and flags.issuperset(_WITH_AVX512)
     compiler = find_compiler()
     version = (_run([compiler, "--version"]).splitlines() or [""])[0]
-    sources = sorted(_FOLDER.glob("*.[ch]"))
+    files = sorted(sources.glob("*.[ch]"))
     compile_flags = (*_COMPILE, *["-fopenmp"] * bool(find_openmp()), *[_NO_AVX512] * (not avx512))
     digest = hashlib.sha256("\0".join([version, *compile_flags, *sorted(flags)]).encode())
-    for source in sources:
+    for source in files:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     folder = cache_folder()
     library = folder / f"quantkit-{digest.hexdigest()[:32]}.so"
     if not is_whole(library):
-        compile_library(compiler, compile_flags, [s for s in sources if s.suffix == ".c"], library)
+        compile_library(compiler, compile_flags, [s for s in files if s.suffix == ".c"], library)
     threads = "" if find_openmp() else ", one thread: torch has no OpenMP library to share"
     return library, f"compiled by {version}{threads}"
 

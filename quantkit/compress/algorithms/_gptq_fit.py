@@ -1,0 +1,149 @@
+"""Scales fitted to given codes by least squares on the outputs; see `gptq`.
+
+The output error of a row is (w - D s)' H (w - D s), where column j of D holds the codes of group j, less their zero
+point, and s the scales: least squares with one unknown per group.
+Shapes: N outputs, K inputs, G groups of g inputs. Codes are transposed, a row per input.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.algorithms._gptq_factor import Factor
+from quantkit.compress.algorithms._gptq_loop import Settled
+from quantkit.numerics import native
+from quantkit.numerics.affine import Ranges
+from quantkit.numerics.products import BLOCK, multiplies_bfloat16, pack, packed_size
+
+# Elements of the codes, or of their normal equations, and columns of the Hessian held at once.
+_ELEMENTS, _COLUMNS = 1 << 22, 512
+# Of the products of codes and Hessian.
+_PRODUCT_ELEMENTS = 1 << 21
+# Rows of the factor whose products are held at once.
+_ROWS = 256
+
+
+def fit_scales(settled: Settled, ranges: Ranges, factor: Factor, group_index: Tensor) -> Tensor:
+    """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
+
+    Solved for the change of the scales, which only the present error asks for.
+
+    Args:
+        settled: codes and errors of all rows; not modified.
+        ranges: scale and zero point (N, G) float32 that the codes were made with.
+        factor: of the inputs' Hessian.
+        group_index: (K,) group of each column.
+    Returns:
+        (N, G) float32; a scale whose fit changes sign keeps its value.
+    """
+    (scale, zero), forwards = ranges, torch.argsort(factor.backwards)
+    by_group = torch.argsort(group_index, stable=True)  # inputs, group by group
+    hessian: Callable[[slice], Tensor] = factor.hessian
+    if (group_index.diff() < 0).any():
+        hessian = hessian(slice(0, len(forwards)))[by_group][:, by_group].__getitem__
+    right = _right_sides(settled, zero, factor, group_index)
+    position, groups = forwards[by_group], scale.shape[1]
+    most = 1 << max((_ELEMENTS // max(len(forwards) // 2, groups**2)).bit_length() - 1, 0)
+    fitted = torch.empty_like(scale)
+    for rows in (slice(start, start + most) for start in range(0, len(scale), most)):
+        values = settled.codes[:, rows].index_select(0, position)  # (K, R)
+        normal = _normal_equations(values, None if zero is None else zero[rows], groups, hessian)
+        # A group whose codes are all zero leaves a row of zeros, with which the system would be singular.
+        normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
+        # solve_ex raises nothing: a row whose solution is not finite keeps its scales below.
+        fitted[rows] = scale[rows] + torch.linalg.solve_ex(normal, right[rows].unsqueeze(2))[0].squeeze(2)
+    return torch.where(torch.isfinite(fitted) & (fitted * scale > 0), fitted, scale)
+
+
+def _right_sides(settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor) -> Tensor:
+    """D'H e (N, G) of each row, e the errors: H e = L (L'e), and the loop has left L'e."""
+    assert settled.errors is not None, "the loop was not asked for its errors"
+    lower, groups = factor.lower, group_index[factor.backwards]
+    count, width = int(group_index.max()) + 1, settled.codes.shape[1]
+    right = torch.zeros(count, width, device=lower.device)
+    zeros = None if zero is None else zero.T.contiguous()
+    for rows in (slice(start, min(start + _ROWS, len(lower))) for start in range(0, len(lower), _ROWS)):
+        products = lower[rows, : rows.start] @ settled.errors[: rows.start]
+        products.addmm_(lower[rows, rows].tril(), settled.errors[rows])  # what is above the diagonal is the Hessian's
+        values = settled.codes[rows].float()
+        values = values if zeros is None else values.sub_(zeros.index_select(0, groups[rows]))
+        right.index_add_(0, groups[rows], values.mul_(products))
+    return right.T.contiguous()
+
+
+def _normal_equations(codes: Tensor, zero: Tensor | None, groups: int, hessian: Callable[[slice], Tensor]) -> Tensor:
+    """D'H D (R, G, G) of each row.
+
+    In C both factors are bfloat16: codes less their zero point are exact in it; of the Hessian it keeps enough, as an
+    error here only shortens or lengthens the way that `_right_sides` asks for.
+
+    Args:
+        codes: (K, R), group by group.
+        zero: (R, G) or None.
+        groups: G.
+        hessian: gives rows of H.
+    """
+    size, num_rows = len(codes) // groups, codes.shape[1]
+    by_c = multiplies_bfloat16(codes.device) and size % 8 == 0
+    values = torch.zeros(len(codes), -(-num_rows // BLOCK) * BLOCK, dtype=torch.bfloat16 if by_c else torch.float32)
+    values = values.to(codes.device)
+    for group, own in enumerate(torch.split(values[:, :num_rows], size)):
+        part = codes[group * size : (group + 1) * size]
+        own.copy_(part if zero is None else part - zero[:, group])
+    normal = torch.empty(groups, groups, num_rows, device=codes.device)
+    packed = _pack_groups(values, size) if by_c else None
+    at_once = max(1, _COLUMNS // size)
+    for first in range(0, groups, at_once):
+        panel = hessian(slice(first * size, min(first + at_once, groups) * size))
+        if packed is None:
+            _multiply(values[:, :num_rows], first, panel, normal[first : first + at_once])
+        else:
+            _multiply_in_c(values, packed, first, panel, normal[first : first + at_once])
+    normal = normal.permute(2, 0, 1)
+    return torch.triu(normal) + torch.triu(normal, 1).transpose(1, 2)  # a group meets itself and those that follow
+
+
+def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
+    """Of a few groups, what they sum up to with themselves and with those that follow.
+
+    Args:
+        values: (K, R) float32.
+        first: group.
+        panel: their rows of the Hessian.
+        normal: (groups, G, R) contiguous, of which what is before the diagonal is not written.
+    """
+    size = len(values) // normal.shape[1]
+    step = max(1, _PRODUCT_ELEMENTS // len(values))
+    for group, rows in enumerate(torch.split(panel, size)):
+        start = (first + group) * size
+        for own, out in zip(torch.split(values, step, dim=1), torch.split(normal[group], step, dim=1), strict=True):
+            met = rows[:, start:].T @ own[start : start + size]
+            torch.sum(met.mul_(own[start:]).view(-1, size, own.shape[1]), 1, out=out[first + group :])
+
+
+def _pack_groups(values: Tensor, size: int) -> Tensor:
+    """(K, R) bfloat16 codes packed group by group, one row each."""
+    parts = torch.split(values, size)
+    packed = torch.empty(len(parts), packed_size(size, values.shape[1]), dtype=torch.bfloat16)
+    for part, out in zip(parts, packed, strict=True):
+        pack(part, out)
+    return packed
+
+
+def _multiply_in_c(values: Tensor, packed: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
+    """`_multiply` in bfloat16, of (K, R) codes with R filled up to whole blocks, and the same by `_pack_groups`."""
+    count, groups, num_rows = normal.shape
+    hessian = _pack_groups(panel.bfloat16(), len(values) // groups)
+    _function()(
+        values.data_ptr(), packed.data_ptr(), hessian.data_ptr(), normal.data_ptr(), first, count, groups,
+        len(values) // groups, num_rows, values.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+@cache
+def _function() -> native.Function:
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    return native.function("qk_normal_equations", *[pointer] * 4, *[size] * 6, ctypes.c_int)

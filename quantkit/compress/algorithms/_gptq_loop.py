@@ -1,0 +1,156 @@
+"""GPTQ's loop: settle one input column after another; see `gptq`. The inner part in C where there is a compiler.
+
+Shapes: N outputs, K inputs, G groups. Matrices are kept transposed, a row per input column in the order of the factor,
+the opposite of that in which they are settled, so that the inner loop touches contiguous memory.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.algorithms._gptq_factor import Factor
+from quantkit.numerics import native
+from quantkit.numerics.affine import Ranges, from_codes, to_codes
+from quantkit.numerics.dtype import DType
+from quantkit.numerics.scheme import WeightScheme
+
+# Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
+_RUN = 32
+# Rows of weights copied at once, transposed and into another order.
+_COPIED = 512
+
+
+class Settled(NamedTuple):
+    """What the loop gives for weights that went through it as one.
+
+    Args:
+        codes: (K, N) in the number type's storage dtype.
+        errors: (K, N) float32 L'e of each output's errors e, H = L L'; None if not asked for.
+    """
+
+    codes: Tensor
+    errors: Tensor | None
+
+
+class Grid(NamedTuple):
+    """What a column's weights are rounded to, in the order of the factor.
+
+    Args:
+        scales, zeros: (G, N) float32; no zeros for symmetric types.
+        groups: (K,) int64, on the CPU.
+        dtype: number type.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor
+    dtype: DType
+
+
+def settle_columns(
+    weights: list[Tensor],
+    factor: Factor,
+    group_index: Tensor,
+    ranges: Ranges,
+    scheme: WeightScheme,
+    block: int,
+    *,
+    keep_errors: bool = False,
+) -> Settled:
+    """Settle columns one by one, each making up for the errors of those before it.
+
+    With H = L L' and e the error of a row of weights, its output error |L'e|^2 is a sum over columns; term i is least
+    where the weight wanted at i is w_i plus the sum over settled j of L_ji e_j / L_ii. Weights that share their inputs
+    go through the loop as one tall matrix.
+
+    Args:
+        weights: (N_i, K) each, any float dtype; not modified.
+        factor: of the inputs' Hessian.
+        group_index: (K,) group of each column.
+        ranges: scale and zero point (N, G) float32 of all rows.
+        scheme: number type.
+        block: columns settled before those that follow are updated, in one product.
+        keep_errors: whether L'e is wanted too.
+    """
+    lower, backwards = factor.lower, factor.backwards
+    sizes = [weight.shape[0] for weight in weights]
+    rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
+    for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
+        for own, some in zip(torch.split(part, _COPIED, dim=1), torch.split(weight, _COPIED), strict=True):
+            own.copy_(some.T.contiguous().index_select(0, backwards))
+    grid = Grid(
+        ranges.scale.T.contiguous(),
+        None if ranges.zero_point is None else ranges.zero_point.T.contiguous(),
+        group_index[backwards].cpu(),
+        scheme.dtype,
+    )
+    codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
+    settle = _settle_in_c if _is_for_c(rows, scheme.dtype, block) else _settle
+    owed = torch.empty(len(rows) if keep_errors else min(block, len(rows)), rows.shape[1], device=lower.device)
+    for stop in range(rows.shape[0], 0, -block):
+        start = max(stop - block, 0)
+        span = slice(start, stop)
+        # What each column of the block makes up for, times its pivot; once settled, its row of L'e.
+        due = owed[span] if keep_errors else owed[: stop - start]
+        torch.mm(lower[stop:, span].T, rows[stop:], out=due)
+        settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))
+    return Settled(codes, owed if keep_errors else None)
+
+
+def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
+    """Settle a block of B columns.
+
+    Args:
+        rows: (B, N) weights, which give way to their errors.
+        due: (B, N) what they are owed by those settled before, which gives way to L'e.
+        codes: (B, N) written to.
+        lower: (B, B) of the factor.
+        grid: its groups are the block's.
+    """
+    # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
+    groups, pivots = grid.groups.tolist(), lower.diagonal().tolist()
+    chosen = torch.empty(_RUN, rows.shape[1], device=lower.device)
+    for stop in range(len(rows), 0, -_RUN):
+        start = max(stop - _RUN, 0)
+        run, owed = slice(start, stop), due[start:stop]
+        # Taken apart here: each view costs as much as what is done with it.
+        views = (part.unbind() for part in (rows[run], owed, lower[run, run], chosen[: stop - start]))
+        columns = zip(pivots[run], groups[run], *views, strict=True)
+        for row, (pivot, group, error, own, factors, codes_of_row) in reversed(list(enumerate(columns))):
+            step, offset = grid.scales[group], None if grid.zeros is None else grid.zeros[group]
+            code = to_codes(torch.add(error, own, alpha=1 / pivot), step, offset, grid.dtype)
+            codes_of_row.copy_(code)
+            error.sub_(from_codes(code, step, offset))
+            own.add_(error, alpha=pivot)
+            owed[:row].addr_(factors[:row], error)
+        codes[run] = chosen[: stop - start]
+        due[:start].addmm_(lower[run, :start].T, rows[run])
+
+
+def _is_for_c(rows: Tensor, dtype: DType, block: int) -> bool:
+    fits = dtype.kind == "int" and dtype.storage == torch.int8 and block <= _MOST
+    return rows.is_cpu and fits and native.library() is not None
+
+
+_MOST = 128  # columns of a block in C
+
+
+def _settle_in_c(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
+    """`_settle` for integers, all of it in cache."""
+    zeros = None if grid.zeros is None else grid.zeros.data_ptr()
+    failed = _function()(
+        rows.data_ptr(), due.data_ptr(), codes.data_ptr(), lower.data_ptr(), lower.stride(0), grid.scales.data_ptr(),
+        zeros, grid.groups.data_ptr(), *rows.shape, grid.dtype.minimum, grid.dtype.maximum, torch.get_num_threads(),
+    )  # fmt: skip
+    assert not failed, "a block of more columns than C settles"
+
+
+@cache
+def _function() -> Callable[..., int]:
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    types = (*[pointer] * 4, size, *[pointer] * 3, size, size, number, number, ctypes.c_int)
+    return native.function("qk_settle", *types, returns=ctypes.c_int)

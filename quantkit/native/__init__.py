@@ -1,0 +1,76 @@
+"""C files, compiled for this machine's instructions at first use and loaded through ctypes; all of it is optional.
+
+    _LIBRARY = Library(Path(__file__).parent)                     # all *.c of the folder become one library
+    if _LIBRARY.get():
+        multiply = _LIBRARY.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)
+        multiply(tensor.data_ptr(), len(tensor))
+
+The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
+copy, so all share one pool. Without a compiler, AVX2 or permission there is no library, and `status` says why; in the
+environment `QUANTKIT_NATIVE=0` switches all of them off and `QUANTKIT_NATIVE=avx2` leaves AVX-512 out, for comparison
+and for tests.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit.native.build import BuildError, build_library, load_library
+
+Function = Callable[..., Any]
+
+
+class Library:
+    """What is made of a folder of C files.
+
+    Args:
+        sources: the folder; one of its files exports `int qk_has_avx512(void)`, whether it uses AVX-512.
+    """
+
+    def __init__(self, sources: Path) -> None:
+        self._sources = sources
+
+    def get(self) -> ctypes.CDLL | None:
+        """The library, compiled on the first call (a second or two, once per machine and version); None without one."""
+        return None if _is_off() else self._loaded[0]
+
+    def status(self) -> str:
+        """One line for `--stats`: what was compiled, or why torch is used instead."""
+        return "off: QUANTKIT_NATIVE=0" if _is_off() else self._loaded[1]
+
+    def function(self, name: str, *arguments: Any, returns: Any = None) -> Function:
+        """A function of the library, which is there, its signature declared.
+
+        Args:
+            name: as exported in C.
+            arguments: ctypes types; pointers are `ctypes.c_void_p` and take `tensor.data_ptr()`.
+            returns: ctypes type of the result.
+        """
+        loaded = self.get()
+        assert loaded is not None, "asked for without a library"
+        symbol = loaded[name]
+        symbol.argtypes, symbol.restype = list(arguments), returns
+        return symbol
+
+    def has_avx512(self) -> bool:
+        """Whether there is a library and it uses AVX-512: then numbers in bf16 are multiplied as they are."""
+        loaded = self.get()
+        return loaded is not None and bool(loaded.qk_has_avx512())
+
+    @cached_property  # threads that ask at once may both compile, which does no harm: see `build`
+    def _loaded(self) -> tuple[ctypes.CDLL | None, str]:
+        try:
+            path, text = build_library(self._sources, avx512=os.environ.get("QUANTKIT_NATIVE") != "avx2")
+            loaded = load_library(path)
+            # Asked of what was made: an older compiler may know less than the CPU has.
+            instructions = "AVX-512 with BF16 and VNNI" if loaded.qk_has_avx512() else "AVX2"
+            return loaded, f"{text}; uses {instructions}"
+        except (BuildError, OSError) as error:
+            return None, f"off: {error}"
+
+
+def _is_off() -> bool:
+    return os.environ.get("QUANTKIT_NATIVE") == "0"
