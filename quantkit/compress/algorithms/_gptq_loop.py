@@ -19,7 +19,7 @@ from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import WeightScheme
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
-_RUN = 32
+_RUN, _RUN_IN_C = 32, 128
 # Rows of weights copied at once, transposed and into another order.
 _COPIED = 512
 
@@ -89,7 +89,6 @@ def settle_columns(
         scheme.dtype,
     )
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
-    settle = _settle_in_c if _is_for_c(rows, scheme.dtype, block) else _settle
     owed = torch.empty(len(rows) if keep_errors else min(block, len(rows)), rows.shape[1], device=lower.device)
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
@@ -97,12 +96,12 @@ def settle_columns(
         # What each column of the block makes up for, times its pivot; once settled, its row of L'e.
         due = owed[span] if keep_errors else owed[: stop - start]
         torch.mm(lower[stop:, span].T, rows[stop:], out=due)
-        settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))
+        _settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))
     return Settled(codes, owed if keep_errors else None)
 
 
 def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
-    """Settle a block of B columns.
+    """Settle a block of B columns, run by run.
 
     Args:
         rows: (B, N) weights, which give way to their errors.
@@ -111,42 +110,40 @@ def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid)
         lower: (B, B) of the factor.
         grid: its groups are the block's.
     """
-    # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
-    groups, pivots = grid.groups.tolist(), lower.diagonal().tolist()
-    chosen = torch.empty(_RUN, rows.shape[1], device=lower.device)
-    for stop in range(len(rows), 0, -_RUN):
-        start = max(stop - _RUN, 0)
-        run, owed = slice(start, stop), due[start:stop]
-        # Taken apart here: each view costs as much as what is done with it.
-        views = (part.unbind() for part in (rows[run], owed, lower[run, run], chosen[: stop - start]))
-        columns = zip(pivots[run], groups[run], *views, strict=True)
-        for row, (pivot, group, error, own, factors, codes_of_row) in reversed(list(enumerate(columns))):
-            step, offset = grid.scales[group], None if grid.zeros is None else grid.zeros[group]
-            code = to_codes(torch.add(error, own, alpha=1 / pivot), step, offset, grid.dtype)
-            codes_of_row.copy_(code)
-            error.sub_(from_codes(code, step, offset))
-            own.add_(error, alpha=pivot)
-            owed[:row].addr_(factors[:row], error)
-        codes[run] = chosen[: stop - start]
+    in_c = rows.is_cpu and grid.dtype.kind == "int" and codes.dtype == torch.int8 and native.library() is not None
+    settle, size = (_settle_run_in_c, _RUN_IN_C) if in_c else (_settle_run, _RUN)
+    for stop in range(len(rows), 0, -size):
+        start = max(stop - size, 0)
+        run = slice(start, stop)
+        settle(rows[run], due[run], codes[run], lower[run, run], grid._replace(groups=grid.groups[run]))
         due[:start].addmm_(lower[run, :start].T, rows[run])
 
 
-def _is_for_c(rows: Tensor, dtype: DType, block: int) -> bool:
-    fits = dtype.kind == "int" and dtype.storage == torch.int8 and block <= _MOST
-    return rows.is_cpu and fits and native.library() is not None
+def _settle_run(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
+    """`_settle` of a few columns, by rank-1 updates."""
+    # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
+    groups, pivots = grid.groups.tolist(), lower.diagonal().tolist()
+    chosen = torch.empty(rows.shape, device=rows.device)
+    # Taken apart here: each view costs as much as what is done with it.
+    columns = zip(pivots, groups, *(part.unbind() for part in (rows, due, lower, chosen)), strict=True)
+    for row, (pivot, group, error, own, factors, codes_of_row) in reversed(list(enumerate(columns))):
+        step, offset = grid.scales[group], None if grid.zeros is None else grid.zeros[group]
+        code = to_codes(torch.add(error, own, alpha=1 / pivot), step, offset, grid.dtype)
+        codes_of_row.copy_(code)
+        error.sub_(from_codes(code, step, offset))
+        own.add_(error, alpha=pivot)
+        due[:row].addr_(factors[:row], error)
+    codes.copy_(chosen)
 
 
-_MOST = 128  # columns of a block in C
-
-
-def _settle_in_c(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
-    """`_settle` for integers, all of it in cache."""
+def _settle_run_in_c(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
+    """The same for integers, all of it in cache."""
     zeros = None if grid.zeros is None else grid.zeros.data_ptr()
     failed = _function()(
         rows.data_ptr(), due.data_ptr(), codes.data_ptr(), lower.data_ptr(), lower.stride(0), grid.scales.data_ptr(),
         zeros, grid.groups.data_ptr(), *rows.shape, grid.dtype.minimum, grid.dtype.maximum, torch.get_num_threads(),
     )  # fmt: skip
-    assert not failed, "a block of more columns than C settles"
+    assert not failed, "more columns than C settles at once"
 
 
 @cache

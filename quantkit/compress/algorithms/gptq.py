@@ -61,7 +61,7 @@ class GptqStep:
             chosen again; each time costs one more run of the loop.
     """
 
-    block_size: Positive = 128
+    block_size: Positive = 512
     damping: PositiveShare = 0.01
     act_order: ActOrder = "weight"
     scale_search: bool = True

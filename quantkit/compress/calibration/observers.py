@@ -144,7 +144,7 @@ class CrossGram(_MeanMatrix):
             left = None if self._weights else self._workspace.operand(wrong, "left")
             for panel, total in self._sums:
                 if left is None:
-                    part = self._workspace.operand(linear(wrong, self._rows(panel)), "left")
+                    part = self._workspace.operand(linear(wrong, self._rows(panel).to(wrong.dtype)), "left")
                     add_products(total, part, slice(0, len(total)), values)
                 else:
                     add_products(total, left, panel, values)
