@@ -1,9 +1,10 @@
 """What a figure rests on, kept with it: commit, versions, machine, and digests of the recipe and of the code behind it.
 
 The code behind a figure are the modules that decide codes (DECIDE) and are imported, one from the other, by what
-quantizes a layer and by the recipe's steps. It counts as the parser sees it, without docstrings: a comment, a
-docstring or a line broken elsewhere changes no digest. Where the recipe or one of these modules is another than it was,
-the figure is stale: a page shows it with MARK and says what changed, and README does not show it.
+quantizes a layer and by the recipe's steps; C files beside a package's __init__.py are part of it. It counts as the
+parser sees it, without docstrings: a comment, a docstring or a line broken elsewhere changes no digest. Where the
+recipe or one of these modules is another than it was, the figure is stale: a page shows it with MARK and says what
+changed, and README does not show it.
 
 Standard library only: what is measured begins with what its parent has in memory.
 """
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -142,7 +144,14 @@ def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
     file = source(name)
     assert file is not None, name
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    return code_digest(tree), tuple(_imports(tree))
+    in_c = sorted(file.parent.glob("*.[ch]")) if file.name == "__init__.py" else []
+    digests = [code_digest(tree), *(_digest(_plain_c(path.read_text(encoding="utf-8"))) for path in in_c)]
+    return _digest(" ".join(digests)) if in_c else digests[0], tuple(_imports(tree))
+
+
+def _plain_c(text: str) -> str:
+    """C without comments and lines."""
+    return " ".join(re.sub(r"/\*.*?\*/", " ", text, flags=re.DOTALL).split())
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:

@@ -4,7 +4,7 @@
 
 Counted are matrix products, attention, factorizations and solves that torch dispatches in the main thread; a
 multiplication and an addition are two operations. A product is counted as it is done: in full, also where its result is
-symmetric. Kernels of our own are not seen.
+symmetric. Of our own C files what they multiply is counted by NATIVE, in the number type that they multiply.
 """
 
 from __future__ import annotations
@@ -24,12 +24,45 @@ SOLVES = {"linalg_solve_triangular": 1, "cholesky_solve": 2}
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
+def _added_products(tokens: int, rows: int, columns: int, lower: int) -> int:
+    """Of `qk_add_products`: strips of 48 columns, without the rows that lie above a diagonal."""
+    strips = ((start, min(48, columns - start)) for start in range(0, columns, 48))
+    skipped = sum(width * max(0, start - lower) for start, width in strips if lower >= 0)
+    return 2 * tokens * (rows * columns - skipped)
+
+
+def _normal_equations(first: int, count: int, groups: int, size: int, outputs: int) -> int:
+    """Of `qk_normal_equations`: each group with itself and those that follow."""
+    return 2 * outputs * size**2 * sum(groups - first - group for group in range(count))
+
+
+NATIVE = {  # by function of numerics/native: number type, and operations by its arguments
+    "qk_add_products": ("bfloat16", lambda a: _added_products(a[2], a[4], a[5], a[6])),
+    "qk_normal_equations": ("bfloat16", lambda a: _normal_equations(*a[4:9])),
+    "qk_settle": ("float32", lambda a: a[8] ** 2 * a[9]),
+}
+
+
 class Operations(TorchDispatchMode):
     """Adds up operations by number type."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+
+    def wrapped(self, function: Any) -> Any:
+        """`native.function`, which counts."""
+
+        def declare(name: str, *arguments: Any, **named: Any) -> Any:
+            call, (dtype, count) = function(name, *arguments, **named), NATIVE.get(name, ("", lambda _: 0))
+
+            def counting(*values: Any) -> Any:
+                self.counts[dtype] += count(values)
+                return call(*values)
+
+            return counting
+
+        return declare
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         """Run, and count."""
@@ -73,11 +106,13 @@ def operations(name: str, tensors: list[Tensor], arguments: Any, named: dict[str
 def main() -> None:
     """Run the command line under the counter."""
     from quantkit.cli import main as run
+    from quantkit.numerics import native
 
     counted = Operations()
+    native.function = counted.wrapped(native.function)
     with counted:
         run(sys.argv[1:], standalone_mode=False)
-    print(json.dumps({"operations": dict(counted.counts)}), flush=True)
+    print(json.dumps({"operations": dict(+counted.counts)}), flush=True)
 
 
 if __name__ == "__main__":

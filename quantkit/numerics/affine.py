@@ -229,8 +229,8 @@ def search_parameters(
     num_rows, width = weight.shape
     step = max(1, _SEARCH_CHUNK // width // scheme.block_rows) * scheme.block_rows  # whole blocks share their scales
     parts = [_search_rows(weight[row : row + step].float(), grid, importance, gram) for row in range(0, num_rows, step)]
-    found = join_ranges(parts)
-    return found._replace(scale=on_rows(found.scale, grid))
+    ranges = join_ranges(parts)
+    return ranges._replace(scale=on_rows(ranges.scale, grid))
 
 
 def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram: Tensor | None) -> Ranges:

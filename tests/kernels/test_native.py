@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.kernels import cpu
-from quantkit.kernels.cpu import build
+from quantkit.native import Library, build
 
+FOLDER = Path(cpu.__file__).parent
 SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
@@ -35,7 +36,7 @@ def test_the_status_names_the_compiler_and_what_the_library_uses():
 def test_a_cpu_that_lacks_one_instruction_gets_a_library_without_avx512(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build._LEAST + build._WITH_AVX512[:-1]))
-    path, _ = build.build_library()
+    path, _ = build.build_library(FOLDER)
     assert not build.load_library(path).qk_has_avx512()
 
 
@@ -50,9 +51,9 @@ def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
     monkeypatch.setattr(build, name, replacement)
     if name != "cpu_flags":
         monkeypatch.setattr(build, "_LEAST", ())
-    monkeypatch.setattr(cpu, "_load", cpu._load.__wrapped__)
-    assert cpu.library() is None
-    assert cpu.status() == reason
+    library = Library(FOLDER)
+    assert library.get() is None
+    assert library.status() == reason
 
 
 @needs_compiler
@@ -145,9 +146,9 @@ def test_a_compiler_that_says_nothing_is_no_compiler(monkeypatch, tmp_path):
     silent.write_text("#!/bin/sh\n")
     silent.chmod(0o755)
     monkeypatch.setattr(build, "find_compiler", lambda: str(silent))
-    library, status = cpu._load.__wrapped__()
-    assert library is None
-    assert status.startswith("off: ")
+    library = Library(FOLDER)
+    assert library.get() is None
+    assert library.status().startswith("off: ")
 
 
 def test_a_compiler_that_takes_too_long_is_stopped(monkeypatch, tmp_path):
@@ -174,15 +175,14 @@ def test_there_is_one_openmp_in_the_process():
 
 def test_the_sources_are_packaged():
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert "kernels/cpu/*.[ch]" in pyproject
+    for folder in ("kernels/cpu", "numerics/native"):
+        assert f"{folder}/*.[ch]" in pyproject
 
 
 def test_a_device_in_the_place_of_a_library_is_not_read(tmp_path):
     (tmp_path / "library.so").symlink_to("/dev/full")  # zeros without end
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))\n"
-    code += (
-        "from pathlib import Path; from quantkit.kernels.cpu.build import is_whole; print(is_whole(Path(sys.argv[1])))"
-    )
+    code += "from pathlib import Path; from quantkit.native.build import is_whole; print(is_whole(Path(sys.argv[1])))"
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "library.so"], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
@@ -192,12 +192,11 @@ def test_a_device_in_the_place_of_a_library_is_not_read(tmp_path):
 def test_a_damaged_library_is_built_anew(tmp_path, monkeypatch, damage):
     source = tmp_path / "one.c"
     source.write_text(SOURCE)
-    monkeypatch.setattr(build, "_FOLDER", tmp_path)
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
-    library, _ = build.build_library()
+    library, _ = build.build_library(tmp_path)
     whole = library.read_bytes()
     library.write_bytes(damage(whole))
     assert not build.is_whole(library)
-    assert build.build_library()[0] == library
+    assert build.build_library(tmp_path)[0] == library
     assert build.is_whole(library)
     assert ctypes.CDLL(str(library)).answer() == 42

@@ -44,8 +44,8 @@ def fit_scales(settled: Settled, ranges: Ranges, factor: Factor, group_index: Te
     hessian: Callable[[slice], Tensor] = factor.hessian
     if (group_index.diff() < 0).any():
         hessian = hessian(slice(0, len(forwards)))[by_group][:, by_group].__getitem__
-    right = _right_sides(settled, zero, factor, group_index)
     position, groups = forwards[by_group], scale.shape[1]
+    right = _right_sides(settled, zero, factor, group_index, groups)
     most = 1 << max((_ELEMENTS // max(len(forwards) // 2, groups**2)).bit_length() - 1, 0)
     fitted = torch.empty_like(scale)
     for rows in (slice(start, start + most) for start in range(0, len(scale), most)):
@@ -58,19 +58,20 @@ def fit_scales(settled: Settled, ranges: Ranges, factor: Factor, group_index: Te
     return torch.where(torch.isfinite(fitted) & (fitted * scale > 0), fitted, scale)
 
 
-def _right_sides(settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor) -> Tensor:
+def _right_sides(settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor, groups: int) -> Tensor:
     """D'H e (N, G) of each row, e the errors: H e = L (L'e), and the loop has left L'e."""
     assert settled.errors is not None, "the loop was not asked for its errors"
-    lower, groups = factor.lower, group_index[factor.backwards]
-    count, width = int(group_index.max()) + 1, settled.codes.shape[1]
-    right = torch.zeros(count, width, device=lower.device)
+    lower, groups_of = factor.lower, group_index[factor.backwards]
+    members = torch.arange(groups, device=lower.device).unsqueeze(1) == groups_of  # (G, K)
+    right = torch.zeros(groups, settled.codes.shape[1], device=lower.device)
     zeros = None if zero is None else zero.T.contiguous()
     for rows in (slice(start, min(start + _ROWS, len(lower))) for start in range(0, len(lower), _ROWS)):
         products = lower[rows, : rows.start] @ settled.errors[: rows.start]
         products.addmm_(lower[rows, rows].tril(), settled.errors[rows])  # what is above the diagonal is the Hessian's
         values = settled.codes[rows].float()
-        values = values if zeros is None else values.sub_(zeros.index_select(0, groups[rows]))
-        right.index_add_(0, groups[rows], values.mul_(products))
+        values = values if zeros is None else values.sub_(zeros.index_select(0, groups_of[rows]))
+        # A product, since index_add_ sums in another order each time on a GPU.
+        right.addmm_(members[:, rows].float(), values.mul_(products))
     return right.T.contiguous()
 
 
@@ -88,8 +89,8 @@ def _normal_equations(codes: Tensor, zero: Tensor | None, groups: int, hessian: 
     """
     size, num_rows = len(codes) // groups, codes.shape[1]
     by_c = multiplies_bfloat16(codes.device) and size % 8 == 0
-    values = torch.zeros(len(codes), -(-num_rows // BLOCK) * BLOCK, dtype=torch.bfloat16 if by_c else torch.float32)
-    values = values.to(codes.device)
+    shape, dtype = (len(codes), -(-num_rows // BLOCK) * BLOCK), torch.bfloat16 if by_c else torch.float32
+    values = torch.zeros(shape, dtype=dtype, device=codes.device)
     for group, own in enumerate(torch.split(values[:, :num_rows], size)):
         part = codes[group * size : (group + 1) * size]
         own.copy_(part if zero is None else part - zero[:, group])

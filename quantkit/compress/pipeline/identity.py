@@ -14,6 +14,7 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.recipe import Recipe
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
+from quantkit.numerics import native
 from quantkit.numerics.products import keeps_precision
 from quantkit.registry import installed_version
 from quantkit.untrusted import read_object, shorten
@@ -36,7 +37,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             # The instruction set or the GPU decides which kernels run, and these in which order they add.
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
             if plan.skeleton.device.type == "cuda"
-            else torch.backends.cpu.get_cpu_capability(),
+            else f"{torch.backends.cpu.get_cpu_capability()}; C: {native.status()}",
             "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
         },
     }
