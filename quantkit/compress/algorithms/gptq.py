@@ -192,6 +192,9 @@ class GptqStep:
                 fitted = torch.split(fit_scales(settled, ranges, factor, index), sizes)
                 stored = (affine.stored(scale, grid) for scale, grid in zip(fitted, grids, strict=True))
                 ranges = ranges._replace(scale=torch.cat(list(stored)))
+                del settled  # before the loop that follows takes as much
+                if factor.lower.device.type == "cpu":
+                    release_freed_memory()
         forwards = torch.argsort(factor.backwards)
         codes = (part.index_select(0, forwards).T.contiguous() for part in torch.split(settled.codes, sizes, dim=1))
         return [
