@@ -37,7 +37,7 @@ def _normal_equations(first: int, count: int, groups: int, size: int, outputs: i
 
 
 NATIVE = {  # by function of numerics/native: number type, and operations by its arguments
-    "qk_add_products": ("bfloat16", lambda a: _added_products(a[2], a[4], a[5], a[6])),
+    "qk_add_products": ("bfloat16", lambda a: _added_products(a[4], *a[6:9])),
     "qk_normal_equations": ("bfloat16", lambda a: _normal_equations(*a[4:9])),
     "qk_settle": ("float32", lambda a: a[8] ** 2 * a[9]),
 }

@@ -62,15 +62,17 @@ class Packed(NamedTuple):
     Args:
         values: bfloat16.
         rows: T.
+        block: elements from one block of 16 columns to the next.
     """
 
     values: Tensor
     rows: int
+    block: int
 
-    @property
-    def block(self) -> int:
-        """Elements of 16 columns."""
-        return -(-self.rows // 2) * 2 * BLOCK
+    def part(self, start: int, stop: int) -> "Packed":
+        """Rows, from an even one on."""
+        assert start % 2 == 0, "rows are packed by twos"
+        return Packed(self.values[start * BLOCK :], stop - start, self.block)
 
 
 Operand = Tensor | Packed
@@ -90,12 +92,21 @@ def packed_size(rows: int, columns: int) -> int:
     return -(-rows // 2) * 2 * -(-columns // BLOCK) * BLOCK
 
 
-def pack(values: Tensor, out: Tensor) -> Packed:
-    """A (T, K) bfloat16 matrix, packed into `out`, which has at least its `packed_size`; there must be C."""
+def pack(values: Tensor, out: Tensor | None = None) -> Packed:
+    """A (T, K) bfloat16 matrix, packed into `out`, if given, which has at least its `packed_size`; there must be C."""
+    out = torch.empty(packed_size(*values.shape), dtype=torch.bfloat16) if out is None else out
+    packed = Packed(out, len(values), packed_size(len(values), BLOCK))
+    pack_into(packed, values)
+    return packed
+
+
+def pack_into(packed: Packed, values: Tensor) -> None:
+    """Write the rows of a matrix anew: (T, K) bfloat16, T of them from the first on."""
     values = values if values.stride(1) == 1 else values.contiguous()
-    call, (rows, columns) = _function("qk_pack", "pnnnpi"), values.shape
-    call(values.data_ptr(), values.stride(0), rows, columns, out.data_ptr(), torch.get_num_threads())
-    return Packed(out[: packed_size(rows, columns)], rows)
+    _function("qk_pack", "pnnnpni")(
+        values.data_ptr(), values.stride(0), *values.shape, packed.values.data_ptr(), packed.block,
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def add_products(total: Tensor, left: Operand, columns: slice, right: Operand, *, lower: bool = False) -> None:
@@ -114,8 +125,8 @@ def add_products(total: Tensor, left: Operand, columns: slice, right: Operand, *
         return
     own = left.values[columns.start // BLOCK * left.block :]
     assert columns.start % BLOCK == 0 and left.rows == right.rows and total.is_contiguous()
-    _function("qk_add_products", "ppnpnnni")(
-        own.data_ptr(), right.values.data_ptr(), left.rows, total.data_ptr(), *total.shape,
+    _function("qk_add_products", "ppnnnpnnni")(
+        own.data_ptr(), right.values.data_ptr(), left.block, right.block, left.rows, total.data_ptr(), *total.shape,
         columns.start if lower else -1, torch.get_num_threads(),
     )  # fmt: skip
 

@@ -16,17 +16,19 @@ from quantkit.compress.algorithms._gptq_factor import Factor
 from quantkit.compress.algorithms._gptq_loop import Settled
 from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges
-from quantkit.numerics.products import BLOCK, multiplies_bfloat16, pack, packed_size
+from quantkit.numerics.products import BLOCK, Packed, add_products, multiplies_bfloat16, pack, pack_into, packed_size
 
 # Elements of the codes, or of their normal equations, and columns of the Hessian held at once.
-_ELEMENTS, _COLUMNS = 1 << 22, 512
+_ELEMENTS, _COLUMNS = 1 << 21, 512
 # Of the products of codes and Hessian.
 _PRODUCT_ELEMENTS = 1 << 21
 # Rows of the factor whose products are held at once.
 _ROWS = 256
 
 
-def fit_scales(settled: Settled, ranges: Ranges, factor: Factor, group_index: Tensor) -> Tensor:
+def fit_scales(
+    settled: Settled, ranges: Ranges, factor: Factor, group_index: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
 
     Solved for the change of the scales, which only the present error asks for.
@@ -36,6 +38,7 @@ def fit_scales(settled: Settled, ranges: Ranges, factor: Factor, group_index: Te
         ranges: scale and zero point (N, G) float32 that the codes were made with.
         factor: of the inputs' Hessian.
         group_index: (K,) group of each column.
+        dtype: of what is multiplied, see `settle_columns`.
     Returns:
         (N, G) float32; a scale whose fit changes sign keeps its value.
     """
@@ -45,12 +48,13 @@ def fit_scales(settled: Settled, ranges: Ranges, factor: Factor, group_index: Te
     if (group_index.diff() < 0).any():
         hessian = hessian(slice(0, len(forwards)))[by_group][:, by_group].__getitem__
     position, groups = forwards[by_group], scale.shape[1]
-    right = _right_sides(settled, zero, factor, group_index, groups)
+    in_c = dtype == torch.bfloat16 and multiplies_bfloat16(scale.device)
+    right = _right_sides(settled, zero, factor, group_index, groups, in_c=in_c)
     most = 1 << max((_ELEMENTS // max(len(forwards) // 2, groups**2)).bit_length() - 1, 0)
     fitted = torch.empty_like(scale)
     for rows in (slice(start, start + most) for start in range(0, len(scale), most)):
         values = settled.codes[:, rows].index_select(0, position)  # (K, R)
-        normal = _normal_equations(values, None if zero is None else zero[rows], groups, hessian)
+        normal = _normal_equations(values, None if zero is None else zero[rows], groups, hessian, in_c=in_c)
         # A group whose codes are all zero leaves a row of zeros, with which the system would be singular.
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
         # solve_ex raises nothing: a row whose solution is not finite keeps its scales below.
@@ -58,16 +62,30 @@ def fit_scales(settled: Settled, ranges: Ranges, factor: Factor, group_index: Te
     return torch.where(torch.isfinite(fitted) & (fitted * scale > 0), fitted, scale)
 
 
-def _right_sides(settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor, groups: int) -> Tensor:
+def _right_sides(
+    settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor, groups: int, *, in_c: bool
+) -> Tensor:
     """D'H e (N, G) of each row, e the errors: H e = L (L'e), and the loop has left L'e."""
     assert settled.errors is not None, "the loop was not asked for its errors"
     lower, groups_of = factor.lower, group_index[factor.backwards]
     members = torch.arange(groups, device=lower.device).unsqueeze(1) == groups_of  # (G, K)
     right = torch.zeros(groups, settled.codes.shape[1], device=lower.device)
     zeros = None if zero is None else zero.T.contiguous()
+    shape = settled.errors.shape
+    packed: Packed | None = None
+    if in_c:
+        held = torch.empty(packed_size(*shape), dtype=torch.bfloat16)
+        packed = Packed(held, shape[0], packed_size(shape[0], BLOCK))
     for rows in (slice(start, min(start + _ROWS, len(lower))) for start in range(0, len(lower), _ROWS)):
-        products = lower[rows, : rows.start] @ settled.errors[: rows.start]
-        products.addmm_(lower[rows, rows].tril(), settled.errors[rows])  # what is above the diagonal is the Hessian's
+        if packed is not None:
+            pack_into(packed.part(rows.start, rows.stop), settled.errors[rows].bfloat16())
+        part = lower[rows, : rows.stop].to(torch.bfloat16 if in_c else torch.float32, copy=True)
+        part[:, rows.start :].tril_()  # what is above the diagonal is the Hessian's
+        if packed is None:
+            products = part @ settled.errors[: rows.stop]
+        else:
+            products = torch.zeros(len(part), right.shape[1])
+            add_products(products, pack(part.T.contiguous()), slice(0, len(part)), packed.part(0, rows.stop))
         values = settled.codes[rows].float()
         values = values if zeros is None else values.sub_(zeros.index_select(0, groups_of[rows]))
         # A product, since index_add_ sums in another order each time on a GPU.
@@ -75,10 +93,12 @@ def _right_sides(settled: Settled, zero: Tensor | None, factor: Factor, group_in
     return right.T.contiguous()
 
 
-def _normal_equations(codes: Tensor, zero: Tensor | None, groups: int, hessian: Callable[[slice], Tensor]) -> Tensor:
+def _normal_equations(
+    codes: Tensor, zero: Tensor | None, groups: int, hessian: Callable[[slice], Tensor], *, in_c: bool
+) -> Tensor:
     """D'H D (R, G, G) of each row.
 
-    In C both factors are bfloat16: codes less their zero point are exact in it; of the Hessian it keeps enough, as an
+    In C both operands are bfloat16: codes less their zero point are exact in it; of the Hessian it keeps enough, as an
     error here only shortens or lengthens the way that `_right_sides` asks for.
 
     Args:
@@ -88,14 +108,14 @@ def _normal_equations(codes: Tensor, zero: Tensor | None, groups: int, hessian: 
         hessian: gives rows of H.
     """
     size, num_rows = len(codes) // groups, codes.shape[1]
-    by_c = multiplies_bfloat16(codes.device) and size % 8 == 0
-    shape, dtype = (len(codes), -(-num_rows // BLOCK) * BLOCK), torch.bfloat16 if by_c else torch.float32
+    in_c = in_c and size % 8 == 0
+    shape, dtype = (len(codes), -(-num_rows // BLOCK) * BLOCK), torch.bfloat16 if in_c else torch.float32
     values = torch.zeros(shape, dtype=dtype, device=codes.device)
     for group, own in enumerate(torch.split(values[:, :num_rows], size)):
         part = codes[group * size : (group + 1) * size]
         own.copy_(part if zero is None else part - zero[:, group])
     normal = torch.empty(groups, groups, num_rows, device=codes.device)
-    packed = _pack_groups(values, size) if by_c else None
+    packed = _pack_groups(values, size) if in_c else None
     at_once = max(1, _COLUMNS // size)
     for first in range(0, groups, at_once):
         panel = hessian(slice(first * size, min(first + at_once, groups) * size))
@@ -103,8 +123,11 @@ def _normal_equations(codes: Tensor, zero: Tensor | None, groups: int, hessian: 
             _multiply(values[:, :num_rows], first, panel, normal[first : first + at_once])
         else:
             _multiply_in_c(values, packed, first, panel, normal[first : first + at_once])
-    normal = normal.permute(2, 0, 1)
-    return torch.triu(normal) + torch.triu(normal, 1).transpose(1, 2)  # a group meets itself and those that follow
+    del values, packed
+    normal = normal.permute(2, 0, 1).contiguous()
+    for group in range(1, groups):  # each has met itself and those that follow
+        normal[:, group, :group] = normal[:, :group, group]
+    return normal
 
 
 def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:

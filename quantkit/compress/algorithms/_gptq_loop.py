@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.algorithms._gptq_factor import Factor
+from quantkit.compress.calibration.observers import Workspace
 from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges, from_codes, to_codes
 from quantkit.numerics.dtype import DType
+from quantkit.numerics.products import (
+    BLOCK,
+    Packed,
+    add_products,
+    multiplies_bfloat16,
+    pack,
+    pack_into,
+    packed_size,
+)
 from quantkit.numerics.scheme import WeightScheme
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
@@ -60,6 +70,8 @@ def settle_columns(
     block: int,
     *,
     keep_errors: bool = False,
+    dtype: torch.dtype = torch.float32,
+    workspace: Workspace | None = None,
 ) -> Settled:
     """Settle columns one by one, each making up for the errors of those before it.
 
@@ -75,10 +87,13 @@ def settle_columns(
         scheme: number type.
         block: columns settled before those that follow are updated, in one product.
         keep_errors: whether L'e is wanted too.
+        dtype: of what is multiplied: bfloat16 keeps enough of errors and factor where weights have no more bits.
+        workspace: that holds `Settled.errors` and more until it is used again; None = its own.
     """
     lower, backwards = factor.lower, factor.backwards
     sizes = [weight.shape[0] for weight in weights]
-    rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
+    workspace, shape = workspace or Workspace(), (len(backwards), sum(sizes))
+    rows = workspace.empty(shape, "rows", lower)  # (K, N): weights, once settled their errors
     for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
         for own, some in zip(torch.split(part, _COPIED, dim=1), torch.split(weight, _COPIED), strict=True):
             own.copy_(some.T.contiguous().index_select(0, backwards))
@@ -89,15 +104,50 @@ def settle_columns(
         scheme.dtype,
     )
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
-    owed = torch.empty(len(rows) if keep_errors else min(block, len(rows)), rows.shape[1], device=lower.device)
+    owed = workspace.empty((len(rows) if keep_errors else min(block, len(rows)), rows.shape[1]), "owed", lower)
+    errors = _Errors(rows, lower, dtype, workspace)
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         span = slice(start, stop)
         # What each column of the block makes up for, times its pivot; once settled, its row of L'e.
         due = owed[span] if keep_errors else owed[: stop - start]
-        torch.mm(lower[stop:, span].T, rows[stop:], out=due)
+        errors.multiply(span, due)
         _settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))
+        errors.take(span)
     return Settled(codes, owed if keep_errors else None)
+
+
+class _Errors:
+    """The errors of what is settled, as those before are multiplied with them; see `settle_columns`.
+
+    Args:
+        rows: (K, N) of which what is settled are errors.
+        lower: (K, K) of the factor.
+        dtype: of the operands.
+        workspace: for copies.
+    """
+
+    def __init__(self, rows: Tensor, lower: Tensor, dtype: torch.dtype, workspace: Workspace) -> None:
+        self._rows, self._lower, self._workspace = rows, lower, workspace
+        self._packed: Packed | None = None
+        if dtype == torch.bfloat16 and multiplies_bfloat16(rows.device):
+            held = workspace.empty((packed_size(*rows.shape),), "packed errors", rows, dtype)
+            self._packed = Packed(held, len(rows), packed_size(len(rows), BLOCK))
+
+    def multiply(self, span: slice, out: Tensor) -> None:
+        """Columns of the factor below these of its rows, times the errors there."""
+        below = self._lower[span.stop :, span]
+        if self._packed is None or span.stop % 2 or not len(below):
+            torch.mm(below.T, self._rows[span.stop :], out=out)
+            return
+        held = self._workspace.empty((packed_size(*below.shape),), "packed factor", below, torch.bfloat16)
+        right = self._packed.part(span.stop, len(self._rows))
+        add_products(out.zero_(), pack(below.bfloat16(), held), slice(0, len(out)), right)
+
+    def take(self, span: slice) -> None:
+        """These columns are settled."""
+        if self._packed is not None and span.start % 2 == 0:
+            pack_into(self._packed.part(span.start, span.stop), self._rows[span].bfloat16())
 
 
 def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:

@@ -27,6 +27,7 @@ from quantkit.distributed import assign, fill, rank, share_out, world
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import WeightGrid
+from quantkit.numerics.products import add_products, multiplies_bfloat16, pack
 from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 ActOrder = Literal["none", "weight", "group"]
@@ -121,10 +122,12 @@ class GptqStep:
         """Linears that share inputs share the Hessian; what is solved together, one process solves."""
         jobs = [job for names in sets for job in cut_set(layer, names)]
         factors: dict[tuple[str, ...], tuple[Factor, Errors | None]] = {}  # of the set that is being solved
+        workspace = Workspace()
 
         def solve(job: Job) -> tuple[list[QuantizedTensor], float]:
             if job.set not in factors:
                 factors.clear()
+                workspace.clear()
                 # Taken out, so that a set's matrices are free again once its linears are settled.
                 hessian, error = statistics.pop(job.set)
                 factor = self._factor(hessian)
@@ -136,7 +139,7 @@ class GptqStep:
             factor, error = factors[job.set]
             if layer.device.type == "cpu":  # what the job before took lies in pieces that do not fit this one's
                 release_freed_memory()
-            return self._solve_job(layer, job, factor, error), factor.raised
+            return self._solve_job(layer, job, factor, error, workspace), factor.raised
 
         solvers = owners(layer, jobs)
         own = [{job.set for job, solver in zip(jobs, solvers, strict=True) if solver == n} for n in range(world())]
@@ -163,16 +166,26 @@ class GptqStep:
             order = torch.arange(len(order), device=order.device)
         return cholesky_factor(hessian, order, self.damping)
 
-    def _solve_job(self, layer: LayerContext, job: Job, factor: Factor, error: Errors | None) -> list[QuantizedTensor]:
+    def _solve_job(
+        self, layer: LayerContext, job: Job, factor: Factor, error: Errors | None, workspace: Workspace
+    ) -> list[QuantizedTensor]:
         weights = [layer.weight(name)[rows] for name, rows in job.rows]
+        dtype = weights[0].dtype
         if isinstance(error, tuple):  # of outputs, each of which belongs to one linear
             own = (error[job.set.index(name)][rows] for name, rows in job.rows)
             error = tuple(correction(part, factor, self.asymmetric_calibration) for part in own)
         weights = weights if error is None else corrected(weights, error)
-        return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor)
+        return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor, dtype, workspace)
 
-    def _solve(self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor) -> list[QuantizedTensor]:
-        """Codes of (N, K) weights of one scheme and input, which are not modified."""
+    def _solve(
+        self,
+        weights: list[Tensor],
+        grids: list[WeightGrid],
+        factor: Factor,
+        dtype: torch.dtype,
+        workspace: Workspace,
+    ) -> list[QuantizedTensor]:
+        """Codes of (N, K) weights of one scheme and input, which are not modified; `dtype` is the model's."""
         scheme, width = grids[0].scheme, weights[0].shape[1]
         index = torch.arange(width, device=factor.lower.device) // scheme.group_width(width)
         columns: slice | Tensor = slice(None)
@@ -187,14 +200,14 @@ class GptqStep:
         # Fits have one unknown per row and group, which scales shared by rows do not have.
         fits = self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0
         for left in range(fits, -1, -1):
-            settled = settle_columns(weights, factor, index, ranges, scheme, self.block_size, keep_errors=left > 0)
+            settled = settle_columns(
+                weights, factor, index, ranges, scheme, self.block_size,
+                keep_errors=left > 0, dtype=dtype, workspace=workspace,
+            )  # fmt: skip
             if left:
-                fitted = torch.split(fit_scales(settled, ranges, factor, index), sizes)
+                fitted = torch.split(fit_scales(settled, ranges, factor, index, dtype), sizes)
                 stored = (affine.stored(scale, grid) for scale, grid in zip(fitted, grids, strict=True))
                 ranges = ranges._replace(scale=torch.cat(list(stored)))
-                del settled  # before the loop that follows takes as much
-                if factor.lower.device.type == "cpu":
-                    release_freed_memory()
         forwards = torch.argsort(factor.backwards)
         codes = (part.index_select(0, forwards).T.contiguous() for part in torch.split(settled.codes, sizes, dim=1))
         return [
@@ -218,7 +231,12 @@ def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
     """
     if not isinstance(shift, Tensor):
         return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
-    return [torch.addmm(values, values, shift) for values in (weight.float() for weight in weights)]
+    if weights[0].dtype != torch.bfloat16 or not multiplies_bfloat16(shift.device):
+        return [torch.addmm(values, values, shift) for values in (weight.float() for weight in weights)]
+    packed, targets = pack(shift.bfloat16()), [weight.float() for weight in weights]
+    for weight, target in zip(weights, targets, strict=True):
+        add_products(target, pack(weight.T.contiguous()), slice(0, len(weight)), packed)
+    return targets
 
 
 def correction(error: Tensor, factor: Factor, strength: float) -> Tensor:

@@ -47,6 +47,10 @@ class Workspace:
             held = self._held[purpose, dtype] = torch.empty(size, dtype=dtype, device=like.device)
         return held[:size].view(shape)
 
+    def clear(self) -> None:
+        """Give all of it up."""
+        self._held.clear()
+
 
 class _MeanMatrix:
     """A (R, K) float32 sum over tokens, whose mean is handed out once; summed in panels of rows.

@@ -3,11 +3,12 @@
 
 enum { CHUNK = 256 }; /* pairs that are multiplied at once: what all tiles of a strip read stays in cache */
 
-QK_EXPORT void qk_pack(const uint16_t *x, int64_t stride, int64_t rows, int64_t columns, uint16_t *packed, int threads) {
+QK_EXPORT void qk_pack(const uint16_t *x, int64_t stride, int64_t rows, int64_t columns, uint16_t *packed,
+                       int64_t of_block, int threads) {
     const int64_t pairs = (rows + 1) / 2, blocks = (columns + 15) / 16;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t b = 0; b < blocks; b++) {
-        uint16_t *out = packed + b * pairs * 32;
+        uint16_t *out = packed + b * of_block;
         const int64_t width = columns - 16 * b < 16 ? columns - 16 * b : 16;
         for (int64_t p = 0; p < pairs; p++, out += 32) {
             const uint16_t *even = x + 2 * p * stride + 16 * b, *odd = even + stride;
@@ -49,24 +50,24 @@ QK_INLINE void add_tile(int wide, const uint16_t *left, const uint16_t *right, i
 }
 
 /* Add left' right to (rows, columns) of `total`; with `lower`, what is above its diagonal, of which its first element is
-   in column `lower`, may stay as it is. Less than 0: all of it is wanted. */
-QK_EXPORT void qk_add_products(const uint16_t *left, const uint16_t *right, int64_t tokens, float *total, int64_t rows,
-                               int64_t columns, int64_t lower, int threads) {
-    const int64_t all = (tokens + 1) / 2, stride = 32 * all, strips = (columns + 16 * WIDE - 1) / (16 * WIDE);
+   in column `lower`, may stay as it is. Less than 0: all of it is wanted. Blocks lie so many numbers apart. */
+QK_EXPORT void qk_add_products(const uint16_t *left, const uint16_t *right, int64_t left_block, int64_t right_block,
+                               int64_t tokens, float *total, int64_t rows, int64_t columns, int64_t lower, int threads) {
+    const int64_t all = (tokens + 1) / 2, strips = (columns + 16 * WIDE - 1) / (16 * WIDE);
     for (int64_t from = 0; from < all; from += CHUNK) {
         const int64_t pairs = all - from < CHUNK ? all - from : CHUNK;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
         for (int64_t strip = strips - 1; strip >= 0; strip--) {
             const int64_t first = 16 * WIDE * strip, left_over = columns - first;
             const int64_t start = lower < 0 || first <= lower ? 0 : (first - lower) / TALL * TALL;
-            const uint16_t *own = right + first / 16 * stride + 32 * from;
+            const uint16_t *own = right + first / 16 * right_block + 32 * from;
             for (int64_t r = start; r < rows; r += TALL) {
-                const uint16_t *factor = left + r / 16 * stride + 32 * from + 2 * (r % 16);
+                const uint16_t *factor = left + r / 16 * left_block + 32 * from + 2 * (r % 16);
                 float *sums = total + r * columns + first;
                 const int64_t height = rows - r < TALL ? rows - r : TALL;
-                if (left_over > 32) add_tile(3, factor, own, stride, pairs, sums, columns, height, left_over);
-                else if (left_over > 16) add_tile(2, factor, own, stride, pairs, sums, columns, height, left_over);
-                else add_tile(1, factor, own, stride, pairs, sums, columns, height, left_over);
+                if (left_over > 32) add_tile(3, factor, own, right_block, pairs, sums, columns, height, left_over);
+                else if (left_over > 16) add_tile(2, factor, own, right_block, pairs, sums, columns, height, left_over);
+                else add_tile(1, factor, own, right_block, pairs, sums, columns, height, left_over);
             }
         }
     }
