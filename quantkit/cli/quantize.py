@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import _verify
+from quantkit.cli import _threads, _verify
 from quantkit.cli._errors import explain
 from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
 from quantkit.cli._output import Command, Output
@@ -122,14 +121,11 @@ def command(
 
 
 def _prepare(gates: tuple[str, ...] | None, verify: bool) -> None:
-    """Before torch is imported: refuse gates that would hold nothing, and have idle threads of OpenMP sleep sooner.
-
-    They would spin for milliseconds, so that answers come sooner; a compression only loses CPU time by it.
-    """
+    """Before torch is imported: refuse gates that would hold nothing, and have idle threads sleep sooner."""
     if gates and not verify:
         raise click.UsageError("--gate has no effect without --verify; add it")
-    if not verify and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    if not verify:
+        _threads.sleep_soon()
 
 
 def _read(

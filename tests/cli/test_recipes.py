@@ -19,7 +19,7 @@ def test_recipes_show_prints_the_file_and_with_json_every_default(invoke, tmp_pa
     shown = invoke("recipes", "show", "gptq-int4").stdout
     assert shown == (ROOT / "recipes" / "gptq-int4.yaml").read_text()
     data = json.loads(invoke("recipes", "show", "gptq-int4", "--json").stdout)
-    assert data["steps"][0]["gptq"]["block_size"] == 128
+    assert data["steps"][0]["gptq"]["block_size"] == 512
     copy = tmp_path / "mine.yaml"
     copy.write_text(shown)
     assert invoke("recipes", "show", str(copy)).stdout == shown

@@ -62,6 +62,20 @@ def test_operations_are_counted_by_number_type():
     assert counted.counts == {"float32": float32, "float64": 2 * 4**3, "bfloat16": 2 * 2 * 3 * 5 * 3}
 
 
+def test_operations_of_our_own_c_are_counted():
+    counted = arithmetic.Operations()
+    declare = counted.wrapped(lambda name, *types, **named: lambda *values: 0)
+    declare("qk_pack")(0, 16, 8, 16, 0, 128, 2)
+    # 10 tokens, 60 rows and 100 columns from row 40 of a square on: the strip from 48 on needs rows from its eighth on,
+    # that from 96 on, 4 columns wide, those from the 56th on.
+    declare("qk_add_products")(0, 0, 160, 160, 10, 0, 60, 100, 40, 2)
+    declare("qk_add_products")(0, 0, 160, 160, 10, 0, 60, 100, -1, 2)
+    lower, whole = 2 * 10 * (60 * 100 - 48 * 8 - 4 * 56), 2 * 10 * 60 * 100
+    # Groups 1 and 2 of 4, each of 16 inputs and 30 outputs: with 3 and with 2 groups.
+    declare("qk_normal_equations")(0, 0, 0, 0, 1, 2, 4, 16, 30, 32, 2)
+    assert +counted.counts == {"bfloat16": lower + whole + 2 * 30 * 16**2 * 5}
+
+
 def test_what_gptq_cannot_do_without():
     """Of one layer and 16,384 tokens: forward, half Grams, cross Grams, corrections of 1.48, 0.73, 1.17, 0.31 TFLOP."""
     plain, shipped = (cost_page.needed(work) / cost_page.NUM_LAYERS / 1e12 for work in (PLAIN, GPTQ))

@@ -49,6 +49,21 @@ def test_the_code_behind_a_recipe_is_what_its_steps_import():
     assert "compress.algorithms.gptq" not in provenance.code_digests({})
 
 
+def test_c_files_are_a_part_of_their_package(monkeypatch, tmp_path):
+    assert "numerics.native" in provenance.code_digests(GPTQ)
+    package = tmp_path / "quantkit" / "numerics" / "native"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(CODE)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+
+    def now(in_c):
+        (package / "one.c").write_text(in_c)
+        return provenance._parsed.__wrapped__("quantkit.numerics.native")[0]
+
+    assert now("int f(void) { return 1; }") == now("/* One. */\nint f(void) {\n    return 1;\n}")
+    assert now("int f(void) { return 1; }") != now("int f(void) { return 2; }")
+
+
 def test_a_figure_is_stale_when_its_recipe_or_code_is_another(monkeypatch):
     taken = provenance.stamp(GPTQ)
     assert provenance.read_stamp(provenance.plain(taken)) == taken

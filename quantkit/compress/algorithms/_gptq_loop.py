@@ -105,6 +105,8 @@ def settle_columns(
     )
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
     owed = workspace.empty((len(rows) if keep_errors else min(block, len(rows)), rows.shape[1]), "owed", lower)
+    if len(rows) % 2 or block % 2:
+        dtype = torch.float32  # rows are packed by twos, and blocks are packed one by one
     errors = _Errors(rows, lower, dtype, workspace)
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
@@ -137,7 +139,7 @@ class _Errors:
     def multiply(self, span: slice, out: Tensor) -> None:
         """Columns of the factor below these of its rows, times the errors there."""
         below = self._lower[span.stop :, span]
-        if self._packed is None or span.stop % 2 or not len(below):
+        if self._packed is None or not len(below):
             torch.mm(below.T, self._rows[span.stop :], out=out)
             return
         held = self._workspace.empty((packed_size(*below.shape),), "packed factor", below, torch.bfloat16)
@@ -146,7 +148,7 @@ class _Errors:
 
     def take(self, span: slice) -> None:
         """These columns are settled."""
-        if self._packed is not None and span.start % 2 == 0:
+        if self._packed is not None:
             pack_into(self._packed.part(span.start, span.stop), self._rows[span].bfloat16())
 
 

@@ -20,6 +20,7 @@ from quantkit.errors import CheckpointError, ModelError
 from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters
 from quantkit.numerics.dtype import INT4, INT8
+from quantkit.numerics.products import multiplies_bfloat16
 from quantkit.numerics.scheme import WeightScheme
 
 
@@ -158,7 +159,8 @@ def test_act_order_group_stores_the_index(make_layer):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("group", "shuffled"), [(8, False), (12, False), (12, True), (16, True), (48, False)])
-def test_fitted_scales_are_the_least_squares_solution(implementation, group, shuffled, symmetric, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fitted_scales_are_the_least_squares_solution(implementation, group, shuffled, symmetric, dtype, monkeypatch):
     monkeypatch.setattr(_gptq_fit, "_ELEMENTS", 600)  # a few rows at a time
     monkeypatch.setattr(_gptq_fit, "_COLUMNS", 24)
     monkeypatch.setattr(_gptq_fit, "_PRODUCT_ELEMENTS", 150)
@@ -169,11 +171,11 @@ def test_fitted_scales_are_the_least_squares_solution(implementation, group, shu
     scheme = WeightScheme(dtype=INT4, group_size=group, symmetric=symmetric)
     ranges = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     factor = cholesky_factor(hessian.clone(), order, 0.01)
-    settled = settle_columns([weight], factor, index, ranges, scheme, 20, keep_errors=True)
-    fitted = fit_scales(settled, ranges, factor, index)
+    settled = settle_columns([weight], factor, index, ranges, scheme, 20, keep_errors=True, dtype=dtype)
+    fitted = fit_scales(settled, ranges, factor, index, dtype)
     codes = settled.codes[torch.argsort(factor.backwards)].T
     root = torch.linalg.cholesky((hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double())
-    in_bfloat16 = implementation == "c" and native.has_avx512() and group % 8 == 0
+    in_bfloat16 = implementation == "c" and native.has_avx512() and dtype == torch.bfloat16
     for row in range(len(weight)):
         values = codes[row].double() - (0 if ranges[1] is None else ranges[1][row, index].double())
         design = torch.zeros(48, 48 // group, dtype=torch.float64)
@@ -231,6 +233,23 @@ def test_c_settles_as_torch_does(monkeypatch, dtype, symmetric, rows):
     torch.testing.assert_close(in_c.errors[:, same], in_torch.errors[:, same], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.skipif(not multiplies_bfloat16(torch.device("cpu")), reason=native.status())
+@pytest.mark.parametrize(("width", "block"), [(160, 48), (161, 32), (160, 33)])
+def test_compensation_in_bfloat16_costs_next_to_nothing(width, block):
+    weight, hessian = problem(width=width, rows=64)
+    scheme, groups = WeightScheme(dtype=INT4), torch.zeros(width, dtype=torch.int64)
+    ranges = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    factor = cholesky_factor(hessian.clone(), torch.randperm(width), 0.01)
+
+    def loss(dtype):
+        codes = settle_columns([weight], factor, groups, ranges, scheme, block, dtype=dtype).codes
+        wrong = weight - codes[torch.argsort(factor.backwards)].T * ranges.scale
+        return (wrong @ hessian * wrong).sum()
+
+    rounded = (weight / ranges.scale).round().clamp(-8, 7) * ranges.scale - weight
+    assert loss(torch.bfloat16) < 1.01 * loss(torch.float32) < 0.7 * (rounded @ hessian * rounded).sum()
+
+
 @pytest.mark.parametrize("rows", [10, 60])  # fewer and more than inputs
 def test_the_corrected_target_is_the_least_squares_solution(rows, monkeypatch):
     monkeypatch.setattr(gptq, "_DIVIDED_ROWS", 7)  # several blocks, the last ones smaller
@@ -247,6 +266,10 @@ def test_the_corrected_target_is_the_least_squares_solution(rows, monkeypatch):
     actual = torch.cat(corrected(parts, correction(error, factor, 0.5)))
     torch.testing.assert_close(by_outputs, actual, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+    in_16_bits = [part.bfloat16() for part in parts]
+    shift = torch.randn(48, 48) / 50
+    wanted = torch.cat([part.double() + part.double() @ shift.double() for part in in_16_bits])
+    torch.testing.assert_close(torch.cat(corrected(in_16_bits, shift)).double(), wanted, rtol=0, atol=0.01)
 
 
 def gptaq(weight, hessian, error, scale):
