@@ -36,6 +36,7 @@ def test_the_checkpoint_is_that_of_the_cpu(recipe, tiny_llama, text_file, tmp_pa
         overrides["weights.group_size"] = 16
     if recipe == "autoround-int4":
         overrides["steps.autoround.iterations"] = 2
+    monkeypatch.setenv("QUANTKIT_NATIVE", "0")  # what C computes on a CPU differs in the last bits
     quantkit.quantize(tiny_llama, recipe, tmp_path / "cpu", overrides=overrides, device="cpu")
     monkeypatch.setattr(plan, "pick_device", lambda name: GPU)
     monkeypatch.setattr(plan, "pick_compute_dtype", lambda source, device: source)
