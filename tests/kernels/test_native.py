@@ -59,8 +59,8 @@ def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
 @needs_compiler
 @pytest.mark.skipif(cpu.library() is None or not cpu.has_avx512(), reason="the tests beside this one use AVX2 already")
 def test_the_kernels_without_avx512_pass_the_same_tests(request):
-    files = ["test_linear.py", "test_native_attention.py", "test_ops.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native", *files]
+    files = ["test_linear.py", "test_native_attention.py", "test_ops.py", "../compress/algorithms/test_gptq_loop.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native or gptq_loop", *files]
     environment = {**os.environ, "QUANTKIT_NATIVE": "avx2"}
     done = subprocess.run(command, cwd=request.path.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]

@@ -37,7 +37,8 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             # The instruction set or the GPU decides which kernels run, and these in which order they add.
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
             if plan.skeleton.device.type == "cuda"
-            else f"{torch.backends.cpu.get_cpu_capability()}; C: {native.status()}",
+            # Why there is no C is left out: the reason may name a folder of this process.
+            else f"{torch.backends.cpu.get_cpu_capability()}; C: {native.status() if native.library() else 'off'}",
             "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
         },
     }
