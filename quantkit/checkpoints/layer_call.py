@@ -6,6 +6,7 @@ states alone are kept beside them, by their path among the arguments of the laye
 and positions in it. Shapes: T tokens.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,14 @@ import torch
 from torch import Tensor
 
 _NUMBER = "#"  # in front of a key of a dict that is a number, which a position in a tuple is not
+# What layers and models call their cache; `cache` from transformers 5.24 on, where older names are warned of.
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The argument in which a layer or a model of transformers takes its cache; None if it takes none."""
+    known = inspect.signature(forward).parameters
+    return next((name for name in _CACHES if name in known), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

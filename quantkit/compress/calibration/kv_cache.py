@@ -6,13 +6,12 @@ model that caches a latent in place of keys and values is refused by the pipelin
 Shapes: B samples, H key/value heads, T tokens, D channels.
 """
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.layer_call import Batch
+from quantkit.checkpoints.layer_call import Batch, cache_argument
 from quantkit.compress.calibration.cache_statistics import CacheStatistics, HeadStatistics
 from quantkit.compress.calibration.deliveries import own_turns
 from quantkit.compress.calibration.layer import LayerContext
@@ -26,8 +25,6 @@ from quantkit.results import CacheRecord
 MOST_NOISE = 0.1
 """Of an ordinary channel's energy: what rounding may put upon keys before they count as having outlier channels."""
 
-# What layers call their cache.
-_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
 
@@ -82,8 +79,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             raise _Seen(key_states, value_states)
 
-    known = inspect.signature(layer.block.forward).parameters
-    argument = next((name for name in _ARGUMENTS if name in known), _ARGUMENTS[0])
+    argument = cache_argument(layer.block.forward) or "past_key_values"  # which may hide behind **kwargs
 
     def cached(hidden: Batch) -> tuple[Tensor, Tensor]:
         try:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.layer_call import cache_argument
+
 # Layers whose state is keys and values by position, so that its end can be cut off.
 _CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
 _TRIED = range(2, 8)  # token ids of the trial
@@ -26,12 +28,14 @@ class Steps:
 
     Args:
         cached: the model takes a cache; None = it knows none; False: all tokens are computed again.
+        argument: in which it takes it, and by which it gives it back.
         crops: the end of the cache can be cut off.
         positions: it is told the positions of the tokens.
         keeps_rows: it can be asked for some rows of the logits.
     """
 
     cached: bool | None
+    argument: str
     crops: bool
     positions: bool
     keeps_rows: bool
@@ -53,12 +57,12 @@ class Steps:
             options["position_ids"] = torch.arange(past, past + len(tokens), device=tokens.device)[None]
         if self.cached:
             # A model that can have nothing cut off makes its cache itself, which may be of a class of its own.
-            options |= {"past_key_values": _croppable() if cache is None and self.crops else cache, "use_cache": True}
+            options |= {self.argument: _croppable() if cache is None and self.crops else cache, "use_cache": True}
         elif self.cached is False:
             options["use_cache"] = False
         output = model(input_ids=tokens[None], **options)
         logits: Tensor = output.logits[0]
-        state = output.past_key_values if self.cached else None
+        state = output[self.argument] if self.cached else None
         return (logits if "logits_to_keep" in options else logits[keep]), state
 
 
@@ -74,13 +78,14 @@ def find_steps(model: Any) -> Steps:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     crops = (True, False) if not getattr(model, "_is_stateful", False) and kinds <= _CROPPED else (False,)
     keeps_rows = "logits_to_keep" in accepted
-    knows_cache = "past_key_values" in accepted
-    plain = Steps(cached=False if knows_cache else None, crops=False, positions=False, keeps_rows=keeps_rows)
-    if knows_cache:
+    argument = cache_argument(model.forward)
+    known: dict[str, Any] = {"argument": argument or "", "keeps_rows": keeps_rows}
+    plain = Steps(cached=False if argument else None, crops=False, positions=False, **known)
+    if argument:
         tokens = torch.tensor(_TRIED, device=model.device)
         whole = plain.advance(model, tokens, 0, None, tokens - _TRIED[0])[0].float()
         for positioned, cut in itertools.product(positions, crops):
-            steps = Steps(cached=True, crops=cut, positions=positioned, keeps_rows=keeps_rows)
+            steps = Steps(cached=True, crops=cut, positions=positioned, **known)
             if _error(steps, model, tokens, whole) <= _TOLERANCE.get(model.dtype, 0.1):
                 return steps
     return plain

@@ -10,6 +10,7 @@ import torch
 
 import quantkit
 from quantkit import LLM
+from quantkit.checkpoints.layer_call import cache_argument
 from quantkit.compress.calibration.dataset import load_samples
 from quantkit.compress.pipeline import kv_cache as stage
 from quantkit.compress.pipeline import run as pipeline_run
@@ -54,6 +55,13 @@ def pairs(cache):
     return [(layer.keys, layer.values) for layer in layers] if layers is not None else list(cache)
 
 
+def attention_is_known():
+    """compressed-tensors finds attention by the name of its cache, which is another from transformers 5.24 on."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    return "past_key_value" in (cache_argument(LlamaAttention.forward) or "")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_scales_in_the_checkpoint_are_the_calibrated_ones(tmp_path, text_file, family):
     """After norms, rotation and windows, as transformers caches them; per tensor and per head."""
@@ -63,7 +71,7 @@ def test_the_scales_in_the_checkpoint_are_the_calibrated_ones(tmp_path, text_fil
     for granularity in ("tensor", "head"):
         result = quantize(model, tmp_path / granularity, text_file, granularity=granularity)
         said = any("ignores the scales of this model's KV cache" in text for text in result.warnings)
-        assert said == (family == "gpt_neox")
+        assert said == (family == "gpt_neox" or not attention_is_known())
         tensors = load_tensors(tmp_path / granularity)
         for index, peaks in enumerate(expected):
             for name, peak in zip("kv", peaks, strict=True):
@@ -88,7 +96,12 @@ def test_transformers_takes_the_scales_and_leaves_what_is_ours(tiny_llama, tmp_p
         model, said = AutoModelForCausalLM.from_pretrained(
             tmp_path / granularity, dtype=torch.float32, output_loading_info=True
         )
-        assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert not any(said[key] for key in ("missing_keys", "mismatched_keys"))
+        assert all(key.endswith(("k_scale", "v_scale")) for key in said["unexpected_keys"])
+        assert bool(said["unexpected_keys"]) != attention_is_known()
+        if not attention_is_known():  # which the run has warned of
+            assert torch.equal(model(ids).logits, original)
+            continue
         assert "model.layers.1.self_attn.v_scale" in dict(model.named_parameters())
         assert 0 < (model(ids).logits - original).norm() / original.norm() < 0.3  # it rounds as FP8 does
     quantize(tiny_llama, tmp_path / "int8", text_file, dtype="int8", granularity="token")
