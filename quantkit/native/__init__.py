@@ -7,8 +7,8 @@
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
 copy, so all share one pool. Without a compiler, AVX2 or permission there is no library, and `status` says why; in the
-environment `QUANTKIT_NATIVE=0` switches all of them off and `QUANTKIT_NATIVE=avx2` leaves AVX-512 out, for comparison
-and for tests.
+environment `QUANTKIT_NATIVE=0` switches all of them off, `QUANTKIT_NATIVE=avx512` leaves AMX out and
+`QUANTKIT_NATIVE=avx2` AVX-512 as well, for comparison and for tests.
 """
 
 import ctypes
@@ -27,7 +27,8 @@ class Library:
     """What is made of a folder of C files.
 
     Args:
-        sources: the folder; one of its files exports `int qk_has_avx512(void)`, whether it uses AVX-512.
+        sources: the folder; one of its files exports `int qk_has_avx512(void)`, whether it uses AVX-512, and where
+            there is code for AMX, one exports `int qk_has_amx(void)`.
     """
 
     def __init__(self, sources: Path) -> None:
@@ -63,13 +64,17 @@ class Library:
     @cached_property  # threads that ask at once may both compile, which does no harm: see `build`
     def _loaded(self) -> tuple[ctypes.CDLL | None, str]:
         try:
-            path, text = build_library(self._sources, avx512=os.environ.get("QUANTKIT_NATIVE") != "avx2")
+            path, text = build_library(self._sources, widest=os.environ.get("QUANTKIT_NATIVE"))
             loaded = load_library(path)
-            # Asked of what was made: an older compiler may know less than the CPU has.
-            instructions = "AVX-512 with BF16 and VNNI" if loaded.qk_has_avx512() else "AVX2"
-            return loaded, f"{text}; uses {instructions}"
+            return loaded, f"{text}; uses {_instructions(loaded)}"
         except (BuildError, OSError) as error:
             return None, f"off: {error}"
+
+
+def _instructions(loaded: ctypes.CDLL) -> str:
+    """Asked of what was made: a compiler may know less than the CPU has, and the system may keep AMX to itself."""
+    amx = ", AMX" if hasattr(loaded, "qk_has_amx") and loaded.qk_has_amx() else ""
+    return f"AVX-512 with BF16 and VNNI{amx}" if loaded.qk_has_avx512() else "AVX2"
 
 
 def _is_off() -> bool:

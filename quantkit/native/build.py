@@ -20,7 +20,8 @@ from pathlib import Path
 # CPU flags of what the C files are written for: as QK_AVX512 in quantkit.h, and what does without.
 _WITH_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
 _LEAST = ("avx2", "fma", "f16c")
-_NO_AVX512 = "-mno-avx512f"
+# By the widest instructions that stay; the C files use AMX only beside AVX-512.
+_WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-mno-amx-tile"}
 _UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
 _COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden", *_UNREAD)
 _LINK = ("-shared", "-lm")
@@ -31,12 +32,12 @@ class BuildError(Exception):
     """There will be no library; the message is the reason."""
 
 
-def build_library(sources: Path, *, avx512: bool = True) -> tuple[Path, str]:
+def build_library(sources: Path, *, widest: str | None = None) -> tuple[Path, str]:
     """Compile what is not in the cache.
 
     Args:
         sources: folder of C files.
-        avx512: whether it may be used, where the CPU has all that they want of it.
+        widest: instructions that may be used, "avx2" or "avx512"; all others = whatever the CPU has.
     Returns:
         The library, and one line that says how it was made.
     Raises:
@@ -46,11 +47,13 @@ def build_library(sources: Path, *, avx512: bool = True) -> tuple[Path, str]:
     missing = [flag for flag in _LEAST if flag not in flags]
     if missing:
         raise BuildError(f"this CPU has no {missing[0]}")
-    avx512 = avx512 and flags.issuperset(_WITH_AVX512)
+    if not flags.issuperset(_WITH_AVX512):
+        widest = "avx2"
+    left_out = [_WITHOUT[widest]] if widest in _WITHOUT else []
     compiler = find_compiler()
     version = (_run([compiler, "--version"]).splitlines() or [""])[0]
     files = sorted(sources.glob("*.[ch]"))
-    compile_flags = (*_COMPILE, *["-fopenmp"] * bool(find_openmp()), *[_NO_AVX512] * (not avx512))
+    compile_flags = (*_COMPILE, *["-fopenmp"] * bool(find_openmp()), *left_out)
     digest = hashlib.sha256("\0".join([version, *compile_flags, *sorted(flags)]).encode())
     for source in files:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

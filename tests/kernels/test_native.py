@@ -13,7 +13,9 @@ import pytest
 
 from quantkit.kernels import cpu
 from quantkit.native import Library, build
+from quantkit.numerics import native as numerics
 
+OF_NUMERICS = ["../compress/algorithms/test_gptq_loop.py", "../numerics/test_products.py"]
 FOLDER = Path(cpu.__file__).parent
 SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 
@@ -30,6 +32,7 @@ def test_it_is_switched_off_by_the_environment(monkeypatch):
 def test_the_status_names_the_compiler_and_what_the_library_uses():
     assert cpu.status().startswith("compiled by ")
     assert cpu.status().endswith("uses AVX-512 with BF16 and VNNI" if cpu.has_avx512() else "uses AVX2")
+    assert numerics.status().endswith(", AMX") == (numerics.has_avx512() and bool(numerics.library().qk_has_amx()))
 
 
 @needs_compiler
@@ -59,10 +62,20 @@ def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
 @needs_compiler
 @pytest.mark.skipif(cpu.library() is None or not cpu.has_avx512(), reason="the tests beside this one use AVX2 already")
 def test_the_kernels_without_avx512_pass_the_same_tests(request):
-    files = ["test_linear.py", "test_native_attention.py", "test_ops.py", "../compress/algorithms/test_gptq_loop.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native or gptq_loop", *files]
-    environment = {**os.environ, "QUANTKIT_NATIVE": "avx2"}
-    done = subprocess.run(command, cwd=request.path.parent, env=environment, capture_output=True, text=True)
+    files = ["test_linear.py", "test_native_attention.py", "test_ops.py"]
+    run_again_with("avx2", [*files, *OF_NUMERICS], request.path.parent)
+
+
+@needs_compiler
+@pytest.mark.skipif(not numerics.status().endswith(", AMX"), reason="the tests beside this one do without AMX already")
+def test_what_amx_does_is_done_without_it(request):
+    run_again_with("avx512", OF_NUMERICS, request.path.parent)
+
+
+def run_again_with(widest, files, folder):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native or gptq_loop or products", *files]
+    environment = {**os.environ, "QUANTKIT_NATIVE": widest}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
 
 

@@ -42,7 +42,10 @@ def packed(values):
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(CPU), reason=native.status())
-@pytest.mark.parametrize(("rows", "left", "right"), [(1, 1, 1), (2, 16, 48), (33, 50, 70), (600, 100, 20), (7, 33, 97)])
+@pytest.mark.parametrize(
+    ("rows", "left", "right"),
+    [(1, 1, 1), (2, 16, 48), (33, 50, 70), (600, 100, 20), (7, 33, 97), (545, 300, 300), (64, 17, 33)],
+)
 def test_products_of_bfloat16_have_all_bits_of_float32(rows, left, right):
     one, other = torch.randn(rows, left).bfloat16(), torch.randn(rows, right + 3).bfloat16()[:, 3:]
     total = torch.randn(left, right)

@@ -35,6 +35,10 @@ QK_INLINE void meet(int wide, const uint16_t *hessian, int64_t from, const uint1
 QK_EXPORT void qk_normal_equations(const uint16_t *codes, const uint16_t *packed, const uint16_t *hessian, float *normal,
                                    int64_t first, int64_t groups, int64_t all, int64_t size, int64_t outputs,
                                    int64_t padded, int threads) {
+#if QK_AMX
+    if (qk_has_amx() && qk_normal_equations_amx(codes, packed, hessian, normal, first, groups, all, size, outputs, padded, threads))
+        return;
+#endif
     const int64_t pairs = (size + 1) / 2, of_group = padded * 2 * pairs, of_rows = (all * size + 15) / 16 * pairs * 32;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
     for (int64_t n = 0; n < outputs; n += 16 * WIDE)

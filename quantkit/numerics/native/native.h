@@ -16,3 +16,19 @@
 #else
 #define QK_BF16 0
 #endif
+
+/* Whether the compiler knows AMX's products of bf16 too; whether the system allows them, `qk_has_amx` says. */
+#if QK_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define QK_AMX 1
+#else
+#define QK_AMX 0
+#endif
+
+int qk_has_amx(void);
+
+/* As those of products.c and fits.c. The second is 0, and nothing is done, for groups it cannot do. */
+void qk_add_products_amx(const uint16_t *left, const uint16_t *right, int64_t left_block, int64_t right_block,
+                         int64_t tokens, float *total, int64_t rows, int64_t columns, int64_t lower, int threads);
+int qk_normal_equations_amx(const uint16_t *codes, const uint16_t *packed, const uint16_t *hessian, float *normal,
+                            int64_t first, int64_t groups, int64_t all, int64_t size, int64_t outputs, int64_t padded,
+                            int threads);

@@ -3,30 +3,27 @@
 
 enum { CHUNK = 256 }; /* pairs that are multiplied at once: what all tiles of a strip read stays in cache */
 
+QK_INLINE void pack_pair(const uint16_t *even, const uint16_t *odd, int64_t width, uint16_t *out) {
+    if (width < 16) memset(out, 0, 64);
+    for (int64_t i = 0; i < width; i++) out[2 * i] = even[i], out[2 * i + 1] = odd ? odd[i] : 0;
+}
+
+/* Blocks and pairs by the square, so that of both matrices little is under way at once. */
 QK_EXPORT void qk_pack(const uint16_t *x, int64_t stride, int64_t rows, int64_t columns, uint16_t *packed,
                        int64_t of_block, int threads) {
-    const int64_t pairs = (rows + 1) / 2, blocks = (columns + 15) / 16;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t b = 0; b < blocks; b++) {
-        uint16_t *out = packed + b * of_block;
-        const int64_t width = columns - 16 * b < 16 ? columns - 16 * b : 16;
-        for (int64_t p = 0; p < pairs; p++, out += 32) {
-            const uint16_t *even = x + 2 * p * stride + 16 * b, *odd = even + stride;
-            const int last = 2 * p + 1 == rows;
-            if (width == 16 && !last) {
-                for (int i = 0; i < 16; i++) {
-                    out[2 * i] = even[i];
-                    out[2 * i + 1] = odd[i];
+    enum { PAIRS = 32, COLUMNS = 256 };
+    const int64_t pairs = (rows + 1) / 2;
+#pragma omp parallel for num_threads(threads) if (threads > 1) collapse(2)
+    for (int64_t from = 0; from < pairs; from += PAIRS)
+        for (int64_t start = 0; start < columns; start += COLUMNS)
+            for (int64_t p = from; p < pairs && p < from + PAIRS; p++)
+                for (int64_t c = start; c < columns && c < start + COLUMNS; c += 16) {
+                    const uint16_t *even = x + 2 * p * stride + c, *odd = 2 * p + 1 == rows ? NULL : even + stride;
+                    uint16_t *out = packed + c / 16 * of_block + 32 * p;
+                    if (columns - c < 16) pack_pair(even, odd, columns - c, out);
+                    else if (odd) pack_pair(even, odd, 16, out);
+                    else pack_pair(even, NULL, 16, out);
                 }
-                continue;
-            }
-            memset(out, 0, 64);
-            for (int i = 0; i < width; i++) {
-                out[2 * i] = even[i];
-                if (!last) out[2 * i + 1] = odd[i];
-            }
-        }
-    }
 }
 
 #if QK_BF16
@@ -53,6 +50,12 @@ QK_INLINE void add_tile(int wide, const uint16_t *left, const uint16_t *right, i
    in column `lower`, may stay as it is. Less than 0: all of it is wanted. Blocks lie so many numbers apart. */
 QK_EXPORT void qk_add_products(const uint16_t *left, const uint16_t *right, int64_t left_block, int64_t right_block,
                                int64_t tokens, float *total, int64_t rows, int64_t columns, int64_t lower, int threads) {
+#if QK_AMX
+    if (qk_has_amx()) {
+        qk_add_products_amx(left, right, left_block, right_block, tokens, total, rows, columns, lower, threads);
+        return;
+    }
+#endif
     const int64_t all = (tokens + 1) / 2, strips = (columns + 16 * WIDE - 1) / (16 * WIDE);
     for (int64_t from = 0; from < all; from += CHUNK) {
         const int64_t pairs = all - from < CHUNK ? all - from : CHUNK;

@@ -109,3 +109,16 @@ def test_compensation_in_bfloat16_costs_next_to_nothing(width, block):
 
     rounded = (weight / ranges.scale).round().clamp(-8, 7) * ranges.scale - weight
     assert loss(torch.bfloat16) < 1.01 * loss(torch.float32) < 0.7 * (rounded @ hessian * rounded).sum()
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(torch.device("cpu")), reason=native.status())
+@pytest.mark.parametrize(("size", "rows"), [(8, 5), (16, 17), (32, 70), (48, 33), (128, 45)])
+def test_normal_equations_in_c_are_those_of_torch(size, rows):
+    codes, groups = torch.randint(-7, 8, (3 * size, rows)), 3
+    inputs = torch.randn(3 * size, 200)
+    hessian = (inputs @ inputs.T).bfloat16().float()  # exact in either
+    found, expected = (
+        _gptq_fit._normal_equations(codes.to(torch.int8), None, groups, hessian.__getitem__, in_c=in_c)
+        for in_c in (True, False)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
