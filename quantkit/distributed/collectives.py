@@ -3,11 +3,12 @@
 import contextlib
 import io
 import itertools
+import pickle
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantkit.distributed.job import group, next_number, rank, world
+from quantkit.distributed.job import forget_shared_memory, group, next_number, rank, shared_memory, world
 from quantkit.distributed.lifeline import RESUME
 from quantkit.errors import ResourceError
 
@@ -19,6 +20,7 @@ S = TypeVar("S")
 K = TypeVar("K", bound=Hashable)
 
 _TOLD_AT_ONCE = 32  # results of shared work
+_PADDED_AT_MOST = 1 << 16  # bytes of a value that is gathered at once with the others', each as long as the longest
 _ALIGNED = 16  # bytes: where a tensor may begin among others
 
 
@@ -47,7 +49,33 @@ def broadcast(value: T, source: int = 0) -> T:
 
 def gather(value: T) -> list[T]:
     """What each process has, in every process, in their order."""
-    return [broadcast(value, source) for source in range(world())]
+    if world() == 1:
+        return [value]
+    import torch
+
+    packed = _packed(value)
+    sizes = [int(size) for size in _gathered(torch.tensor([len(packed)]))]
+    if (largest := max(sizes)) <= _PADDED_AT_MOST:
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: len(packed)] = packed
+        parts = [part[:size] for size, part in zip(sizes, _gathered(padded), strict=True)]
+        return [value if number == rank() else _unpacked(part) for number, part in enumerate(parts)]
+    values = list[T]()
+    for source, size in enumerate(sizes):
+        part = packed if source == rank() else torch.empty(size, dtype=torch.uint8)
+        fill(part, source)
+        values.append(value if source == rank() else _unpacked(part))
+    return values
+
+
+def _gathered(tensor: "torch.Tensor") -> "list[torch.Tensor]":
+    """A tensor of each process, on the CPU and of one shape in all."""
+    import torch
+
+    gathered = [torch.empty_like(tensor) for _ in range(world())]
+    with _mourned():
+        group("cpu").allgather([gathered], [tensor]).wait()
+    return gathered
 
 
 def fill(tensor: "torch.Tensor", source: int) -> None:
@@ -66,20 +94,32 @@ def _packed(value: Any) -> "torch.Tensor":
     import torch
 
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _unpacked(packed: "torch.Tensor") -> Any:
     """What another process of this job has packed; what was on its GPU is on that of this one."""
+    return pickle.loads(packed.numpy().data)  # of the same job, so trusted
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors by their bytes, where torch would write an archive for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return _tensor, (value.dtype, tuple(value.shape), pickle.PickleBuffer(data.data), value.is_cuda)
+
+
+def _tensor(dtype: "torch.dtype", shape: tuple[int, ...], data: bytearray, is_on_gpu: bool) -> "torch.Tensor":
     import torch
 
-    # Of the same job, so trusted.
-    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location=_moved, weights_only=False)
-
-
-def _moved(storage: Any, tag: str) -> Any:
-    return storage if tag == "cpu" else storage.cuda()  # the current one, of this process
+    tensor = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return tensor.cuda() if is_on_gpu else tensor  # the current one, of this process
 
 
 def share_out(
@@ -96,6 +136,7 @@ def share_out(
     """
     if world() == 1:
         return [compute(item) for item in items]
+    forget_shared_memory()
     owners = owners or (assign(costs) if costs else ())
     taken = (number for number, owner in enumerate(owners) if owner == rank()) if owners else _free(len(items))
     own = {number: compute(items[number]) for number in taken}
@@ -134,7 +175,7 @@ def assign(costs: Sequence[float]) -> list[int]:
 def exchange(
     outgoing: "Sequence[Mapping[K, torch.Tensor]]", device: "torch.device"
 ) -> "list[Mapping[K, torch.Tensor]]":
-    """Tensors for each process for those from each process.
+    """Tensors for each process for those from each process, which are good until the next exchange or shared work.
 
     Args:
         outgoing: by name, per process; those for oneself come back as they are.
@@ -142,6 +183,9 @@ def exchange(
     """
     if world() == 1:
         return list(outgoing)
+    memory = shared_memory(gather) if device.type == "cpu" else None
+    if memory is not None:
+        return memory.exchange(outgoing)
     headers = gather([[(name, tuple(x.shape), x.dtype) for name, x in named.items()] for named in outgoing])
     incoming: list[Mapping[K, torch.Tensor]] = [{} for _ in range(world())]
     incoming[rank()] = outgoing[rank()]

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from quantkit.distributed.lifeline import RESUME, START, Lifeline
+from quantkit.distributed.shared_memory import Gather, SharedMemory
 from quantkit.errors import InputError, ResourceError, first_line
 
 # Deaths are noticed at once; waiting is no sign of one, since a writer may be busy for hours with what it alone can do.
@@ -18,6 +19,7 @@ _TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
 _lifeline: Lifeline | None = None
 _groups: dict[str, Any] = {}  # by type of device
 _store: Any = None  # torch's, that all processes have
+_memory: list[SharedMemory | None] = []  # one, once it has been asked for
 
 
 def rank() -> int:
@@ -63,6 +65,8 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
     finally:
         _lifeline = _store = None
         _groups.clear()
+        if _memory and (memory := _memory.pop()):
+            memory.close()
 
 
 def _meet(line: Lifeline) -> Any:
@@ -87,6 +91,23 @@ def _meet(line: Lifeline) -> Any:
 def group(device_type: str) -> Any:
     """What tensors on such a device travel by: a backend of torch's."""
     return _groups[device_type]
+
+
+def shared_memory(tell: Gather) -> SharedMemory | None:
+    """What the processes of this job show each other tensors by, opened by all at once; None: not all are neighbours.
+
+    Args:
+        tell: see `Gather`.
+    """
+    if not _memory:
+        _memory.append(SharedMemory.open(rank(), tell))
+    return _memory[0]
+
+
+def forget_shared_memory() -> None:
+    """Give back what `shared_memory` has taken, in all processes at once."""
+    if _memory and _memory[0]:
+        _memory[0].forget()
 
 
 def next_number(name: str) -> int:

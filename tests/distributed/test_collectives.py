@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from quantkit.cli._errors import explain
 from quantkit.distributed import assign, broadcast, exchange, fill, gather, joined, lifeline, rank, share_out, world
+from quantkit.distributed.job import shared_memory
 from quantkit.errors import DataError
 from tests.distributed import jobs
 
@@ -28,10 +30,19 @@ def test_alone_everything_comes_back_as_it_is():
     assert exchange([rows], CPU) == [rows]
 
 
-def talk():
-    with joined(explain), torch.inference_mode():
+def talk(*, by_sockets=False):
+    with joined(explain), torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        if by_sockets:
+            patch.delattr(os, "memfd_create")
+        assert (shared_memory(gather) is None) == by_sockets
         assert world() == 2
         assert gather(torch.tensor([rank()], dtype=torch.bfloat16)) == [torch.tensor([0.0]), torch.tensor([1.0])]
+        told = [torch.tensor(0.5), torch.ones(3, 2).T[1:], torch.empty(0, 4).to(torch.float8_e4m3fn)]
+        for part, own in zip(broadcast(told if rank() else None, source=1), told, strict=True):
+            assert part.dtype == own.dtype and part.shape == own.shape and part.float().equal(own.float())
+        large = gather(torch.full((100_000 * rank(),), rank()))  # one of two is told by itself
+        assert [len(part) for part in large] == [0, 100_000]
+        assert large[1].eq(1).all()
         assert broadcast("second" if rank() else "first", source=1) == "second"
         numbers = list(range(40))  # more than are told at once
         assert share_out(numbers, lambda number: (number, rank()), costs=[1.0] * 40) == [(n, n % 2) for n in numbers]
@@ -84,8 +95,27 @@ def test_processes_whose_launcher_is_killed_end_in_one_line(tmp_path):
     assert (said[0].count("\n"), said[1]) == (1, "")
 
 
-def test_two_processes_talk(tmp_path):
-    assert jobs.run(tmp_path, 2, talk) == ([0, 0], "")
+@pytest.mark.parametrize("by_sockets", [False, True])
+def test_two_processes_talk(tmp_path, by_sockets):
+    assert jobs.run(tmp_path, 2, partial(talk, by_sockets=by_sockets)) == ([0, 0], "")
+
+
+def exchange_again():
+    """What is larger than before, smaller, and only half of which is new."""
+    with joined(explain):
+        for size in (10, 100_000, 3):
+            mine = torch.full((size,), rank() + size)
+            found = exchange([{"own": mine}, {"other": mine + 1}] if rank() == 0 else [{"other": mine + 1}, {}], CPU)
+            assert found[1 - rank()]["other"].eq(1 - rank() + size + 1).all()
+        assert os.fstat(shared_memory(gather)._own).st_size > 400_000
+        assert share_out([4, 5], float, owners=[0, 1]) == [4, 5]
+        assert os.fstat(shared_memory(gather)._own).st_size == 0
+        found = exchange([{"own": mine}, {"own": mine}], CPU)
+        assert found[1 - rank()]["own"].eq(1 - rank() + 3).all()
+
+
+def test_memory_grows_with_what_is_shown(tmp_path):
+    assert jobs.run(tmp_path, 2, exchange_again) == ([0, 0], "")
 
 
 def test_an_error_of_one_ends_all_in_one_line(tmp_path):
