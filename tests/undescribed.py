@@ -36,6 +36,7 @@ RENAMED: dict[str, dict[str, Any]] = {
     "lfm3": {"num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"]},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 16},
+    "exaone": {},  # run by Llama's class
     # One stored tensor becomes weights of several modules.
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16, "head_dim": 16, "num_key_value_heads": 4},
     "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},

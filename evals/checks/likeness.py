@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -81,10 +82,11 @@ def _parts(state: Mapping[str, Tensor], rows: int, width: int) -> Iterator[Tenso
         matrices = stacked if stacked.dim() == 3 else stacked[None]
         for turned in (matrices, matrices.mT):
             times, rest = divmod(turned.shape[1], rows)
-            if turned.shape[2] == width and times and not rest:
-                yield turned.unflatten(1, (times, rows))
-                if times > 1:
-                    yield turned.unflatten(1, (rows, times)).transpose(1, 2)
+            if turned.shape[2] != width or not times:
+                continue
+            yield turned.unfold(1, rows, gcd(rows, rest) or rows).mT  # of unequal parts, each start that may be one
+            if not rest and times > 1:
+                yield turned.unflatten(1, (rows, times)).transpose(1, 2)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

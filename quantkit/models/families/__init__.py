@@ -29,6 +29,10 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise ModelError(f"config.json: model_type {config['model_type']!r} is not supported: {why}")
 
 
+# transformers runs these by a known family's class, out of files that give its tensors names of their own.
+_RENAMED = ("exaone", "sarvam_moe")
+
+
 def find(config: Mapping[str, Any]) -> Family:
     """The family that a model's config.json names.
 
@@ -45,7 +49,7 @@ def find(config: Mapping[str, Any]) -> Family:
     known = supported()
     for name in map(str, names):
         family = known.get(name)
-        if family is not None and family.only(config):
+        if family is not None and family.only(config) and config.get("model_type") not in _RENAMED:
             return family
     raise NotNative(f"architecture {names[0]!r}")
 
