@@ -284,7 +284,8 @@ def _factor(gram: Tensor) -> gptq.Factor:
 
 def _solve(rows: int, factor: gptq.Factor) -> object:
     weight = torch.randn(rows, len(factor.lower)).mul_(0.02)
-    return gptq.GptqStep()._solve([weight], [WeightGrid(SCHEME, torch.bfloat16, None)], factor)
+    grids = [WeightGrid(SCHEME, torch.bfloat16, None)]
+    return gptq.GptqStep()._solve([weight], grids, factor, torch.bfloat16, gptq.Workspace())
 
 
 if __name__ == "__main__":
