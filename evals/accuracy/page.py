@@ -244,7 +244,8 @@ def _coverage(model: Model, own: Rows, peers: Rows) -> str:
     theirs = {(peer.tool, peer.method, numbers, form) for peer, numbers, form in peer_rows(model)}
     known = {(row.tool.split()[0], row.method, row.numbers, row.symmetric) for row in peers.values()}
     ours = f"Of {len(declared)} declared rows of ours {sum(key in own for key in declared)} are measured"
-    return f"{ours}, of {len(theirs)} of other tools {len(theirs & known)}."
+    counts = f"{ours}, of {len(theirs)} of other tools {len(theirs & known)}."
+    return " ".join([counts, *(f"No rows of {tool}: {why}." for tool, why in model.without.items())])
 
 
 def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
