@@ -1,4 +1,4 @@
-"""Work whose end is not known, tried by a child: what hangs, dies or fills memory there does no harm here."""
+"""Children: quantkit in a process of its own, and work whose end is not known, which does no harm there."""
 
 import contextlib
 import faulthandler
@@ -6,7 +6,20 @@ import os
 import resource
 import select
 import signal
+import sys
 from collections.abc import Callable
+
+QUANTKIT = "from quantkit.cli import main; main()"
+"""Code that is the command line."""
+
+
+def python(code: str) -> list[str]:
+    """The command of a Python that runs `code` and imports what this process would; arguments may follow.
+
+    By `-m`, or `-c` alone, it would import from the folder that it is in, which may be a stranger's model.
+    """
+    path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100 - one of them is empty: the folder of now
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {code}"]
 
 
 def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | None = None) -> bool:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from quantkit.child import QUANTKIT, python
 from quantkit.errors import AuditError, GateFailure, InputError, QuantkitError, ResourceError, first_line
 from quantkit.planning import estimate
 
@@ -256,7 +257,7 @@ def _run(
 ) -> tuple[int, str]:
     """Exit code and reason of one command; a gate that did not hold is no reason."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "quantkit", *command.arguments, "--json"],
+        [*python(QUANTKIT), *command.arguments, "--json"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=log,

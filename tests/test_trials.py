@@ -10,7 +10,7 @@ import pytest
 from quantkit.errors import InputError, ResourceError
 from quantkit.trials import Command, Trial, check_place, planned_bytes, run_trial, run_trials
 
-# In place of Python: `-m quantkit WHAT FILE --json`.
+# In place of Python: `-c CODE WHAT FILE --json`.
 STAND_IN = """#!/bin/sh
 echo "$3" >> "$(dirname "$4")/ran"
 case $3 in

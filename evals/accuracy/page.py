@@ -44,8 +44,8 @@ where both prefer the same. All tools were calibrated with the same 128 x 256 to
 
 **What is real.** Two rows read the same text, so their difference is paired: Student's t over blocks of windows, 95 %.
 `+` better than the best peer of that column, `-` worse, `=` within noise. ± is half of a 95 % interval; for
-perplexity it is of the difference to the original. Task accuracy is the mean over tasks, with the paired difference to
-the original in points.
+perplexity it is of the difference to the original. *Tasks*, in a table whose rows were asked any, is the mean accuracy
+over them, with the paired difference to the original in points.
 
 **What it cost.** CPU s and peak MB are those of the whole process that quantized, imports and reading included, with
 one thread (`OMP_NUM_THREADS=1`), ours and others' alike. ~ marks seconds that were taken while other processes used
@@ -87,8 +87,9 @@ def _methods() -> list[str]:
 def _model(model: Model, own: Rows, peers: Rows) -> str:
     original = own[ORIGINAL]
     about = f"{original.windows} windows, {original.tokens} predicted tokens. Original: perplexity"
-    lines = [f"## {model.name}", "", f"{about} {_perplexity(original):.4f}{_original_tasks(original)}.", ""]
     groups = _groups(model, own, peers)
+    tasks = _original_tasks(original) if any(_asked((*mine, *theirs)) for *_, mine, theirs in groups) else ""
+    lines = [f"## {model.name}", "", f"{about} {_perplexity(original):.4f}{tasks}.", ""]
     ours = [row for _, _, mine, _ in groups for row in mine]
     lines += ["### The best of each", "", *_summary(groups), "", _standing([groups])]
     lines += [*_behind(model, original, groups), "", _coverage(model, own, peers), "", *_stale_lines(ours)]
@@ -251,10 +252,10 @@ def _coverage(model: Model, own: Rows, peers: Rows) -> str:
 def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
     by_ppl = min(theirs, key=_perplexity) if theirs else None
     by_kl = theirs[0] if theirs else None
-    lines = [
-        "| tool | method | perplexity | | KL x 1000 | | same top token | tasks | CPU s | peak MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    asked = _asked((*mine, *theirs))
+    tasks = ["tasks"] if asked else []
+    head = ["tool", "method", "perplexity", "", "KL x 1000", "", "same top token", *tasks, "CPU s", "peak MB"]
+    lines = [_line(head), _line(["---"] * len(head))]
     for row in sorted([*mine, *theirs], key=_kl):
         loss, kl = difference(row.nll, original.nll), interval(row.kl)
         reach = _perplexity(row) * (loss.high - loss.mean)
@@ -271,7 +272,7 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
                     f"{_thousandths(kl.mean)} ± {_thousandths(kl.high - kl.mean)}",
                     kl_mark,
                     f"{100 * row.top1:.2f} %",
-                    _tasks(row, original),
+                    *([_tasks(row, original)] if asked else []),
                     *_cost(row),
                 ]
             )
@@ -326,6 +327,10 @@ def _thousandths(value: float) -> str:
     """Nats x 1000 to three figures at least."""
     value *= 1000
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def _asked(rows: Iterable[Row]) -> bool:
+    return any(row.tasks for row in rows)
 
 
 def _tasks(row: Row, original: Row) -> str:

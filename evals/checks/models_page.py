@@ -78,7 +78,7 @@ def sentence(file: Path) -> str:
     return (
         f"Of the {total(causal)} decoder-only causal language models of\ntransformers {file.stem}, {causal['right']} "
         f"are right, {said(causal, BUILT[1:])}, of its {total(image)}\n"
-        f"image-text models {image['right']}, {said(image, BUILT[1:])}"
+        f"image-text models {image['right']} are right, {said(image, BUILT[1:])}"
     )
 
 

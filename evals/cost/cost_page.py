@@ -75,7 +75,8 @@ def readme_sentence(folder: Path = RESULTS) -> str:
     tools = " and ".join(sorted({peer["tool"] for _, peer in pairs}))
     return (
         f"`gptq-int4` takes {wall} times the time, {cpu} times the CPU seconds and {peak} times\n"
-        f"the memory of {tools}'s GPTQ on the same machine ([performance](docs/performance.md))."
+        f"the memory of {tools}'s GPTQ on the same machine, today's code on {len(pairs)} kinds of machine\n"
+        "([performance](docs/performance.md) has older code on others too)."
     )
 
 

@@ -100,7 +100,7 @@ WORKS = (
     ),
     Work(
         name="autoround-float32",
-        title="the same of a model in float32",
+        title="`autoround-int4` of a model in float32, 200 iterations, one layer",
         dtype="float32",
         **AUTOROUND,
     ),

@@ -24,6 +24,10 @@ LINKS = {"10 Gb/s": 1.25e9, "100 Gb/s": 12.5e9}  # bytes per second each way, as
 LOOPBACK = 1.5e9  # between two ranks of this machine, assumed
 COUNTS = [2**power for power in range(8)]
 WORTH = 1.3  # times as fast, for twice the ranks
+OLDER = (
+    "They are older than the seconds measured here, of slower code and another machine: compare factors, not seconds;\n"
+    "the hours below are of that code too."
+)
 Row = dict[str, Any]
 
 
@@ -87,7 +91,7 @@ def _cell(row: Row | None, recipe: str) -> str:
 
 def speed_table() -> str:
     """Several ranks beside one, as measured."""
-    rows: dict[str, Row] = json.loads((RESULTS / "ranks.json").read_text(encoding="utf-8"))
+    rows = _rows()
     lines = [
         "| Work | Ranks | Whole, s | Layers, s | Faster: whole | layers | In collectives | Peak MB per rank |",
         "|---" * 8 + "|",
@@ -109,7 +113,14 @@ def speed_table() -> str:
     lines.append(
         "Two processes of one thread each that have nothing to do with each other do, together and to one alone,"
     )
-    return "\n".join([*lines, f"{listed} (`evals/scale/two_processes.py`)."])
+    own = {row["taken"]["machine"] for row in rows.values()}
+    where = "" if own == {machine["taken"]["machine"]} else f" on another machine, {machine['taken']['machine']}"
+    return "\n".join([*lines, f"{listed}{where} (`evals/scale/two_processes.py`)."])
+
+
+def _rows() -> dict[str, Row]:
+    rows: dict[str, Row] = json.loads((RESULTS / "ranks.json").read_text(encoding="utf-8"))
+    return rows
 
 
 def verify_table() -> str:
@@ -143,6 +154,7 @@ def prediction() -> str:
         *_off(predict, pieces),
         "",
         f"Pieces of commit {taken['commit']}, {taken['date']}; between two ranks {LOOPBACK / 1e9:g} GB/s, assumed.",
+        *([OLDER] if taken["date"] < min(row["taken"]["date"] for row in _rows().values()) else []),
         "",
         "| Model | Link per rank | 1 rank, h | 8 ranks, h | 64 ranks, h | Faster, at most: 8 | 64 | Stops paying at |",
         "|---" * 8 + "|",
@@ -165,7 +177,7 @@ def prediction() -> str:
 
 def _off(predict: ModuleType, pieces: dict[str, float]) -> Iterator[str]:
     """The same arithmetic for what has been measured."""
-    rows: dict[str, Row] = json.loads((RESULTS / "ranks.json").read_text(encoding="utf-8"))
+    rows = _rows()
     yield "| Work | Layers of 1 rank: predicted, measured s | Of 2 | Faster: predicted, at most | measured |"
     yield "|---" * 5 + "|"
     for work, layers in predict.MEASURED.items():

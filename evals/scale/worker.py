@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,8 @@ def write(file: Path) -> None:
 if __name__ == "__main__":
     folder, sys.argv = sys.argv[1], [sys.argv[0], *sys.argv[2:]]
     if "--nproc" in sys.argv and not distributed.is_launched():
-        distributed.launch = partial(distributed.launch, program=(__file__, folder))
+        command, launch = [sys.executable, __file__, folder, *sys.argv[1:]], distributed.launch
+        distributed.launch = lambda nproc, _: launch(nproc, command)
     else:
         atexit.register(write, Path(folder) / f"rank{os.environ.get('RANK', '0')}.json")
         collectives._mourned = timed

@@ -203,6 +203,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
     )
     @functools.wraps(function)
     def command(*args: Any, nproc: int | None, **values: Any) -> None:
+        from quantkit.child import QUANTKIT, python
         from quantkit.cli._errors import explain
         from quantkit.distributed import is_launched, is_writer, joined, launch
         from quantkit.errors import GateFailure
@@ -213,7 +214,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
             if several and (refusal or values.get("vllm") is not None):
                 raise click.UsageError(refusal or "--engine vllm has its own processes: tensor_parallel_size=N")
             if several and not is_launched():
-                click.get_current_context().exit(launch(nproc or 1, sys.argv[1:]))
+                click.get_current_context().exit(launch(nproc or 1, [*python(QUANTKIT), *sys.argv[1:]]))
             try:
                 function(*args, **values)
             except (GateFailure, click.exceptions.Exit) as error:

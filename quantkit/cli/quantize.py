@@ -98,10 +98,11 @@ def command(
     """
     from quantkit import distributed
     from quantkit.checkpoints.memory import importing, spare_memory
+    from quantkit.child import QUANTKIT, python
 
     _prepare(gates, verify)
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
-        click.get_current_context().exit(distributed.launch(nproc, sys.argv[1:]))
+        click.get_current_context().exit(distributed.launch(nproc, [*python(QUANTKIT), *sys.argv[1:]]))
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
     with distributed.joined(explain):

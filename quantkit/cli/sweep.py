@@ -63,7 +63,7 @@ def command(
     Examples:
       quantkit sweep rtn-int4,gptq-int4,awq-int4
       quantkit sweep gptq-int4,awq-int4 demo,./my-model --jobs 2 -o compared
-      quantkit sweep gptq-int4,awq-int4 --on ray --suite none --no-bench
+      quantkit sweep gptq-int4,awq-int4 --on ray --no-bench
     """
     from quantkit.sweep import SweepOptions, compare_trials, sweep
 

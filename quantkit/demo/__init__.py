@@ -1,4 +1,4 @@
-"""What comes with the package: the demo model, texts to calibrate on, recipes, suites and tasks. Paths only.
+"""What comes with the package: the demo model, texts to calibrate on, recipes, suites and tasks.
 
 How the demo model and its text were made is in evals/demo.
 """
@@ -12,6 +12,13 @@ _SOURCES = {"recipes": "recipes", "suites": "evals/suites", "tasks": "evals/task
 DEMO_MODEL = _FOLDER / "model"
 DEMO_TEXT = _FOLDER / "calibration.txt"
 GENERAL_TEXT = _FOLDER / "text" / "general.txt"
+
+
+def is_demo(model: Path) -> bool:
+    """Whether a folder has the demo model, or what was made from it."""
+    tokenizer = model / "tokenizer.json"
+    # Compression changes names and weights, but not the tokenizer: its bytes identify the language.
+    return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO_MODEL / "tokenizer.json").read_bytes()
 
 
 def bundled_folder(kind: str) -> Path:

@@ -11,15 +11,14 @@ from quantkit.distributed.lifeline import LAUNCHED, RESUME, lost, say
 from quantkit.errors import ResourceError
 
 
-def launch(nproc: int, arguments: Sequence[str], program: Sequence[str] = ("-m", "quantkit")) -> int:
-    """Run `quantkit` with these arguments as that many processes of this machine; the exit code of all.
+def launch(nproc: int, command: Sequence[str]) -> int:
+    """Run a command as that many processes of this machine; the exit code of all.
 
     What goes wrong inside of them they say themselves; who is killed cannot, so that is said here.
 
     Args:
         nproc: as many processes. The CPU's threads are divided among them, unless OMP_NUM_THREADS says how many.
-        arguments: of the command line.
-        program: that Python runs with them.
+        command: a program and its arguments.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,7 +38,7 @@ def launch(nproc: int, arguments: Sequence[str], program: Sequence[str] = ("-m",
     )
     logging.disable(logging.CRITICAL)  # its own words about a failure are a page
     try:
-        elastic_launch(config, sys.executable)(*program, *arguments)
+        elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         codes = {number: failure.exitcode for number, failure in error.failures.items()}
         killed = next((number for number, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)

@@ -70,7 +70,7 @@ def _judge_on(engine: Engine, model: StoredModel, capability: int) -> EngineRead
     rules = [(linear, _rule_of(engine, linear, model, capability)) for linear in model.linears]
     otherwise = _NO_RULE if model.other_codes else engine.ordinary
     whole = next((rule for rule in engine.rules if rule.is_about_format(model.format)), otherwise)
-    whole = whole if whole.covers(capability) else _NO_RULES
+    whole = whole if whole is _NO_RULE or whole.covers(capability) else _NO_RULES
     linear, rule = max(rules, key=lambda pair: _ORDER.index(pair[1].reads), default=(None, whole))
     values = {"linear": "its codes" if linear is None else linear.describe(), "format": model.format}
     return EngineReading(

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit.demo import DEMO_MODEL, bundled_folder
+from quantkit.demo import bundled_folder, is_demo
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import Evaluated
 from quantkit.untrusted import MAX_TEXT_BYTES, read_text, shorten
@@ -15,9 +15,7 @@ LEDGER_TEXT = "demo/demo_text.txt"
 
 def speaks_demo(llm: Evaluated) -> bool:
     """Whether a model is of the demo language: the demo model, or whatever was made from it."""
-    tokenizer = llm.path / "tokenizer.json"
-    # Compression changes names and weights, but not the tokenizer: its bytes identify the language.
-    return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO_MODEL / "tokenizer.json").read_bytes()
+    return is_demo(llm.path)
 
 
 def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:

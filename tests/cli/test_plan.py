@@ -144,7 +144,7 @@ def test_the_examples_of_the_help_run(run):
         assert run(*words[2:]).exit_code == 0, words
 
 
-def test_the_commands_of_the_page_run_and_name_every_option(run, config, tmp_path, monkeypatch):
+def test_the_commands_and_the_python_of_the_page_run_and_name_every_option(run, config, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     shapes = re.search(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[1]
@@ -156,6 +156,8 @@ def test_the_commands_of_the_page_run_and_name_every_option(run, config, tmp_pat
     for line in commands:
         answer = run(*shlex.split(line)[2:])
         assert answer.exit_code == 0, (line, answer.stderr)
+    exec(re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)[1])
+    assert "bytes_per_token" in capsys.readouterr().out
     for option in set(re.findall(r"--[a-z-]+", run("--help").stdout)) - {"--help"}:
         assert option in page, option
 

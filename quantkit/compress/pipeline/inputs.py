@@ -22,7 +22,7 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.state import RunState
 from quantkit.compress.recipe.schema import CalibrationSection
-from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
+from quantkit.demo import DEMO_TEXT, GENERAL_TEXT, is_demo
 from quantkit.dense_source import open_dense
 from quantkit.distributed import barrier, is_writer
 from quantkit.errors import ModelError
@@ -53,7 +53,7 @@ def read_samples(plan: Plan) -> Samples | None:
 
 
 def _read_texts(plan: Plan, calibration: CalibrationSection, number: int) -> Samples:
-    bundled = DEMO_TEXT if plan.reader.path.resolve() == DEMO_MODEL.resolve() else GENERAL_TEXT
+    bundled = DEMO_TEXT if is_demo(plan.reader.path) else GENERAL_TEXT
     return load_samples(
         bundled if calibration.data == "bundled" else calibration.data,
         load_tokenizer(plan.reader.path),

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from quantkit.child import python
 from quantkit.devices import entered
 from quantkit.errors import InputError
 from quantkit.kernels import gpu
@@ -35,8 +36,7 @@ TOLERANCE = 0.03
 """Of the largest number: what 16 bits round to is less, a tile or a page that was left out is more."""
 
 _SECONDS = 13.0
-# The child gets the parent's path: where a script has extended it, the package may not be found without.
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from quantkit.runtime.engine.first_run import main; main()"
+_CHILD = "from quantkit.runtime.engine.first_run import main; main()"
 _LOG = logging.getLogger(__name__)
 
 
@@ -136,7 +136,7 @@ def main() -> None:
 def _try(checks: list[Check], device: torch.device, known: frozenset[str]) -> Iterable[tuple[str, Verdict]]:
     """What comes of checks in a child; that it does not come to one is final if that is known already."""
     # One thread each: the children run at once, and pools of all processors would wait for each other.
-    command, environment = [sys.executable, "-c", _CHILD, *sys.path], {**os.environ, "OMP_NUM_THREADS": "1"}
+    command, environment = python(_CHILD), {**os.environ, "OMP_NUM_THREADS": "1"}
     given = pickle.dumps((device, checks))
     try:
         done = subprocess.run(command, input=given, capture_output=True, timeout=_SECONDS, env=environment)

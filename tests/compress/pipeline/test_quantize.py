@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from safetensors import safe_open
 
 import quantkit
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress.pipeline import inputs
+from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.recipe import load, shipped
+from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.inputs import fake_quantize_inputs
 from tests.helpers import FAMILIES, edit_config, edit_tensors, load_tensors, make_model, transformers_logits
@@ -263,6 +267,17 @@ def test_recipes_without_steps_need_no_tokenizer(tmp_path):
     for path in model.glob("tokenizer*"):
         path.unlink()
     assert run(model, "rtn-int4", tmp_path / "out").warnings == ()
+
+
+def test_a_copy_of_the_demo_model_is_calibrated_on_its_own_text(tmp_path, monkeypatch):
+    texts = []
+    monkeypatch.setattr(inputs, "load_samples", lambda text, *_, **__: texts.append(text) or inputs.NO_TEXT)
+    copy, other = (shutil.copytree(DEMO_MODEL, tmp_path / name) for name in ("copy", "other"))
+    with (other / "tokenizer.json").open("a") as tokenizer:
+        tokenizer.write(" ")
+    for model in (DEMO_MODEL, copy, other):
+        inputs.read_samples(build_plan(str(model), load("gptq-int4"), tmp_path / "out", "cpu"))
+    assert texts == [DEMO_TEXT, DEMO_TEXT, GENERAL_TEXT]
 
 
 def test_the_listener_hears_everything(tiny_llama, tmp_path, text_file):
