@@ -111,15 +111,19 @@ class _Pickler(pickle.Pickler):
 
         if type(value) is not torch.Tensor:
             return NotImplemented
+        value = value.contiguous() if 0 in value.stride() else value  # of an expanded one many elements are one
         data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (value.dtype, tuple(value.shape), pickle.PickleBuffer(data.data), value.is_cuda)
+        return _tensor, (value.dtype, tuple(value.shape), value.stride(), pickle.PickleBuffer(data.data), value.is_cuda)
 
 
-def _tensor(dtype: "torch.dtype", shape: tuple[int, ...], data: bytearray, is_on_gpu: bool) -> "torch.Tensor":
+def _tensor(
+    dtype: "torch.dtype", shape: tuple[int, ...], strides: tuple[int, ...], data: bytearray, is_on_gpu: bool
+) -> "torch.Tensor":
     import torch
 
-    tensor = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-    return tensor.cuda() if is_on_gpu else tensor  # the current one, of this process
+    # In memory as it was, since the order of a sum may follow from that; on a GPU: the current one, of this process.
+    tensor = torch.empty_strided(shape, strides, dtype=dtype, device="cuda" if is_on_gpu else "cpu")
+    return tensor.copy_(torch.frombuffer(data, dtype=dtype).view(shape)) if data else tensor
 
 
 def share_out(

@@ -37,9 +37,14 @@ def talk(*, by_sockets=False):
         assert (shared_memory(gather) is None) == by_sockets
         assert world() == 2
         assert gather(torch.tensor([rank()], dtype=torch.bfloat16)) == [torch.tensor([0.0]), torch.tensor([1.0])]
-        told = [torch.tensor(0.5), torch.ones(3, 2).T[1:], torch.empty(0, 4).to(torch.float8_e4m3fn)]
+        told = [torch.tensor(0.5), torch.arange(6.0).view(3, 2).T[1:], torch.empty(0, 4).to(torch.float8_e4m3fn)]
         for part, own in zip(broadcast(told if rank() else None, source=1), told, strict=True):
-            assert part.dtype == own.dtype and part.shape == own.shape and part.float().equal(own.float())
+            assert part.dtype == own.dtype and part.stride() == own.stride() and part.float().equal(own.float())
+        rows = torch.arange(6.0).view(2, 3)  # sums of what lies otherwise may differ
+        for laid in (rows.T, rows[:, 1:], rows.view(2, 3, 1).expand(2, 3, 2)):
+            mine, other = gather(laid)[rank()], gather(laid)[1 - rank()]
+            assert mine is laid and other.equal(laid)
+            assert other.stride() == (laid.contiguous() if 0 in laid.stride() else laid).stride()
         large = gather(torch.full((100_000 * rank(),), rank()))  # one of two is told by itself
         assert [len(part) for part in large] == [0, 100_000]
         assert large[1].eq(1).all()
