@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-QUANTKIT = "from quantkit.cli import main; main()"
+QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
 """Code that is the command line."""
 
 

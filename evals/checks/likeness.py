@@ -84,7 +84,7 @@ def _parts(state: Mapping[str, Tensor], rows: int, width: int) -> Iterator[Tenso
             times, rest = divmod(turned.shape[1], rows)
             if turned.shape[2] != width or not times:
                 continue
-            yield turned.unfold(1, rows, gcd(rows, rest) or rows).mT  # of unequal parts, each start that may be one
+            yield turned.unfold(1, rows, gcd(rows, rest)).mT  # of unequal parts, each start that may be one
             if not rest and times > 1:
                 yield turned.unflatten(1, (rows, times)).transpose(1, 2)
 

@@ -101,7 +101,7 @@ def kill_worker(sweep: subprocess.Popen[str], folder: Path, after: int) -> str:
             for process in Path("/proc").glob("[0-9]*"):
                 try:
                     words = (process / "cmdline").read_bytes().decode().split("\0")
-                    if words[1] != "-c" or words[3] not in ("quantize", "verify"):
+                    if words[1:2] != ["-c"] or words[3:4] not in (["quantize"], ["verify"]):
                         continue
                     status = (process / "status").read_text()
                 except OSError:

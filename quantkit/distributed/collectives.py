@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.distributed.job import forget_shared_memory, group, next_number, rank, shared_memory, world
 from quantkit.distributed.lifeline import RESUME
+from quantkit.distributed.shared_memory import Layout
 from quantkit.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -111,19 +112,15 @@ class _Pickler(pickle.Pickler):
 
         if type(value) is not torch.Tensor:
             return NotImplemented
-        value = value.contiguous() if 0 in value.stride() else value  # of an expanded one many elements are one
-        data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (value.dtype, tuple(value.shape), value.stride(), pickle.PickleBuffer(data.data), value.is_cuda)
+        layout = Layout.of(value)
+        return _tensor, (layout, pickle.PickleBuffer(layout.row(value.detach()).cpu().numpy().data), value.is_cuda)
 
 
-def _tensor(
-    dtype: "torch.dtype", shape: tuple[int, ...], strides: tuple[int, ...], data: bytearray, is_on_gpu: bool
-) -> "torch.Tensor":
+def _tensor(layout: Layout, data: bytearray, is_on_gpu: bool) -> "torch.Tensor":
     import torch
 
-    # In memory as it was, since the order of a sum may follow from that; on a GPU: the current one, of this process.
-    tensor = torch.empty_strided(shape, strides, dtype=dtype, device="cuda" if is_on_gpu else "cpu")
-    return tensor.copy_(torch.frombuffer(data, dtype=dtype).view(shape)) if data else tensor
+    row = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return layout.tensor(row.cuda() if is_on_gpu else row)  # the current one, of this process
 
 
 def share_out(
@@ -190,7 +187,7 @@ def exchange(
     memory = shared_memory(gather) if device.type == "cpu" else None
     if memory is not None:
         return memory.exchange(outgoing)
-    headers = gather([[(name, tuple(x.shape), x.dtype) for name, x in named.items()] for named in outgoing])
+    headers = gather([{name: Layout.of(x) for name, x in named.items()} for named in outgoing])
     incoming: list[Mapping[K, torch.Tensor]] = [{} for _ in range(world())]
     incoming[rank()] = outgoing[rank()]
     for step in range(1, world()):
@@ -200,18 +197,19 @@ def exchange(
 
 
 def _swapped(
-    named: "Mapping[K, torch.Tensor]", to: int, header: Sequence[Any], source: int, device: "torch.device"
+    named: "Mapping[K, torch.Tensor]", to: int, header: Mapping[K, Layout], source: int, device: "torch.device"
 ) -> "dict[K, torch.Tensor]":
     """Send tensors to one process while those of another come, each way as one row of bytes."""
     import torch
 
-    sizes = [_padded(torch.Size(shape).numel() * dtype.itemsize) for _, shape, dtype in header]
+    sizes = [_padded(layout.nbytes) for layout in header.values()]
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    sent = torch.zeros(sum(_padded(x.nbytes) for x in named.values()), dtype=torch.uint8, device=device)
+    rows = [Layout.of(x).row(x) for x in named.values()]
+    sent = torch.zeros(sum(_padded(len(row)) for row in rows), dtype=torch.uint8, device=device)
     start = 0
-    for x in named.values():
-        sent[start : start + x.nbytes] = x.contiguous().view(-1).view(torch.uint8)
-        start += _padded(x.nbytes)
+    for row in rows:
+        sent[start : start + len(row)] = row
+        start += _padded(len(row))
     travels = group(device.type)
     todo = [(travels.send, sent, to), (travels.recv, received, source)]
     with _mourned():
@@ -221,8 +219,7 @@ def _swapped(
             work.wait()
     parts = torch.split(received, sizes)
     return {
-        name: part[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-        for part, (name, shape, dtype) in zip(parts, header, strict=True)
+        name: layout.tensor(part[: layout.nbytes]) for part, (name, layout) in zip(parts, header.items(), strict=True)
     }
 
 

@@ -6,6 +6,7 @@ others open it by way of the process that made it, which only the same user may.
 
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +21,46 @@ Gather = Callable[[Any], list[Any]]
 _ALIGNED = 64  # bytes: where a tensor begins
 
 
+class Layout(NamedTuple):
+    """How a tensor lies in memory, which the order of a sum over it may follow."""
+
+    dtype: "torch.dtype"
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: "torch.Tensor") -> "Layout":
+        """Of this one."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def length(self) -> int:
+        """Elements from the first to the last, what lies between them included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all these."""
+        return self.length * self.dtype.itemsize
+
+    def row(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """A tensor that lies so, as the bytes from its first element to its last."""
+        import torch
+
+        return tensor.as_strided((self.length,), (1,)).view(torch.uint8)
+
+    def tensor(self, row: "torch.Tensor") -> "torch.Tensor":
+        """Inverse of `row`; shares its memory."""
+        return row.view(self.dtype).as_strided(self.shape, self.strides)
+
+
 class _Slot(NamedTuple):
     """Of a tensor in the memory of a process."""
 
     start: int
-    shape: tuple[int, ...]
-    dtype: "torch.dtype"
+    layout: Layout
 
 
 class SharedMemory:
@@ -46,13 +81,17 @@ class SharedMemory:
     @classmethod
     def open(cls, number: int, tell: Gather) -> "SharedMemory | None":
         """In all processes at once; None, in all of them, where one cannot see the memory of another."""
-        own = os.memfd_create("quantkit") if hasattr(os, "memfd_create") else -1
-        others: list[int] = []
-        processes = tell((_machine(), os.getpid(), own))
+        own, mark, others = -1, secrets.token_bytes(16), list[int]()
+        with suppress(OSError, AttributeError):  # of an older system
+            own = os.memfd_create("quantkit")
+            os.write(own, mark)
+        processes = tell((_machine(), os.getpid(), own, mark))
         with suppress(OSError):
-            if own >= 0 and len({machine for machine, _, _ in processes}) == 1:
-                others += [os.open(f"/proc/{process}/fd/{file}", os.O_RDWR) for _, process, file in processes]
-        if all(tell(len(others) == len(processes))):
+            if own >= 0 and len({machine for machine, *_ in processes}) == 1:
+                others += [os.open(f"/proc/{process}/fd/{file}", os.O_RDWR) for _, process, file, _ in processes]
+        # Machines cloned from one may have all but the mark alike.
+        marks = [os.pread(file, len(mark), 0) for file in others]
+        if all(tell(marks == [mark for *_, mark in processes])):
             return cls(number, own, others, tell)
         for file in (*others, *[own] * (own >= 0)):
             os.close(file)
@@ -63,20 +102,22 @@ class SharedMemory:
         self._tell(None)  # by now all have taken in what they were shown the last time
         self._is_used = True
         start = 0
+        shown: dict[int, tuple[_Slot, torch.Tensor]] = {}  # by identity: what is for several is there once
         header: list[dict[Any, _Slot]] = [{} for _ in outgoing]
         for to, named in enumerate(outgoing):
             for name, x in named.items() if to != self._number else ():
-                header[to][name] = _Slot(start, tuple(x.shape), x.dtype)
-                start += -(-x.nbytes // _ALIGNED) * _ALIGNED
+                if id(x) not in shown:
+                    shown[id(x)] = _Slot(start, layout := Layout.of(x)), x
+                    start += -(-layout.nbytes // _ALIGNED) * _ALIGNED
+                header[to][name] = shown[id(x)][0]
         if start > os.fstat(self._own).st_size:
             os.ftruncate(self._own, start)
-        for named, slots in zip(outgoing, header, strict=True):
-            for name, slot in slots.items():
-                self._view(self._number, slot).copy_(named[name])
+        for slot, x in shown.values():
+            self._row(self._number, slot).copy_(slot.layout.row(x))
         headers: list[list[dict[Any, _Slot]]] = self._tell(header)  # by now all have written
         incoming: list[Mapping[Any, torch.Tensor]] = [
-            {name: self._view(source, slot) for name, slot in shown[self._number].items()}
-            for source, shown in enumerate(headers)
+            {name: slot.layout.tensor(self._row(source, slot)) for name, slot in slots[self._number].items()}
+            for source, slots in enumerate(headers)
         ]
         incoming[self._number] = outgoing[self._number]
         return incoming
@@ -90,16 +131,15 @@ class SharedMemory:
         self._maps.clear()
         os.ftruncate(self._own, 0)
 
-    def _view(self, source: int, slot: _Slot) -> "torch.Tensor":
+    def _row(self, source: int, slot: _Slot) -> "torch.Tensor":
         import torch
 
-        count = torch.Size(slot.shape).numel()
-        if not count:
-            return torch.empty(slot.shape, dtype=slot.dtype)
+        if not (count := slot.layout.nbytes):
+            return torch.empty(0, dtype=torch.uint8)
         known = self._maps.get(source)
-        if known is None or len(known) < slot.start + count * slot.dtype.itemsize:
+        if known is None or len(known) < slot.start + count:
             known = self._maps[source] = mmap.mmap(self._files[source], 0)  # tensors of the one before keep that one
-        return torch.frombuffer(known, dtype=slot.dtype, count=count, offset=slot.start).view(slot.shape)
+        return torch.frombuffer(known, dtype=torch.uint8, count=count, offset=slot.start)
 
     def close(self) -> None:
         """Let go of it; tensors that came through it stay readable."""
