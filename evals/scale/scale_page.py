@@ -25,17 +25,17 @@ LOOPBACK = 1.5e9  # between two ranks of this machine, assumed
 COUNTS = [2**power for power in range(8)]
 WORTH = 1.3  # times as fast, for twice the ranks
 OLDER = (
-    "They are older than the seconds measured here, of slower code and another machine: compare factors, not seconds;\n"
-    "the hours below are of that code too."
+    "They are older than the seconds measured here, so of other code: compare factors, not seconds; the hours are\n"
+    "of that code too."
 )
+TALK = ("quantkit.distributed.collectives", "quantkit.distributed.shared_memory")
 Row = dict[str, Any]
 
 
 def code(recipe: Mapping[str, Any]) -> str:
     """Digest of a recipe, of the code behind it, and of how ranks talk."""
-    file = source("quantkit.distributed.collectives")
-    assert file is not None
-    talk = code_digest(ast.parse(file.read_text(encoding="utf-8")))
+    files = map(source, TALK)
+    talk = " ".join(code_digest(ast.parse(file.read_text(encoding="utf-8"))) for file in files if file is not None)
     return hashlib.sha256(f"{digest(recipe)} {talk}".encode()).hexdigest()[:10]
 
 

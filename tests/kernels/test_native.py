@@ -63,20 +63,21 @@ def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
 @pytest.mark.skipif(cpu.library() is None or not cpu.has_avx512(), reason="the tests beside this one use AVX2 already")
 def test_the_kernels_without_avx512_pass_the_same_tests(request):
     files = ["test_linear.py", "test_native_attention.py", "test_ops.py"]
-    run_again_with("avx2", [*files, *OF_NUMERICS], request.path.parent)
+    done = run_again_with("avx2", [*files, *OF_NUMERICS], request.path.parent)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 @needs_compiler
 @pytest.mark.skipif(not numerics.status().endswith(", AMX"), reason="the tests beside this one do without AMX already")
 def test_what_amx_does_is_done_without_it(request):
-    run_again_with("avx512", OF_NUMERICS, request.path.parent)
+    done = run_again_with("avx512", OF_NUMERICS, request.path.parent)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def run_again_with(widest, files, folder):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native or gptq_loop or products", *files]
     environment = {**os.environ, "QUANTKIT_NATIVE": widest}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, tmp_path):
