@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -190,6 +190,14 @@ def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def launch_ranks(nproc: int) -> NoReturn:
+    """Do this command as so many processes of this machine, and exit with their code."""
+    from quantkit.child import QUANTKIT, python
+    from quantkit.distributed import launch
+
+    click.get_current_context().exit(launch(nproc, [*python(QUANTKIT), *sys.argv[1:]]))
+
+
 def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[..., None]:
     """`--nproc`: as so many processes of this machine; what torchrun has started joins the others likewise.
 
@@ -203,9 +211,8 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
     )
     @functools.wraps(function)
     def command(*args: Any, nproc: int | None, **values: Any) -> None:
-        from quantkit.child import QUANTKIT, python
         from quantkit.cli._errors import explain
-        from quantkit.distributed import is_launched, is_writer, joined, launch
+        from quantkit.distributed import is_launched, is_writer, joined
         from quantkit.errors import GateFailure
 
         verdict: Exception | None = None
@@ -214,7 +221,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
             if several and (refusal or values.get("vllm") is not None):
                 raise click.UsageError(refusal or "--engine vllm has its own processes: tensor_parallel_size=N")
             if several and not is_launched():
-                click.get_current_context().exit(launch(nproc or 1, [*python(QUANTKIT), *sys.argv[1:]]))
+                launch_ranks(nproc or 1)
             try:
                 function(*args, **values)
             except (GateFailure, click.exceptions.Exit) as error:

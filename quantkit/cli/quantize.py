@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 
 from quantkit.cli import _threads, _verify
 from quantkit.cli._errors import explain
-from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
+from quantkit.cli._options import RUN, Settings, launch_ranks, option_group, push_option, set_option
 from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, elapsed
 from quantkit.report.table import Column, Table, facts
@@ -98,11 +97,10 @@ def command(
     """
     from quantkit import distributed
     from quantkit.checkpoints.memory import importing, spare_memory
-    from quantkit.child import QUANTKIT, python
 
     _prepare(gates, verify)
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
-        click.get_current_context().exit(distributed.launch(nproc, [*python(QUANTKIT), *sys.argv[1:]]))
+        launch_ranks(nproc)
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
     with distributed.joined(explain):

@@ -20,7 +20,7 @@ from pathlib import Path
 # CPU flags of what the C files are written for: as QK_AVX512 in quantkit.h, and what does without.
 _WITH_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
 _LEAST = ("avx2", "fma", "f16c")
-# By the widest instructions that stay; the C files use AMX only beside AVX-512, and older compilers know no -mno-amx-tile.
+# By the widest instructions that stay; the C files use AMX only beside AVX-512. Not every compiler knows -mno-amx-tile.
 _WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-U__AMX_TILE__"}
 _UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
 _COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden", *_UNREAD)
