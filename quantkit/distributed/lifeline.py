@@ -127,6 +127,8 @@ class Lifeline:
             speaks = self.rank <= 1 and LAUNCHED not in os.environ
             self._end(ResourceError.exit_code, f"{lost(number)}; {RESUME}", speaks=speaks)
         else:
+            if self.rank == 0:
+                time.sleep(2 * _GLANCE)  # in which this process, if it fails likewise, says so as one alone would
             self._end(words["code"], words["text"], f"rank {number}: ", speaks=self.rank == 0)
 
     def _end(self, code: int, text: str, whose: str = "", *, speaks: bool) -> None:
