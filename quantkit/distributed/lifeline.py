@@ -37,6 +37,7 @@ class Lifeline:
         self._peers: dict[int, socket.socket] = {}
         self._stderr = sys.stderr  # of now: later a library's own words may be kept away from it
         self._ending = threading.Lock()  # taken once, by who decides how this process ends
+        self._hearing = threading.Lock()  # held while another one's failure is being told
 
     def watch_launcher(self) -> None:
         """End this process when what has started it, and would end it, is gone; also before there is a connection."""
@@ -85,8 +86,9 @@ class Lifeline:
                 self._peers[int(number)] = peer
 
     def leave(self) -> None:
-        """Say that what ends now ends well."""
-        self._tell({})
+        """Say that what ends now ends well, unless another process has said that it does not."""
+        with self._hearing:
+            self._tell({})
 
     def fail(self, code: int, text: str) -> None:
         """Say how this process fails. In the first it returns, and the error is told there; others end in here."""
@@ -127,9 +129,10 @@ class Lifeline:
             speaks = self.rank <= 1 and LAUNCHED not in os.environ
             self._end(ResourceError.exit_code, f"{lost(number)}; {RESUME}", speaks=speaks)
         else:
-            if self.rank == 0:
-                time.sleep(2 * _GLANCE)  # in which this process, if it fails likewise, says so as one alone would
-            self._end(words["code"], words["text"], f"rank {number}: ", speaks=self.rank == 0)
+            with self._hearing:
+                if self.rank == 0:
+                    time.sleep(2 * _GLANCE)  # in which this process, if it fails likewise, says so as one alone would
+                self._end(words["code"], words["text"], f"rank {number}: ", speaks=self.rank == 0)
 
     def _end(self, code: int, text: str, whose: str = "", *, speaks: bool) -> None:
         """End this process, and from the first all others, unless that is being done."""

@@ -55,6 +55,28 @@ def test_strangers_hold_nobody_up(tmp_path):
     assert jobs.run(tmp_path, 2, meet_among_strangers) == ([0, 0], "")
 
 
+def fail(first_after, also):
+    """The second process at once, the first a little later, likewise or not at all."""
+    with joined(explain):
+        if rank() == 1:
+            raise InputError("no such folder")
+        time.sleep(first_after)
+        if also:
+            raise InputError("no such folder")
+
+
+@pytest.mark.parametrize(
+    ("first_after", "also", "codes", "said"),
+    [
+        (0.3, True, [1, 4], ""),  # the first raises, and its command tells that
+        (60, False, [4, 4], "error: rank 1: no such folder\n"),
+        (0.3, False, [4, 4], "error: rank 1: no such folder\n"),  # about to end well
+    ],
+)
+def test_an_error_is_of_the_rank_that_has_it_unless_the_first_has_it_too(tmp_path, first_after, also, codes, said):
+    assert jobs.run(tmp_path, 2, fail, first_after, also) == (codes, said)
+
+
 def work_on(folder):
     """After the job, as who verifies does."""
     lifeline._GLANCE = 0.05
