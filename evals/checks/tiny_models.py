@@ -58,6 +58,7 @@ _ROPE_HALF = {**_ROPE, "partial_rotary_factor": 0.5}
 _ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 # Entries of one model type, by dotted path; `text_config` and the like are walked by the rules too.
 DIFFERENT: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 200, "vision_config.codebook_size": 40, "audio_token_offset": 240},
     "aria": {"projector_patch_to_query_dict": {"4": 4, "16": 4}},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": _ROPE_BY_KIND},
@@ -77,6 +78,13 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {"o_groups": 1},
     "diffusion_gemma_text": {"num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": WIDTH},
+    "dory": {
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
+    },
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots3_note_text": {"head_dim": 2 * HEAD},
     "emu3": {"vocabulary_map": {"<image>": 300}, "image_token_id": 300},
