@@ -84,7 +84,7 @@ def stamp(recipe: Mapping[str, Any] | None = None, versions: Mapping[str, str] |
     """
     return Stamp(
         commit=commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         versions=dict(versions or {name: version(name) for name in VERSIONS}),
         machine=machine_class(),
         recipe="" if recipe is None else recipe_digest(recipe),

@@ -49,6 +49,10 @@ def __getattr__(name: str) -> Any:
         return installed_version("quantkit", "0+unknown")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    if name != "QuantkitError":
+        from quantkit.errors import require_linux
+
+        require_linux()
     return getattr(import_module(_HOME_OF[name]), name)
 
 

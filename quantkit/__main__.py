@@ -1,5 +1,21 @@
-"""`python -m quantkit` is the command line."""
+"""The command line, as `quantkit` and as `python -m quantkit`."""
 
-from quantkit.cli import main
+import sys
 
-main(prog_name="quantkit")
+from quantkit.errors import ResourceError, require_linux
+
+
+def main() -> None:
+    """Run the command line. On another system than Linux say so in one line, because its modules cannot be imported."""
+    try:
+        require_linux()
+    except ResourceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    from quantkit.cli import main as command
+
+    command(prog_name="quantkit")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,13 +13,14 @@
     │   ├── RequestError          a prompt or its sampling parameters
     │   └── ResumeError           an interrupted run that belongs to other inputs
     ├── GateFailure         3     a gate did not hold: the checkpoint is not what was asked for
-    ├── ResourceError       5     out of disk, memory or device memory
+    ├── ResourceError       5     out of disk, memory or device memory, or not on Linux
     └── AuditError          1     the finished checkpoint is not what was planned: a bug, never the user's fault
 
 A message is one line: what, where (tensor, key or path), the value found, and what to do.
 """
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -86,13 +87,23 @@ class GateFailure(QuantkitError):
 
 
 class ResourceError(QuantkitError):
-    """Out of disk, memory or device memory; the message says what was needed and what to lower."""
+    """Out of disk, memory or device memory, or not on Linux; the message says what was needed and what to do."""
 
     exit_code = 5
 
 
 class AuditError(QuantkitError):
     """The finished checkpoint differs from the plan; this is a defect of quantkit."""
+
+
+def require_linux() -> None:
+    """Refuse systems whose Python lacks modules that quantkit imports.
+
+    Raises:
+        ResourceError: this is such a system.
+    """
+    if sys.platform != "linux":
+        raise ResourceError(f"quantkit runs on Linux only, and this is {sys.platform}; on Windows use WSL 2")
 
 
 @contextmanager

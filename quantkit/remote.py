@@ -1,6 +1,5 @@
 """A server that speaks OpenAI's API, as its client sees it: ours, vLLM, llama-server."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -62,7 +61,7 @@ class Remote:
             async with self._session.get(f"{self.url}/v1/models") as answer:
                 await _check(answer)
                 models = parse_object(await answer.read(), f"{self.url}/v1/models", ModelError, "is it a model server?")
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise InputError(f"no server answers at {self.url}: {first_line(error)}") from None
         served = models.get("data")
         if not (isinstance(served, list) and served and isinstance(served[0], dict) and served[0].get("id")):
@@ -90,7 +89,7 @@ class Remote:
                     if "error" in part:
                         raise RequestError(f"{self.url}: {shorten(part['error'], 500)}")
                     yield part
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise RequestError(f"{self.url} broke off: {type(error).__name__}: {first_line(error)}") from None
 
     async def _post(self, path: str, asked: dict[str, Any]) -> aiohttp.ClientResponse:

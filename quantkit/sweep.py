@@ -25,6 +25,7 @@ from quantkit.errors import InputError, ReportError, ResumeError
 from quantkit.report.compare import CheckpointComparison, compare_reports, render_comparisons
 from quantkit.report.json import json_ready, read_report
 from quantkit.results import TrialRecord
+from quantkit.runtime.engine.threads import thread_limit
 from quantkit.trials import Command, Outcome, Trial, check_place, planned_bytes, run_trials
 from quantkit.untrusted import read_object
 
@@ -118,7 +119,7 @@ class _Sweep:
         """A record for each pair: what is kept of it, or a new one."""
         kept = {path.stem: _read(path) for path in sorted((self._folder / "trials").glob("*.json"))}
         threads = self.options.threads or next((old.identity.get("threads") for old in kept.values()), None)
-        threads = threads or max(1, len(os.sched_getaffinity(0)) // self.options.jobs)
+        threads = threads or max(1, thread_limit() // self.options.jobs)
         planned = [
             self._record(model, recipe, {"threads": threads, **of_model})
             for model, of_model in self._model_identities.items()

@@ -24,7 +24,7 @@ def about(**further: Any) -> dict[str, Any]:
     from quantkit.devices import processor_name
 
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "processor": processor_name() or platform.machine(),

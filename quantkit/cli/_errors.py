@@ -1,7 +1,7 @@
 """Whatever ends a command becomes one line on stderr and an exit code, also where the streams themselves fail.
 
-0 done · 1 a bug · 2 usage · 3 a gate · 4 bad input · 5 out of disk, memory or device memory · 130 interrupted ·
-141 nobody reads stdout
+0 done · 1 a bug · 2 usage · 3 a gate · 4 bad input · 5 out of disk, memory or device memory, or not on Linux
+130 interrupted · 141 nobody reads stdout
 """
 
 import atexit

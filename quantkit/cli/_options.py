@@ -3,6 +3,8 @@
 A command gets what the user gave, and nothing else: defaults are those of the class, or the command's own.
 """
 
+from __future__ import annotations  # click.ParamType takes a type argument only from 8.4 on
+
 import functools
 import math
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,7 +105,9 @@ class Command(_Documented):
         super().__init__(name, params=[*(params or ()), *own], **settings)
 
     def invoke(self, ctx: click.Context) -> Any:
-        ctx.params["output_to"] = Output(as_json=ctx.params.pop("as_json"), quiet=ctx.params.pop("quiet"))
+        quiet = ctx.params.pop("quiet")
+        logging.getLogger("quantkit").setLevel(logging.ERROR if quiet else logging.NOTSET)
+        ctx.params["output_to"] = Output(as_json=ctx.params.pop("as_json"), quiet=quiet)
         return super().invoke(ctx)
 
 

@@ -1,26 +1,19 @@
-"""Makes `lm_eval --model quantkit` known to lm-eval's own command line.
+"""The name `quantkit` in lm-eval 0.4.12 and 0.4.13; later releases find it by the entry point `lm_eval.models`.
 
-lm-eval from the release after 0.4.13 on asks installed packages for models (entry points `lm_eval.models`) and needs
-nothing from here. Older ones know only their own list. They do import torch before they look a model up, and torch
-asks installed packages for what to run when it is imported (entry points `torch.backends`); so that is when
-`register` is called. It runs at every import of torch, which is why it looks at `sys.modules` and imports nothing
-where lm-eval is not already running.
+Importing this module registers the name. Run as a program, it is lm-eval's own command line:
+
+    python -m quantkit.evaluate.plugin --model quantkit --model_args pretrained=OUT --tasks hellaswag
 """
 
-import contextlib
-import sys
+import lm_eval.models  # noqa: F401 - fills the registry, which lm-eval does only while it is empty
+from lm_eval.api.registry import model_registry
 
 NAME, TARGET = "quantkit", "quantkit.evaluate.language_model:QuantkitLM"
 
+if NAME not in model_registry:
+    model_registry.register(NAME, target=TARGET)
 
-def register() -> None:
-    """Add the model to lm-eval's registry, by name only; nothing happens in a process that does not run lm-eval."""
-    if "lm_eval" not in sys.modules:
-        return
-    # Whatever another lm-eval does differently must not keep torch from being imported.
-    with contextlib.suppress(Exception):
-        import lm_eval.models  # noqa: F401 - fills the registry, which is done only while it is empty
-        from lm_eval.api.registry import model_registry
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
 
-        if NAME not in model_registry:
-            model_registry.register(NAME, target=TARGET)
+    cli_evaluate()

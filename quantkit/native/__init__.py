@@ -6,12 +6,13 @@
         multiply(tensor.data_ptr(), len(tensor))
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
-copy, so all share one pool. Without a compiler, AVX2 or permission there is no library, and `status` says why; in the
-environment `QUANTKIT_NATIVE=0` switches all of them off, `QUANTKIT_NATIVE=avx512` leaves AMX out and
-`QUANTKIT_NATIVE=avx2` AVX-512 as well, for comparison and for tests.
+copy, so all share one pool. Without a compiler, AVX2 or permission there is no library: `status` says why, and so does
+one warning per process. In the environment `QUANTKIT_NATIVE=0` switches all of them off, `QUANTKIT_NATIVE=avx512`
+leaves AMX out and `QUANTKIT_NATIVE=avx2` AVX-512 as well, for comparison and for tests.
 """
 
 import ctypes
+import logging
 import os
 from collections.abc import Callable
 from functools import cached_property
@@ -21,6 +22,7 @@ from typing import Any
 from quantkit.native.build import BuildError, build_library, load_library
 
 Function = Callable[..., Any]
+_LOG = logging.getLogger(__name__)
 
 
 class Library:
@@ -68,6 +70,7 @@ class Library:
             loaded = load_library(path)
             return loaded, f"{text}; uses {_instructions(loaded)}"
         except (BuildError, OSError) as error:
+            _warn_once(str(error))
             return None, f"off: {error}"
 
 
@@ -79,3 +82,17 @@ def _instructions(loaded: ctypes.CDLL) -> str:
 
 def _is_off() -> bool:
     return os.environ.get("QUANTKIT_NATIVE") == "0"
+
+
+_said: list[str] = []  # the first reason of this process: both libraries have the same
+
+
+def _warn_once(reason: str) -> None:
+    if _said or os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine the first speaks
+        return
+    _said.append(reason)
+    _LOG.warning(
+        "quantkit's C kernels are off: %s. torch computes in their place, slower and with other rounding, "
+        "so greedy text may differ; QUANTKIT_NATIVE=0 hides this line",
+        reason,
+    )

@@ -242,7 +242,7 @@ class Server:
         self._check_ready()
         try:
             body = await asyncio.wait_for(_body(request), BODY_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise RequestError(f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
         data = parse_object(body, "the body", RequestError, "send a JSON object")
         try:

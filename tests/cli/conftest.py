@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 from click.testing import CliRunner
@@ -31,7 +32,8 @@ def run(capsys):
 @pytest.fixture
 def invoke():
     """Run `quantkit ...`; click's result of it."""
-    runner = CliRunner()
+    # Before click 8.2 a runner mixes the two streams unless it is told not to.
+    runner = CliRunner(**({"mix_stderr": False} if version("click") < "8.2" else {}))
     return lambda *args: runner.invoke(main, list(args))
 
 

@@ -87,6 +87,45 @@ def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, tmp_path):
         build.find_compiler()
 
 
+def without_a_compiler(tmp_path, *words, **settings):
+    """stderr of a Python that finds no compiler, and what it says of the C kernels."""
+    environment = {**os.environ, "PATH": str(tmp_path), **settings}
+    environment.pop("CC", None)
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if "C kernels" in line]
+
+
+COMMAND = ("-m", "quantkit", "generate", "--prompt", "a", "--max-tokens", "2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        COMMAND,
+        ("-c", "import quantkit; [quantkit.LLM().generate('a') for _ in range(2)]"),
+        (
+            "-c",
+            "from quantkit.kernels import cpu; from quantkit.numerics import native as c; cpu.library(), c.library()",
+        ),
+    ],
+    ids=["command", "python", "both libraries"],
+)
+def test_without_a_compiler_one_line_says_so_with_the_remedy(words, tmp_path):
+    (line,) = without_a_compiler(tmp_path, *words)
+    assert "no C compiler; install gcc, or name one in CC" in line
+    assert line.endswith("QUANTKIT_NATIVE=0 hides this line")
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [(COMMAND, {"QUANTKIT_NATIVE": "0"}), ((*COMMAND, "--quiet"), {}), (COMMAND, {"LOCAL_RANK": "1"})],
+    ids=["switched off", "quiet", "second of several ranks"],
+)
+def test_nothing_is_said_where_nobody_asked(words, settings, tmp_path):
+    assert without_a_compiler(tmp_path, *words, **settings) == []
+
+
 @needs_compiler
 def test_a_library_that_does_not_compile_is_not_left_behind(tmp_path):
     source = tmp_path / "broken.c"

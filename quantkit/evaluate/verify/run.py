@@ -116,7 +116,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
         timed = verification.timed if options.vllm is None else verification.served_timed
         # One rank of a distributed run has the machine to itself; the others wait for what it measures.
         (report,) = share_out([report], partial(timed, bench), owners=[0])
-    made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return replace(
         report,
         # Judged again: gates about speed and memory have their numbers only now.
