@@ -107,9 +107,12 @@ def formats(page: str) -> str:
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
     checks = generator("checks/models_page.py")
-    sentences = [generator("cost/cost_page.py").readme_sentence(), generator("accuracy/page.py").readme_sentence()]
-    page = section(page, "measured", "\n".join(filter(None, sentences)))
-    return re.sub(checks.SENTENCE, lambda found: checks.sentence(checks.newest()), page)
+    sentences = [
+        checks.sentence(checks.newest()),
+        generator("cost/cost_page.py").readme_sentence(),
+        generator("accuracy/page.py").readme_sentence(),
+    ]
+    return section(page, "measured", "\n\n".join(filter(None, sentences)))
 
 
 PAGES: dict[str, Callable[[str], str]] = {

@@ -104,12 +104,12 @@ def standing(results: Path = RESULTS) -> str:
     groups = [group for _, group in _all_groups(results)]
     tools = "llm-compressor, GPTQModel and auto-round"
     text = (
-        "**Accuracy, as far as it was measured.** With the same calibration data, quantkit's best method by KL was\n"
-        f"compared with the best of {tools} that was run, on small models.\n{_standing(groups)}\n"
+        f"**Measured accuracy.** The peers are {tools}. All tools use the same\n"
+        f"calibration data, on small models.\n{_standing(groups)}\n"
     )
     if any(map(changed, _bests(groups))):
-        text += f"Some of these figures are from before the last change of what they rest on ({MARK} there).\n"
-    return f"{text}Every row, and what was not run: [accuracy](accuracy.md)."
+        text += f"Some of these figures are older than the code that they measure; the page marks them with {MARK}.\n"
+    return f"{text}[Accuracy](accuracy.md) lists every row and what was not run."
 
 
 def readme_sentence(results: Path = RESULTS) -> str:
@@ -117,7 +117,7 @@ def readme_sentence(results: Path = RESULTS) -> str:
     groups = [group for _, group in _all_groups(results)]
     if not _bests(groups) or any(map(changed, _bests(groups))):
         return ""
-    return f"{_standing(groups)}\nEvery row: [accuracy](docs/accuracy.md)."
+    return f"{_standing(groups)} These are small models ([accuracy](docs/accuracy.md))."
 
 
 Group = tuple[str, bool, list[Row], list[Row]]
@@ -213,11 +213,15 @@ def _standing(models: list[list[Group]]) -> str:
     by_ppl, by_kl = ([signs[at] for signs in both] for at in (0, 1))
 
     def words(signs: list[int]) -> str:
-        return f"{signs.count(-1)} ahead, {signs.count(0)} level, {signs.count(1)} behind"
+        return f"ahead in {signs.count(-1)}, level in {signs.count(0)} and behind in {signs.count(1)}"
 
     only = sum(bool(mine) and len(theirs) == 1 for groups in models for _, _, mine, theirs in groups)
-    text = f"Against the best peer, of {len(both)} rows: perplexity {words(by_ppl)}; KL {words(by_kl)}."
-    return text + (f" In {only} of them one row of peers was measured." if only else "")
+    text = (
+        f"We compared quantkit's best method with the best peer in {len(both)} settings.\n"
+        f"By KL, quantkit is {words(by_kl)}.\n"
+        f"By perplexity, it is {words(by_ppl)}."
+    )
+    return text + (f" In {only} of them, only one row of a peer was measured." if only else "")
 
 
 def _signs(mine: list[Row], theirs: list[Row]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""docs/models.md and README's sentence on models, from the rows of every_model.py; no figure is written by hand."""
+"""docs/models.md, and README's sentence on models, from the rows of every_model.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from every_model import RECIPES, ROOT, read, verdict
 
-PAGE, README, RESULTS = ROOT / "docs/models.md", ROOT / "README.md", ROOT / "evals/results/models"
-SENTENCE = r"Of the \d+ decoder-only causal language models of\s+transformers [\d.]+, [^\[]*?(?=\nin a \[check)"
+PAGE, RESULTS = ROOT / "docs/models.md", ROOT / "evals/results/models"
 TASKS = {"causal": "causal language models", "image-text": "image-text models, run on text"}
 VERDICTS = {
     "right": "Written, and equal to what they should be, by at least one recipe; the columns say what others do.",
@@ -55,15 +54,13 @@ the rest runs through transformers. *Share* is that of the matrices in decoder l
 
 
 def write(file: Path | None = None) -> None:
-    """Write the page, and the numbers of README's sentence.
+    """Write the page.
 
     Args:
         file: of the rows; None = those of the newest transformers.
     """
     file = file or newest()
     PAGE.write_text(render(file), encoding="utf-8")
-    text = README.read_text(encoding="utf-8")
-    README.write_text(re.sub(SENTENCE, sentence(file), text), encoding="utf-8")
 
 
 def newest() -> Path:
@@ -72,14 +69,20 @@ def newest() -> Path:
 
 
 def sentence(file: Path) -> str:
-    """What README says."""
+    """What README says of the models that were tried."""
     rows = read(file).values()
     causal, image = count(rows, "causal"), count(rows, "image-text")
     return (
-        f"Of the {total(causal)} decoder-only causal language models of\ntransformers {file.stem}, {causal['right']} "
-        f"are right, {said(causal, BUILT[1:])}, of its {total(image)}\n"
-        f"image-text models {image['right']} are right, {said(image, BUILT[1:])}"
+        f"We test every model class of transformers {file.stem} with a tiny model. Of {total(causal)} text models,\n"
+        f"{outcome(causal)}. Of {total(image)} image-text models, {outcome(image)} ([models](docs/models.md))."
     )
+
+
+def outcome(counts: Mapping[str, int]) -> str:
+    """The verdicts of a task as a clause: "149 pass, 4 run only in quantkit and 3 are refused"."""
+    verbs = ("pass", "run only in quantkit", "are refused", "give wrong results", "crash")
+    clauses = [f"{counts[name]} {verb}" for name, verb in zip(BUILT, verbs, strict=True) if counts[name]]
+    return " and ".join(filter(None, (", ".join(clauses[:-1]), clauses[-1])))
 
 
 def total(counts: Mapping[str, int]) -> int:

@@ -63,7 +63,7 @@ def _section(entries: dict[str, Entry]) -> list[str]:
 
 
 def readme_sentence(folder: Path = RESULTS) -> str:
-    """How the shipped GPTQ recipe compares, where it is not stale, was taken on a quiet machine, and has a peer."""
+    """Compare the shipped GPTQ recipe with the best peer, on quiet machines that ran today's code; "" without one."""
     work, pairs = WORKS[0], []
     for entries in _machines(folder):
         ours, peer = entries.get(key(work, OURS)), best_peer(work, entries)
@@ -71,19 +71,18 @@ def readme_sentence(folder: Path = RESULTS) -> str:
             pairs.append((ours, peer))
     if not pairs:
         return ""
-    wall, cpu, peak = (_range(values) for values in zip(*(ratios(*pair) for pair in pairs), strict=True))
+    wall, _, peak = (_range(values) for values in zip(*(ratios(*pair) for pair in pairs), strict=True))
     tools = " and ".join(sorted({peer["tool"] for _, peer in pairs}))
     return (
-        f"`gptq-int4` takes {wall} times the time, {cpu} times the CPU seconds and {peak} times\n"
-        f"the memory of {tools}'s GPTQ on the same machine, today's code on {len(pairs)} kinds of machine\n"
-        "([performance](docs/performance.md) has older code on others too)."
+        f"On {len(pairs)} kinds of machine, `gptq-int4` needs {wall} % of the time and {peak} % of the memory of\n"
+        f"{tools}'s GPTQ ([performance](docs/performance.md))."
     )
 
 
 def _range(values: Iterable[float]) -> str:
-    """Of all machines."""
-    said = sorted({f"{value:.2f}" for value in values})
-    return " to ".join(dict.fromkeys((said[0], said[-1])))
+    """Return the smallest and the largest of the ratios, in per cent."""
+    said = sorted({round(100 * value) for value in values})
+    return " to ".join(dict.fromkeys((str(said[0]), str(said[-1]))))
 
 
 def best_peer(work: Work, entries: dict[str, Entry]) -> Entry | None:

@@ -233,7 +233,7 @@ def test_a_stale_row_is_marked_and_said(tmp_path):
     store.save_rows(tmp_path / "peers-demo.json", {"b": make_row(tool="T 1", kl=(0.3,) * 4)})
     marked = f"| gptq {provenance.MARK} |"
     assert marked not in page.render(tmp_path)
-    assert "1 ahead" in page.readme_sentence(tmp_path)
+    assert "By KL, quantkit is ahead in 1," in page.readme_sentence(tmp_path)
     code = {**fresh.taken.code, "compress.algorithms.gptq": "another"}
     stale = dataclasses.replace(fresh, taken=dataclasses.replace(fresh.taken, code=code))
     store.save_rows(tmp_path / "demo.json", {page.ORIGINAL: make_row(kl=(0.0,) * 4), wanted.key: stale})

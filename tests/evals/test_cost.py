@@ -106,17 +106,17 @@ def test_the_page_compares_with_the_best_peer(results):
     assert "| `gptq-int4` as shipped | **quantkit** | 10.0 | 20.0 | 100 | 1.00 / 0.50 / 0.50 |" in text
     assert "| 50 % |" in text, "4 TFLOP in 8 seconds at 1 TFLOP/s"
     assert provenance.MARK not in text
-    assert "0.50 times the CPU seconds" in cost_page.readme_sentence(results.parent)
+    assert "`gptq-int4` needs 100 % of the time and 50 % of the memory" in cost_page.readme_sentence(results.parent)
 
 
 def test_each_machine_has_a_table_and_the_readme_says_the_range(results):
     other = results.with_name("other.json")
-    measure_cost.save_entry(other, "gptq quantkit", entry("quantkit", rates={"float32": 2e12}, cpu_s=30.0))
+    measure_cost.save_entry(other, "gptq quantkit", entry("quantkit", rates={"float32": 2e12}, peak_mb=150))
     measure_cost.save_entry(other, "gptq llm-compressor", entry("llm-compressor 1", cpu_s=40.0, peak_mb=200))
     text = cost_page.table(results.parent)
     assert "large products: 1000 GFLOP/s" in text
     assert "large products: 2000 GFLOP/s" in text
-    assert "0.50 to 0.75 times the CPU seconds and 0.50 times" in cost_page.readme_sentence(results.parent)
+    assert "needs 100 % of the time and 50 to 75 % of the memory" in cost_page.readme_sentence(results.parent)
 
 
 def test_nothing_is_said_without_figures(tmp_path):
