@@ -85,8 +85,8 @@ def runtime(page: str) -> str:
 def scale(page: str) -> str:
     """docs/scale.md."""
     made = generator("scale/scale_page.py")
-    sections = {"bytes": made.bytes_table, "measured": made.speed_table, "prediction": made.prediction}
-    for name, text in {**sections, "verified": made.verify_table}.items():
+    sections = {"bytes": made.bytes_table, "measured": made.speed_table, "verified": made.verify_table}
+    for name, text in sections.items():
         page = section(page, name, text())
     return page
 

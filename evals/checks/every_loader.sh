@@ -11,7 +11,7 @@ model=$1 text=$2 work=$3 group=${4:-32}
 export OMP_NUM_THREADS=1
 mkdir -p "$work"
 ids=$work/ids.json
-python "$here/make_token_ids.py" "$model" "$text" "$ids" 2>/dev/null
+python "$here/loader_logits.py" ids "$model" "$text" "$ids" 2>/dev/null
 
 logits() { # NAME LOADER CHECKPOINT [OPTIONS]
     name=$1 loader=$2 checkpoint=$3
@@ -22,12 +22,12 @@ logits() { # NAME LOADER CHECKPOINT [OPTIONS]
     *) run=python ;;
     esac
     [ -n "$run" ] || return 0
-    "$run" "$here/loader_logits.py" "$checkpoint" "$work/$name.npz" --ids "$ids" --with "$loader" "$@" >"$work/$name.log" 2>&1 ||
+    "$run" "$here/loader_logits.py" run "$checkpoint" "$work/$name.npz" --ids "$ids" --with "$loader" "$@" >"$work/$name.log" 2>&1 ||
         { echo "$name: FAILED, see $work/$name.log" && return 0; }
 }
 compare() { # LEFT RIGHT
     [ -f "$work/$1.npz" ] && [ -f "$work/$2.npz" ] || return 0
-    printf '%-28s %s\n' "$2" "$(python "$here/compare_logits.py" "$work/$1.npz" "$work/$2.npz")"
+    printf '%-28s %s\n' "$2" "$(python "$here/loader_logits.py" compare "$work/$1.npz" "$work/$2.npz")"
 }
 qk() { quantkit "$@" --quiet >/dev/null; }
 quantize() { # NAME RECIPE OPTIONS...

@@ -7,9 +7,8 @@ import ast
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,14 +19,6 @@ from quantkit.compress.recipe import load
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/scale"
 KILLED = ((1, 2), (2, 1))  # ranks of the job that is killed, and of the one that ends it
-LINKS = {"10 Gb/s": 1.25e9, "100 Gb/s": 12.5e9}  # bytes per second each way, as given
-LOOPBACK = 1.5e9  # between two ranks of this machine, assumed
-COUNTS = [2**power for power in range(8)]
-WORTH = 1.3  # times as fast, for twice the ranks
-OLDER = (
-    "They are older than the seconds measured here, so of other code: compare factors, not seconds; the hours are\n"
-    "of that code too."
-)
 TALK = ("quantkit.distributed.collectives", "quantkit.distributed.shared_memory")
 Row = dict[str, Any]
 
@@ -106,16 +97,7 @@ def speed_table() -> str:
         lines.append(f"| `{row['work']}`{stale} | {figures} | {talked} | {peaks} |")
     taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
     lines += ["", f"{MARK} Before the last change of the code behind it."] * (MARK in "".join(lines))
-    lines += ["", f"Commit {'. Commit '.join(sorted(taken))}.", ""]
-    machine: Row = json.loads((RESULTS / "two_processes.json").read_text(encoding="utf-8"))
-    gains = {name: sum(each[name] for each in machine["two"]) / rate for name, rate in machine["one"][0].items()}
-    listed = ", ".join(f"{name} {gain:.2f} ×" for name, gain in gains.items())
-    lines.append(
-        "Two processes of one thread each that have nothing to do with each other do, together and to one alone,"
-    )
-    own = {row["taken"]["machine"] for row in rows.values()}
-    where = "" if own == {machine["taken"]["machine"]} else f" on another machine, {machine['taken']['machine']}"
-    return "\n".join([*lines, f"{listed}{where} (`evals/scale/two_processes.py`)."])
+    return "\n".join([*lines, "", f"Commit {'. Commit '.join(sorted(taken))}."])
 
 
 def _rows() -> dict[str, Row]:
@@ -142,50 +124,3 @@ def verify_table() -> str:
     taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
     equal = "equal" if len({row["digest"] for row in rows.values()}) == 1 else "**different**"
     return "\n".join([*lines, "", f"The reports are {equal}, but for times. Commit {'. Commit '.join(sorted(taken))}."])
-
-
-def prediction() -> str:
-    """Of more ranks than there were, with what it is made of, and how far it is from two that ran."""
-    import predict
-
-    kept = json.loads(predict.FILE.read_text(encoding="utf-8"))
-    pieces, taken = kept["pieces"], kept["taken"]
-    lines = [
-        *_off(predict, pieces),
-        "",
-        f"Pieces of commit {taken['commit']}, {taken['date']}; between two ranks {LOOPBACK / 1e9:g} GB/s, assumed.",
-        *([OLDER] if taken["date"] < min(row["taken"]["date"] for row in _rows().values()) else []),
-        "",
-        "| Model | Link per rank | 1 rank, h | 8 ranks, h | 64 ranks, h | Faster, at most: 8 | 64 | Stops paying at |",
-        "|---" * 8 + "|",
-    ]
-    for model in predict.MODELS:
-        for link, speed in LINKS.items():
-            hours = {n: sum(predict.model_seconds(model, n, pieces, speed).values()) / 3600 for n in COUNTS}
-            stop = next((n for n in COUNTS[:-1] if hours[n] < WORTH * hours[2 * n]), COUNTS[-1])
-            figures = " | ".join(f"{hours[n]:.1f}" for n in (1, 8, 64))
-            faster = " | ".join(f"{hours[1] / hours[n]:.1f} ×" for n in (8, 64))
-            lines.append(f"| {model} | {link} | {figures} | {faster} | {stop} ranks |")
-    lines += ["", f"Where the next doubling would gain less than {WORTH} ×, it has stopped paying.", ""]
-    kinds = list(predict.model_seconds("8B", 1, pieces, 1.0))
-    lines += [f"| Hours of 64 ranks, 10 Gb/s | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
-    for model in predict.MODELS:
-        seconds = predict.model_seconds(model, 64, pieces, LINKS["10 Gb/s"])
-        lines.append(f"| {model} | " + " | ".join(f"{value / 3600:.2f}" for value in seconds.values()) + " |")
-    return "\n".join(lines)
-
-
-def _off(predict: ModuleType, pieces: dict[str, float]) -> Iterator[str]:
-    """The same arithmetic for what has been measured."""
-    rows = _rows()
-    yield "| Work | Layers of 1 rank: predicted, measured s | Of 2 | Faster: predicted, at most | measured |"
-    yield "|---" * 5 + "|"
-    for work, layers in predict.MEASURED.items():
-        own = [rows[f"{work} {count}"]["layers_s"] for count in (1, 2)]
-        said = []
-        for count in (1, 2):
-            parts = predict.layer_seconds(layers, count, pieces, LOOPBACK, tokens=32 * 512)
-            advance = parts["forward"] / parts.pop("runs")  # which the last layer does not do
-            said.append(layers.count * sum(parts.values()) - advance)
-        pairs = " | ".join(f"{mine:.1f}, {measured:.1f}" for mine, measured in zip(said, own, strict=True))
-        yield f"| `{work}` | {pairs} | {said[0] / said[1]:.2f} × | {own[0] / own[1]:.2f} × |"

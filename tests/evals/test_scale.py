@@ -1,4 +1,4 @@
-"""Figures of many ranks: what is told of runs, and what is predicted."""
+"""Figures of several ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ EVALS = Path(__file__).resolve().parents[2] / "evals"
 
 @pytest.fixture
 def modules(monkeypatch):
-    """`pages`, `predict` and `scale_page` of evals."""
+    """`pages` and `scale_page` of evals."""
     for folder in (EVALS, EVALS / "scale"):
         monkeypatch.syspath_prepend(str(folder))
     import pages
-    import predict
     import scale_page
 
-    return pages, predict, scale_page
+    return pages, scale_page
 
 
 def test_bytes_that_differ_are_told(modules):
@@ -36,41 +35,21 @@ def test_bytes_that_differ_are_told(modules):
 def test_only_jobs_that_had_others_tell_how_soon_these_ended(modules):
     killed = {"1 2": {"ended_s": 9.0}, "2 1": {"ended_s": 0.3}}
     rows = {"demo rtn-int4": {"killed": killed, "commit": "a"}, "demo mxfp4": {"killed": {}, "commit": "a"}}
-    jobs, others, _ = modules[2]._killed(rows).split(". ")
+    jobs, others, _ = modules[1]._killed(rows).split(". ")
     assert jobs == "2 jobs of 1 of the 2 recipes were killed"
     assert others == "Of 1 with two ranks the other one ended within 0.3 s"
 
 
 def test_a_measured_row_without_a_digest_is_told_by_its_commit_alone(modules):
     row = {"recipe": "gptq-int4", "changes": ["steps.gptq.true_sequential=false"]}
-    assert len(modules[2].row_code(row)) == 10
-    assert modules[2].row_code({"work": "gptq"}) == ""
-
-
-def test_ranks_share_what_can_be_shared(modules):
-    _, predict, _ = modules
-    layers = predict.llama(1, 4096, 1024, 14336)
-    pieces = dict.fromkeys(
-        ("forward", "gram", "solve3", "finish", "factor2", "factor3", "solve1", "solve2", "measure", "pack"), 0.0
-    )
-    pieces |= {"forward": 1.0, "gram": 1.0, "solve3": 1.0, "load": 0.0, "write": 1.0}
-    one, two, many = (predict.layer_seconds(layers, count, pieces, 1.0) for count in (1, 2, 64))
-    for kind in ("forward", "Gram", "solve"):
-        assert two[kind] == pytest.approx(one[kind] / 2, rel=0.1)
-    assert one["inputs travel"] == one["sums and codes travel"] == 0
-    assert many["solve"] == 1024 * 14336**2  # a set is cut into four parts at most
-    assert one["one rank alone"] == many["one rank alone"] == layers.weights
-    mixture = predict.MEASURED["moe-gptq"]
-    assert len(mixture.groups) == 2 + 2 * 64
-    with predict.as_one_of(8):
-        assert predict.collectives.assign([1.0] * 8) == list(range(8))
-    assert predict.collectives.world() == 1
+    assert len(modules[1].row_code(row)) == 10
+    assert modules[1].row_code({"work": "gptq"}) == ""
 
 
 def test_a_report_that_differs_is_told_and_only_times_may(modules, monkeypatch, tmp_path):
     import measure_scale
 
-    page, taken = modules[2], {"commit": "a", "date": "d", "machine": "m"}
+    page, taken = modules[1], {"commit": "a", "date": "d", "machine": "m"}
     report = {"seconds": 1, "gates": [{"held": True, "seconds": 2}], "metrics": {"kl": 0.1, "ttft_ratio[sweep]": 0.9}}
     assert measure_scale.steady(report) == {"gates": [{"held": True}], "metrics": {"kl": 0.1}}
     monkeypatch.setattr(page, "RESULTS", tmp_path)
