@@ -8,10 +8,17 @@ from typing import Any
 
 import torch
 
+from quantkit.cores import cgroup_quota
 from quantkit.errors import InputError
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Of a computation; OpenMP ends the process where it cannot start as many as it is told."""
+
+
+def threads_within_quota() -> int:
+    """Return torch's number of threads, lowered to the cgroup quota, of which OpenMP knows nothing."""
+    threads, quota = torch.get_num_threads(), cgroup_quota()
+    return threads if quota is None else min(threads, quota)
 
 
 def pick_device(name: str | torch.device) -> torch.device:

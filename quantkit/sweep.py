@@ -21,11 +21,11 @@ from quantkit.checkpoints.work_folder import work_folder
 from quantkit.checkpoints.writer import write_json, write_text
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions, refuse_changes
 from quantkit.compress.recipe import Recipe
+from quantkit.cores import available_cores
 from quantkit.errors import InputError, ReportError, ResumeError
 from quantkit.report.compare import CheckpointComparison, compare_reports, render_comparisons
 from quantkit.report.json import json_ready, read_report
 from quantkit.results import TrialRecord
-from quantkit.runtime.engine.threads import thread_limit
 from quantkit.trials import Command, Outcome, Trial, check_place, planned_bytes, run_trials
 from quantkit.untrusted import read_object
 
@@ -119,7 +119,7 @@ class _Sweep:
         """A record for each pair: what is kept of it, or a new one."""
         kept = {path.stem: _read(path) for path in sorted((self._folder / "trials").glob("*.json"))}
         threads = self.options.threads or next((old.identity.get("threads") for old in kept.values()), None)
-        threads = threads or max(1, thread_limit() // self.options.jobs)
+        threads = threads or max(1, available_cores() // self.options.jobs)
         planned = [
             self._record(model, recipe, {"threads": threads, **of_model})
             for model, of_model in self._model_identities.items()

@@ -72,9 +72,10 @@ LAYERS = {
     "errors": 0,
     "registry": 0,
     "settings": 0,
+    "cores": 0,  # how many this process may keep busy
     "native": 0,  # C, compiled at first use
     "child": 0,  # work that may not end
-    "distributed": 0,  # work that several processes share
+    "distributed": 1,  # work that several processes share
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, write_state
-from quantkit.devices import MAX_THREADS
+from quantkit.devices import MAX_THREADS, threads_within_quota
 from quantkit.errors import ResumeError
 
 
@@ -29,7 +27,7 @@ class SearchState:
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self._path, self._identity = path, json.loads(json.dumps(identity))  # tuples as lists, as it is read again
         self._numbers: dict[str, float] = {}
-        self.threads = torch.get_num_threads()  # that the first of them was measured with
+        self.threads = threads_within_quota()  # that the first of them was measured with
         self.resumed = 0
         if path.exists():
             self._read()

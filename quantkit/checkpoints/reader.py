@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
+from quantkit.cores import available_cores
 from quantkit.errors import CheckpointError, suggestion
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.untrusted import CHUNK_BYTES, opened, read_chunks
@@ -207,7 +208,7 @@ class CheckpointReader:
             CheckpointError: a file cannot be read.
         """
         paths = self._sources()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(available_cores()) as pool:
             return dict(zip((path.name for path in paths), pool.map(file_digest, paths), strict=True))
 
     def _sources(self) -> list[Path]:

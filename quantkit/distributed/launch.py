@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from quantkit.cores import available_cores
 from quantkit.distributed.lifeline import LAUNCHED, RESUME, lost, say
 from quantkit.errors import ResourceError
 
@@ -24,7 +25,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
     os.environ[LAUNCHED] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,

@@ -80,25 +80,6 @@ def test_counts_double_up_to_the_limit(limit, counts):
     assert threads.thread_counts(limit) == counts
 
 
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu.max": "250000 100000"}, 2),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({}, None),
-    ],
-)
-def test_the_quota_of_a_container_is_read(tmp_path, files, quota):
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text + "\n")
-    assert threads.cgroup_quota(tmp_path) == quota
-
-
 def test_more_threads_than_can_be_started_are_refused():
     with pytest.raises(InputError, match="over the limit of"):
         threads.choose_threads(1_000_000)

@@ -12,7 +12,7 @@ from quantkit.checkpoints.writer import write_json
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.recipe import Recipe
-from quantkit.devices import MAX_THREADS
+from quantkit.devices import MAX_THREADS, threads_within_quota
 from quantkit.errors import ResumeError
 from quantkit.numerics import native
 from quantkit.numerics.products import keeps_precision
@@ -33,7 +33,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             "device": plan.skeleton.device.type,
             "dtype": str(plan.skeleton.dtype).removeprefix("torch."),
             # Sums are divided among threads, so their number decides the last bits; without data each linear has one.
-            "threads": torch.get_num_threads() if samples else 1,
+            "threads": threads_within_quota() if samples else 1,
             # The instruction set or the GPU decides which kernels run, and these in which order they add.
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
             if plan.skeleton.device.type == "cuda"

@@ -37,6 +37,7 @@ from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.shared_layer import SharedLayer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
+from quantkit.devices import threads_within_quota
 from quantkit.distributed import assign, barrier, broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
@@ -201,14 +202,15 @@ def _assist(plan: Plan, *, activations: AskedMode, listener: Listener, **_: Any)
 @contextmanager
 def computing(plan: Plan, state: RunState) -> Iterator[int]:
     """While open, products are computed as the run has begun with; how many threads there are otherwise."""
-    workers = torch.get_num_threads()
+    before = torch.get_num_threads()
+    workers = threads_within_quota()
     torch.set_num_threads(state.identity["compute"]["threads"])
     try:
         with quick_products(plan.skeleton.device):
             yield workers
     finally:
         # The caller's own number comes back, after an error too.
-        torch.set_num_threads(workers)
+        torch.set_num_threads(before)
 
 
 def pick_mode(asked: AskedMode, plan: Plan) -> Mode:

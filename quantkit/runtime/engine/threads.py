@@ -9,12 +9,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
+from quantkit.cores import available_cores
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import InputError
 
@@ -76,33 +76,12 @@ def thread_limit() -> int:
     """Threads that this process may keep busy: the least of affinity, cgroup quota and OMP_NUM_THREADS."""
     if not _has_pool:
         return 1
-    limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    quota = cgroup_quota(Path("/sys/fs/cgroup"))
-    if quota is not None:
-        limits.append(quota)
+    limits = [available_cores()]
     # It may list a number for each level of nesting; the first is that of the outermost.
     openmp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if openmp.isdigit():
         limits.append(int(openmp))
     return max(1, min(limits))
-
-
-def cgroup_quota(root: Path) -> int | None:
-    """Whole processors that the container may use, at least 1; None when it is not limited.
-
-    Args:
-        root: where cgroups are mounted.
-    """
-    try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
-        else:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        # Rounded down: a thread too many uses up the quota early, and then all of them stand still.
-        return max(1, int(quota) // int(period)) if int(quota) > 0 else None
-    except (OSError, ValueError):  # not there, or "max"
-        return None
 
 
 def thread_counts(limit: int) -> tuple[int, ...]:
