@@ -151,7 +151,9 @@ class AttentionShape:
         """Bytes that one sequence takes beside its pages of V4's entries: its window, and what entries are made of."""
         return int((self.window or 0) * self.entry_bytes(form)) + self.past_tokens * self.past_width * dtype_bytes
 
-    def allocated_bytes(self, tokens: int, form: KVForm, dtype_bytes: int = 2) -> float:
+    def allocated_bytes(
+        self, tokens: int, form: KVForm, dtype_bytes: int = 2, page_size: int = DEFAULT_PAGE_SIZE
+    ) -> float:
         """Bytes that one sequence of this length takes from the pool: whole pages, and the residual window's.
 
         Kinds that the bundled runtime has no pages for are counted without rounding.
@@ -160,17 +162,18 @@ class AttentionShape:
             tokens: length.
             form: of the cache.
             dtype_bytes: of one element of the residual window, and of what quantized entries are made of.
+            page_size: tokens per page.
         """
         if not self.is_paged:
             return self.cached_bytes(tokens, form)
-        pages = math.ceil(tokens / DEFAULT_PAGE_SIZE)
+        pages = math.ceil(tokens / page_size)
         if self.has_rows:
             plain = form.bits // 8 if form.bits >= 16 else dtype_bytes
-            return pages * self.page_bytes(form) + self.row_bytes(form, plain)
+            return pages * self.page_bytes(form, page_size) + self.row_bytes(form, plain)
         if self.window is not None:
-            pages = min(pages, math.ceil(self.window / DEFAULT_PAGE_SIZE) + 1)  # a window lies across one page more
-        residual = residual_tokens(form.key) * self.num_kv_heads * self.key_dim * dtype_bytes
-        return pages * self.page_bytes(form) + residual
+            pages = min(pages, math.ceil(self.window / page_size) + 1)  # a window lies across one page more
+        residual = residual_tokens(form.key, page_size) * self.num_kv_heads * self.key_dim * dtype_bytes
+        return pages * self.page_bytes(form, page_size) + residual
 
     def index_bytes(self, form: KVForm) -> int:
         """Bytes of one key of the indexer; quantized ones carry 4 bytes of scales per 128."""

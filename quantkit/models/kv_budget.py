@@ -24,6 +24,9 @@ OBSERVED_TOKENS = {"attention": 32}
 SINK_TOKENS = 4
 """At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
 
+SMALLEST_PAGE = 16
+"""Tokens of a page that kernels on GPUs compute with, at least."""
+
 RECENT_TOKENS = 32
 """At the end, that no policy judges: at most, and a twelfth of the budget where that is less."""
 
@@ -33,6 +36,33 @@ def kept_tokens(budget: int | float | None, length: int) -> int:
     if budget is None:
         return length
     return min(length, budget if isinstance(budget, int) else round(budget * length))
+
+
+def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
+    """Return the largest page, halved from `page_size` down to 16 tokens, with which a budget can be kept.
+
+    Args:
+        tokens: the budget.
+        page_size: tokens per page where the budget does not matter; a smaller one than 16 stays.
+        window: of the widest layer with a sliding window; 0 = there is none.
+    """
+    while tokens < _least_tokens(page_size, window) and page_size // 2 >= SMALLEST_PAGE:
+        page_size //= 2
+    return page_size
+
+
+def _least_tokens(page_size: int, window: int) -> int:
+    """Return the smallest budget: the sinks, the newest tokens, an open page, and what rounding to pages takes."""
+    beside = (_first_candidate(page_size) + 2) * page_size
+    return next(tokens for tokens in count(beside) if tokens >= _recent_tokens(tokens, window) + beside)
+
+
+def _recent_tokens(budget: int, window: int) -> int:
+    return max(window, min(RECENT_TOKENS, budget // 12))
+
+
+def _first_candidate(page_size: int) -> int:
+    return -(-SINK_TOKENS // page_size)
 
 
 def query_slots(policy: str | None) -> int:
@@ -60,11 +90,9 @@ class KVBudget:
     window: int = 0
 
     def __post_init__(self) -> None:
-        # Of any length: the sinks, the newest, an open page, and what rounding to pages takes.
-        beside = (self.first_candidate + 2) * self.page_size
-        if self.tokens >= self.recent + beside:
+        least = _least_tokens(self.page_size, self.window)
+        if self.tokens >= least:
             return
-        least = next(tokens for tokens in count(beside) if tokens >= self._recent(tokens) + beside)
         window = f" beside the sliding window of {self.window} tokens" if self.window else ""
         raise RequestError(
             f"kv_budget is {self.tokens} tokens; the first and the newest tokens, which are never evicted, need "
@@ -74,15 +102,12 @@ class KVBudget:
     @property
     def recent(self) -> int:
         """Newest tokens that are never evicted; with a sliding window they have no gap."""
-        return self._recent(self.tokens)
-
-    def _recent(self, budget: int) -> int:
-        return max(self.window, min(RECENT_TOKENS, budget // 12))
+        return _recent_tokens(self.tokens, self.window)
 
     @property
     def first_candidate(self) -> int:
         """The first page that may be evicted: those before hold the sinks."""
-        return -(-SINK_TOKENS // self.page_size)
+        return _first_candidate(self.page_size)
 
     @property
     def peak(self) -> int:

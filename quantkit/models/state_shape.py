@@ -6,7 +6,7 @@ G heads of queries and keys with N channels, H heads of values with P; what is c
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.models.cache import KVForm
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm
 
 _STATE_BYTES = 4  # float32: a state is added to once per token, and would lose what is small in 16 bits
 
@@ -65,7 +65,9 @@ class StateShape:
         """It takes no pages."""
         return 0
 
-    def allocated_bytes(self, tokens: int, form: KVForm, dtype_bytes: int = 2) -> float:
+    def allocated_bytes(
+        self, tokens: int, form: KVForm, dtype_bytes: int = 2, page_size: int = DEFAULT_PAGE_SIZE
+    ) -> float:
         """Bytes of one sequence of any length."""
         return self.num_bytes
 

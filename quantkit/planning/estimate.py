@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.engines import find_engine, judge, judge_all
 from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
-from quantkit.models.kv_budget import KVBudget
+from quantkit.models.kv_budget import KVBudget, fitting_page_size
 from quantkit.planning import memory, weights
 from quantkit.planning.devices import Device
 from quantkit.planning.limits import (
@@ -262,7 +262,8 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
     eviction = Eviction(budget=parse_budget(budget), policy=policy)
     if (kept := eviction.kept(context)) < context:
         window = max((getattr(layer.attention, "window", None) or 0 for layer in shape.layers), default=0)
-        KVBudget(tokens=kept, page_size=DEFAULT_PAGE_SIZE, chunk=STEP_TOKENS, window=window)  # refuses too few
+        eviction = replace(eviction, page_size=fitting_page_size(kept, DEFAULT_PAGE_SIZE, window))
+        KVBudget(tokens=kept, page_size=eviction.page_size, chunk=STEP_TOKENS, window=window)  # refuses too few
     return eviction
 
 

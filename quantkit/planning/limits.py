@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantkit.models.cache import KVForm
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm
 from quantkit.models.kv_budget import kept_tokens
 from quantkit.planning import memory
 from quantkit.planning.devices import Device
@@ -53,10 +53,12 @@ class Eviction:
     Args:
         budget: tokens, or a share of the context; None = all.
         policy: which ones stay.
+        page_size: tokens per page of the cache.
     """
 
     budget: int | float | None = None
     policy: str | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
 
     def kept(self, context: int) -> int:
         """Tokens of a sequence of this length that are in the cache."""
@@ -64,14 +66,15 @@ class Eviction:
 
     def sequence_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
         """What the bundled runtime allocates for one sequence."""
-        allocated = memory.kv_allocated_bytes(shape, self.kept(context), form)
+        allocated = memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
         return allocated + (0 if self.budget is None else memory.query_bytes(shape, self.policy))
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
         """What one sequence takes besides, while a chunk of its prompt is computed: pages go after its attention."""
         kept = self.kept(context)
         most = min(context, kept - 1 + chunk) if kept < context else kept
-        return memory.kv_allocated_bytes(shape, most, form) - memory.kv_allocated_bytes(shape, kept, form)
+        before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))
+        return before - after
 
 
 EVERYTHING = Eviction()

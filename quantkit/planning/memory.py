@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.compress.algorithms.base import Step, steps_bytes
 from quantkit.models.attention_shape import AttentionShape
-from quantkit.models.cache import KVForm
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm
 from quantkit.models.kv_budget import query_slots
 from quantkit.models.tensors import LayerTensors, Matrix
 from quantkit.planning.shape import ModelShape
@@ -132,9 +132,9 @@ def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
     return sum(cache.cached_bytes(tokens, kept) for cache, kept in shape.caches(form))
 
 
-def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
+def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm, page_size: int = DEFAULT_PAGE_SIZE) -> float:
     """The same in whole pages of the bundled runtime, with the residual window of the open page."""
-    return sum(cache.allocated_bytes(tokens, kept, shape.dtype_bytes) for cache, kept in shape.caches(form))
+    return sum(cache.allocated_bytes(tokens, kept, shape.dtype_bytes, page_size) for cache, kept in shape.caches(form))
 
 
 def query_bytes(shape: ModelShape, policy: str | None) -> int:

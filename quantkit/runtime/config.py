@@ -5,13 +5,13 @@ No torch: `--help` is answered from it. What depends on a model or a device is c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.models.kv_budget import DEFAULT_POLICY, kept_tokens
+from quantkit.models.kv_budget import DEFAULT_POLICY, fitting_page_size, kept_tokens
 from quantkit.quantities import parse_budget, parse_bytes
 from quantkit.settings import setting
 
@@ -62,7 +62,10 @@ class EngineConfig:
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
     )
     num_pages: int | None = setting(None, "Pages of the KV cache; wins over its memory.")
-    page_size: int = setting(DEFAULT_PAGE_SIZE, "Tokens per page of the KV cache.")
+    page_size: int = setting(
+        DEFAULT_PAGE_SIZE,
+        "Tokens per page of the KV cache; `LLM` takes smaller pages where a small kv_budget needs them.",
+    )
     max_sequences: int = setting(32, "Requests that are computed at the same time.")
     token_budget: int = setting(
         TOKEN_BUDGET["cpu"], "New tokens per step, of all requests together; 2048 on CUDA devices if not given."
@@ -136,6 +139,18 @@ class EngineConfig:
         budget = None if self.kv_budget is None else parse_budget(self.kv_budget)
         kept = kept_tokens(budget, length)
         return kept if kept < length else None
+
+    def fit_pages(self, model_length: int, window: int) -> EngineConfig:
+        """Return these settings with pages so small that the budget can be kept, where pages are not counted out.
+
+        Args:
+            model_length: tokens of one sequence, as far as the model can.
+            window: of the widest layer with a sliding window; 0 = there is none.
+        """
+        tokens = self.budget_tokens(self.context_length(model_length))
+        if tokens is None or self.num_pages is not None:
+            return self
+        return replace(self, page_size=fitting_page_size(tokens, self.page_size, window))
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of a sequence."""

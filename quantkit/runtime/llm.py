@@ -16,7 +16,7 @@ from quantkit.errors import RequestError
 from quantkit.kernels.layouts import page_bytes
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine import status
-from quantkit.runtime.engine.assembly import build_engine, predict_capacity
+from quantkit.runtime.engine.assembly import build_engine, fit_pages, predict_capacity
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.first_run import check_kernels
 from quantkit.runtime.engine.scoring import scoring_inputs
@@ -52,12 +52,13 @@ class LLM(Prompts):
 
     def __init__(self, path: str | Path | None = None, *, lazy: bool = False, **settings: Any) -> None:
         self.device = pick_device(settings.get("device", "auto"))
-        self.config = config = EngineConfig(**{"token_budget": TOKEN_BUDGET[self.device.type], **settings})
+        config = EngineConfig(**{"token_budget": TOKEN_BUDGET[self.device.type], **settings})
         self._controller = None
         if config.speculate is not None:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
         super().__init__(resolve(path))
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
+        self.config = config = fit_pages(self.path, config)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many and why
         self._engine = None if lazy else self._load()

@@ -204,6 +204,27 @@ def test_pages_in_use_are_what_the_plan_says_to_the_byte(tmp_path):
     assert freed == 3 * bytes_of  # of 7 pages
 
 
+@pytest.mark.parametrize(("budget", "page_size"), [(52, 16), (106, 32), (128, 32), (209, 64)])
+def test_small_budgets_get_small_pages_in_runtime_and_plan(tmp_path, budget, page_size):
+    folder = make_loud_model(tmp_path, "llama")
+    llm = LLM(folder, kv_budget=budget, max_length=400, max_sequences=1, token_budget=64, dtype="fp32")
+    plan = estimate(folder, context=400, kv_cache="fp32", kv_budget=budget)
+    assert llm.engine.config.page_size == plan.eviction.page_size == page_size
+    llm.generate(prompts(300), SamplingParams(max_tokens=50, ignore_eos=True))
+    assert llm.engine.eviction.num_evicted_pages > 0
+    pages = -(-budget // page_size) * llm.kv_bytes_per_token * page_size
+    assert plan.eviction.sequence_bytes(plan.shape, 400, plan.forms[0]) == pages
+
+
+def test_too_small_a_budget_is_refused_alike_by_runtime_and_plan(tmp_path):
+    folder = make_loud_model(tmp_path, "llama")
+    message = "need 52 in pages of 16: give 52 or more"
+    with pytest.raises(RequestError, match=message):
+        LLM(folder, kv_budget=51, max_length=400, lazy=True)
+    with pytest.raises(RequestError, match=message):
+        estimate(folder, context=400, kv_budget=51)
+
+
 def test_queries_that_are_kept_are_counted_by_pool_and_plan(tmp_path):
     folder = make_loud_model(tmp_path, "llama")
     engine = engine_of(load_model(folder, dtype="float32"), kv_budget=64, kv_policy="attention", num_pages=30)

@@ -27,6 +27,22 @@ from quantkit.runtime.model.loader import pick_dtype, read_headers
 from quantkit.runtime.model.model import Model, NativeModel, config_layouts
 
 
+def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
+    """Return the settings of an engine with pages that suit its budget; only headers are read.
+
+    Args:
+        path: model directory.
+        config: as asked for.
+    """
+    if config.kv_budget is None or config.backend == "transformers":
+        return config
+    try:
+        model, _, _ = read_headers(CheckpointReader(path))
+    except NotNative:
+        return config
+    return config.fit_pages(model.max_length, _widest_window(model))
+
+
 def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, device: torch.device) -> Capacity | None:
     """Tokens of one sequence, as the engine will have them; only headers are read.
 
