@@ -9,11 +9,26 @@ import re
 from quantkit.errors import InputError
 
 MISSING = "-"
+GROUP_SIZES = (128, 64, 32)
+"""Inputs per scale that all common engines have kernels for, the largest first."""
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BYTES = {**_DECIMAL, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def fitting_group(size: int, width: int) -> int:
+    """The largest group size up to the one asked for that divides a width and that engines read.
+
+    Args:
+        size: inputs that are to share one scale.
+        width: inputs.
+    Returns:
+        the size itself where it divides, or where nothing smaller in `GROUP_SIZES` does.
+    """
+    smaller = (other for other in GROUP_SIZES if other < size and width % other == 0)
+    return size if width % size == 0 else next(smaller, size)
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -235,15 +235,14 @@ def _quantize(model: Path, recipe: str, output: Path, changes: Mapping[str, Any]
     from quantkit.errors import SchemeError
 
     fitted: dict[str, Any] = {}
-    while True:
+    for size in (16, 8, 4, None):  # below 32, which quantkit itself goes down to
         try:
             return api.quantize(model, recipe, output, overrides={**changes, **fitted}, device="cpu"), fitted
         except SchemeError as error:
-            offered = re.search(r"--set weights\.group_size=(\d+)", str(error))
-            size = int(offered[1]) if offered else 0
-            if not size or size >= fitted.get("weights.group_size", 1 << 30):
+            if size is None or "does not divide" not in str(error):
                 raise
             fitted["weights.group_size"] = size
+    raise AssertionError("the last size raises")
 
 
 def _concluded(entry: Mapping[str, Any], recipe: Any, warnings: Iterable[str]) -> dict[str, str]:

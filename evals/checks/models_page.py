@@ -47,8 +47,8 @@ lists counts among image-text models. A recipe's verdict is *right* if its check
 - gives in quantkit the tokens and log-probabilities that transformers computes, with its cache or without one.
 
 It is *quantkit only* if the run warned that transformers does not load it, and the last of these points holds. Where
-128 does not divide a width, groups are as small as the refusal offers, which is said below a table. The source model
-has to give transformers' own tokens in quantkit as well. *Native* is what quantkit's engine computes;
+128 does not divide a width, groups are as small as it needs; a line below the table says so where that is below 32. The
+source model has to give transformers' own tokens in quantkit as well. *Native* is what quantkit's engine computes;
 the rest runs through transformers. *Share* is that of the matrices in decoder layers that `rtn-int4` quantizes.
 """
 

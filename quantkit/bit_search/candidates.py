@@ -19,6 +19,7 @@ from quantkit.compress.recipe.steps import step_name
 from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES, find_dtype
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.planning.weights import from_linear
 
 FINE = 32  # groups of this many beside those of the base recipe, where its own are larger
@@ -56,7 +57,7 @@ class Candidate:
 
 
 def base_groups(base: Recipe) -> int | str:
-    """Group size of the recipe that a search starts from: a number or "channel".
+    """Group size of the recipe that a search starts from: a number, be it strict or not, or "channel".
 
     Raises:
         RecipeError: it quantizes no weights, or shares scales in a way that candidates cannot.
@@ -66,7 +67,8 @@ def base_groups(base: Recipe) -> int | str:
         raise RecipeError(
             f"recipe {base.name!r} has no weights to search numbers for; start from one such as gptq-int4"
         )
-    size: int | str = weights["group_size"]
+    size: Any = weights["group_size"]
+    size = size["size"] if isinstance(size, dict) else size
     if isinstance(size, str) and size != "channel":
         raise RecipeError(
             f"recipe {base.name!r} has weights.group_size {size}, and candidates have groups of inputs; "
@@ -170,7 +172,7 @@ def usable(
         raise RecipeError(
             f"a {base.format} file is not run by quantkit, so nothing can be measured; search with another format"
         )
-    kept: list[Candidate] = []
+    kept: dict[Candidate, dict[str, LinearScheme]] = {}  # with what it gives each linear
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
     weights = 0
     notes: list[str] = []
@@ -178,18 +180,22 @@ def usable(
     for candidate in candidates:
         try:
             plan = build_plan(model, uniform(base, candidate), _NOWHERE, device)
+            same = [other.name for other, linears in kept.items() if linears == plan.linears]
+            if same:
+                notes.append(f"left out {candidate.name}: with this model's widths it is {same[0]}")
+                continue
             sizes = _sizes(plan)
             # A format may hold a scheme alone and not beside another one: the first block is tried among the others.
             first = next(iter(sizes)).rsplit(".", 2)[0]
             block = [name for name in sizes if name.rsplit(".", 2)[0] == first]
             if kept and len(block) < len(sizes):
-                beside = changed(base, kept[0], overrides=[override(block, candidate)])
+                beside = changed(base, next(iter(kept)), overrides=[override(block, candidate)])
                 build_plan(model, beside, _NOWHERE, device)
         except SchemeError as error:
             refused = error
             notes.append(f"left out {candidate.name}: {first_line(error)}")
             continue
-        kept.append(candidate)
+        kept[candidate] = plan.linears
         least = {name: min(size, least.get(name, size)) for name, (_, size) in sizes.items()}
         weights = sum(count for count, _ in sizes.values())
     if not kept:

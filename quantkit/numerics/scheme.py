@@ -1,12 +1,13 @@
 """Which numbers a model is stored in: per weight, per activation, per module. How well they are chosen is elsewhere."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantkit.errors import SchemeError
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.patterns import MAX_EXPRESSIONS, Budget, check_pattern, is_exact, matches
+from quantkit.quantities import GROUP_SIZES, fitting_group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +19,9 @@ class WeightScheme:
         group_size: inputs that share one scale; None = all of a row.
         symmetric: no zero point is stored; always so for float types.
         block_rows: outputs that share their scales; 1 = each has its own, None = all, one scale for the tensor.
-        signed_scales: whether scales of symmetric integers may be negative. This and the next say how numbers are
-            chosen and not how they are stored, so schemes that differ in them are equal.
+        signed_scales: whether scales of symmetric integers may be negative. This and what follows say how numbers
+            are chosen and not how they are stored, so schemes that differ in them are equal.
+        strict_groups: whether a linear whose inputs `group_size` does not divide is refused, not given smaller groups.
         row_scales: "e4m3": a row's scales are such that kernels which keep them as 8-bit floats lose nothing.
     """
 
@@ -28,6 +30,7 @@ class WeightScheme:
     symmetric: bool = True
     block_rows: int | None = 1
     signed_scales: bool = field(default=True, compare=False)
+    strict_groups: bool = field(default=False, compare=False)
     row_scales: Literal["", "e4m3"] = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -47,11 +50,18 @@ class WeightScheme:
         if self.block_rows is not None and self.block_rows < 1:
             raise SchemeError(f"blocks of {self.block_rows} outputs are not possible; write 128x128")
 
+    def fitted(self, in_features: int) -> "WeightScheme":
+        """The same in smaller groups, where those asked for do not divide this many inputs and others do."""
+        if self.group_size is None or self.block_rows != 1 or self.dtype.group is not None or self.strict_groups:
+            return self
+        size = fitting_group(self.group_size, in_features)
+        return self if size == self.group_size else replace(self, group_size=size)
+
     def group_width(self, in_features: int) -> int:
         """Inputs per scale, g, for a weight with this many inputs.
 
         Raises:
-            SchemeError: group_size does not divide in_features; the message names the nearest divisor.
+            SchemeError: group_size does not divide in_features; the message names sizes that do and that engines read.
         """
         if self.group_size is None:
             return in_features
@@ -61,11 +71,10 @@ class WeightScheme:
                 "inputs; add this linear to ignore, or choose another weights.dtype"
             )
         if in_features % self.group_size:
-            divisors = [d for d in range(1, in_features + 1) if in_features % d == 0]
-            nearest = min(divisors, key=lambda d: abs(d - (self.group_size or d)))
+            sizes = " or ".join([*(str(size) for size in GROUP_SIZES if in_features % size == 0), "channel"])
             raise SchemeError(
                 f"group_size {self.group_size} does not divide {in_features} inputs; "
-                f"nearest that does: {nearest}, or 'channel'"
+                f"set weights.group_size to {sizes}, or add this linear to ignore"
             )
         return self.group_size
 

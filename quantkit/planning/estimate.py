@@ -268,6 +268,7 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
 
 
 def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) -> Iterator[str]:
+    yield from plan.notes if plan else ()
     if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
         whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / DEFAULT_PAGE_SIZE
         yield (

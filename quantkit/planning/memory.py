@@ -51,7 +51,7 @@ def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Weigh
     plain = form if form is not None and not form.scaled else None
     return WeightChoice(
         name="as stored" if form is None else form.name,
-        choose=lambda _, matrix: form if matrix.quantizable else None,
+        choose=lambda _, matrix: form.fitted(matrix.in_features) if form is not None and matrix.quantizable else None,
         head=head,
         unquantized=plain,
         as_stored=form is None,

@@ -34,6 +34,7 @@ class RecipePlan:
         conflicts: why it cannot be done, one line each; the first is what an error says.
         cache: what it makes of the KV cache, outliers aside; None = nothing.
         stored: what the checkpoint will hold, for engines.
+        notes: where its groups are smaller than the recipe asks, a sentence each.
     """
 
     name: str
@@ -47,6 +48,7 @@ class RecipePlan:
     conflicts: tuple[str, ...]
     cache: KVForm | None = None
     stored: StoredModel
+    notes: tuple[str, ...] = ()
 
 
 def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) -> RecipePlan:
@@ -57,14 +59,14 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """
-    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts, fit, stored_model
+    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts, fit, group_notes, stored_model
 
     layers, family = [], shape.family or UNKNOWN
     for index, layer in enumerate(shape.layers):
         sizes = {m.first: (m.out_features, m.in_features) for m in layer.matrices if m.quantizable}
         sets = family.sets_of_layer(sizes.__contains__)
         layers.append(LayerLinears(f"{shape.prefix}.{index}", sizes, sets))
-    unlisted = TOWERS in shape.remarks
+    unlisted, asked = TOWERS in shape.remarks, recipe
     with suppress(InputError):  # which are listed below
         recipe = fit(recipe, family, layers, shape.stored, unlisted=unlisted)[0]
     assigned = assign(recipe, layers, shape.stored)
@@ -90,6 +92,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         conflicts=tuple(map(str, conflicts(recipe, layers, assigned, unlisted))),
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
         stored=stored_model(recipe, family, layers, assigned, shape.hidden_size),
+        notes=group_notes(asked, layers, assigned),
     )
 
 

@@ -6,8 +6,10 @@ values.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from quantkit.quantities import fitting_group
 
 _SHAPE_BYTES = 16  # weight_shape: two int64 beside every packed weight
 _FLOATS = ("fp8", "nvfp4", "mxfp4", "mxfp8")
@@ -55,6 +57,12 @@ class WeightForm:
     def packed(self) -> bool:
         """Whether codes lie in 32-bit words: integers do, unless they are multiplied with int8 inputs."""
         return self.scaled and self.compute != "int8" and not self.is_float
+
+    def fitted(self, in_features: int) -> "WeightForm":
+        """The same in the groups that `quantize` falls back to, where its own do not divide this many inputs."""
+        return (
+            self if self.group_size is None else replace(self, group_size=fitting_group(self.group_size, in_features))
+        )
 
     def fits(self, in_features: int) -> bool:
         """Whether groups divide this many inputs."""

@@ -320,12 +320,13 @@ def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
             read_candidates([wrong], 32)
     assert {c.dtype for c in default_candidates(128)} >= {"int2", "int4", "int8"}
     base = load("rtn-int4", ["weights.group_size=32"])
-    asked = read_candidates(["int4:32", "int4:128", "fp8:channel"], 32)
+    asked = read_candidates(["int4:32", "int4:40", "fp8:channel"], 32)
     candidates, notes = usable(str(tiny_llama), base, asked, "cpu")
     assert candidates[0].name == "int4:32"
-    assert any("left out int4:128" in note and "does not divide" in note for note in notes)
+    assert "left out int4:40: with this model's widths it is int4:32" in notes
+    assert [candidate.name for candidate in usable(str(tiny_llama), base, asked[1:2], "cpu")[0]] == ["int4:40"]
     with pytest.raises(RecipeError, match="none of the candidates can be used"):
-        usable(str(tiny_llama), base, read_candidates(["int4:128"], 32), "cpu")
+        usable(str(tiny_llama), base, read_candidates(["int4:24"], 32), "cpu")
     pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
     with pytest.raises(RecipeError, match="has overrides, which a search decides"):
         usable(str(tiny_llama), pinned, candidates, "cpu")

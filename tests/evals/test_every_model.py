@@ -153,8 +153,8 @@ def test_a_verdict_is_quantkit_only_where_the_run_warned_and_quantkit_is_right(e
 def test_groups_become_smaller_where_they_do_not_fit(monkeypatch):
     def quantize(model, recipe, output, *, overrides, device):
         size = overrides.get("weights.group_size", 128)
-        if size > 16:
-            raise SchemeError(f"{size} does not divide; for all linears: --set weights.group_size={size // 4}")
+        if size > 8:
+            raise SchemeError(f"group_size {size} does not divide 24 inputs; set weights.group_size to channel")
         return "result"
 
     monkeypatch.setattr(api, "quantize", quantize)

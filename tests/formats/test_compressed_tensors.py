@@ -209,7 +209,7 @@ def test_tensors_that_contradict_the_scheme():
         (linear("fp8", 48, rows=8), ["48 does not divide 64"]),
         (linear("nvfp4", inputs="fp8"), ["fp8 activations do not go with nvfp4 weights"]),
         (linear("mxfp4", inputs="int8"), ["set activations.dtype to mxfp4"]),
-        (linear("int4", 48), ["weights.group_size", "48 does not divide 64", "nearest that does: 32"]),
+        (linear("int4", 48), ["weights.group_size", "48 does not divide 64", "to 64 or 32 or channel"]),
     ],
 )
 def test_check_refuses_and_says_which_field(scheme, parts):

@@ -174,9 +174,24 @@ def test_token_quantization_scales_each_token_alone(dtype):
     assert torch.equal(fake_quantize_inputs(torch.zeros(1, 4), ActivationScheme(dtype=dtype)), torch.zeros(1, 4))
 
 
-def test_group_size_that_does_not_divide_names_the_nearest():
-    with pytest.raises(SchemeError, match=r"group_size 128 does not divide 172 inputs; nearest that does: 86"):
+def test_group_size_that_does_not_divide_names_those_that_engines_read():
+    with pytest.raises(
+        SchemeError, match=r"group_size 128 does not divide 172 inputs; set weights.group_size to channel,"
+    ):
         WeightScheme(dtype=INT4, group_size=128).group_width(172)
+    with pytest.raises(
+        SchemeError, match=r"does not divide 576 inputs; set weights.group_size to 64 or 32 or channel,"
+    ):
+        WeightScheme(dtype=INT4, group_size=128).group_width(576)
+
+
+@pytest.mark.parametrize(
+    ("asked", "width", "given"),
+    [(128, 576, 64), (128, 1536, 128), (128, 96, 32), (64, 96, 32), (96, 576, 96), (48, 64, 32), (128, 80, 128)],
+)
+def test_groups_become_the_largest_that_divides_and_that_engines_read(asked, width, given):
+    assert WeightScheme(dtype=INT4, group_size=asked).fitted(width).group_size == given
+    assert WeightScheme(dtype=INT4, group_size=asked, strict_groups=True).fitted(width).group_size == asked
     with pytest.raises(SchemeError, match=r"nvfp4 has a scale per 16 inputs, .*60 inputs; add this linear to ignore"):
         WeightScheme(dtype=NVFP4, group_size=16).group_width(60)
 

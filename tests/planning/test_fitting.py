@@ -180,10 +180,16 @@ def recipe_of(**changes):
     return build({**base, **changes}, "mine.yaml")
 
 
-def test_a_group_that_divides_nothing_is_a_conflict_with_the_nearest_that_does():
+def test_groups_that_do_not_divide_are_counted_as_they_will_be_written():
     odd = shape_of("gpt-oss-20b")  # 2,880 = 45 x 64
-    conflicts = plan_recipe(odd, recipe_of()).conflicts
-    assert any("group_size 128 does not divide 2880 inputs; nearest that does: 120" in text for text in conflicts)
+    plan = plan_recipe(odd, recipe_of())
+    assert not plan.conflicts
+    assert {form.name for form in plan.forms} == {"int4 g64", "int4 g128"}
+    assert "group_size 128 does not divide 2880 inputs" in plan.notes[0]
+    strict = plan_recipe(odd, recipe_of(weights={"dtype": "int4", "group_size": {"size": 128, "strict": True}}))
+    assert any("128 does not divide 2880 inputs; set weights.group_size to 64 or 32 or" in t for t in strict.conflicts)
+    assert all("96" not in text for text in strict.conflicts)
+    assert not plan_recipe(LLAMA, recipe_of()).notes
     assert not plan_recipe(LLAMA, recipe_of()).conflicts
     rows = {row.scheme.name: row.problem for row in estimate(params=None, shape_file=None, model=None).weights}
     assert rows["int4 g128"] is None
@@ -320,11 +326,14 @@ def test_a_cache_that_no_engine_offers_is_refused(tmp_path):
 def test_an_impossible_recipe_is_one_line(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS["gpt-oss-20b"]))
+    strict = {"weights.group_size": {"size": 128, "strict": True}}
     with pytest.raises(RecipeError, match=r"recipe 'rtn-int4' cannot be used .* group_size 128 .* \(\d+ more"):
-        estimate(path, recipe="rtn-int4")
-    rows = {row.scheme.name: row.problem for row in estimate(path).weights}
-    assert rows["int4 g128"] == "groups of 128 do not divide 2880 inputs of self_attn.q_proj"
-    assert rows["int8 channel"] is None
+        estimate(path, recipe="rtn-int4", overrides=strict)
+    rows = {row.scheme.name: row for row in estimate(path).weights}
+    assert rows["int4 g128"].problem is rows["int8 channel"].problem is None
+    recipe = estimate(path, recipe="rtn-int4")
+    assert recipe.weights[-1].size == rows["int4 g128"].size  # both with groups of 64 where 128 does not divide
+    assert any("groups of 64 instead" in text for text in recipe.remarks)
     assert load("rtn-int4").scheme.default.weight.group_size == 128
 
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
-from quantkit.compress.recipe.load import Recipe, settled
+from quantkit.compress.recipe.load import Recipe, regrouped, settled
 from quantkit.engines import Reads, StoredLinear, StoredModel, judge
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
@@ -39,7 +39,7 @@ class LayerLinears(NamedTuple):
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
-    """What the rules of a recipe give each linear of each layer.
+    """What the rules of a recipe give each linear of each layer, in groups that divide its inputs where there are any.
 
     Args:
         recipe: the recipe.
@@ -54,7 +54,76 @@ def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> li
         full = f"{layer.name}.{name}"
         return towers.find(full) if layer.beside else _scheme_of(recipe, full, stored)
 
-    return [{name: scheme_of(layer, name) for name in layer.shapes} for layer in layers]
+    return [
+        _fitted(layer.shapes, {name: scheme_of(layer, name) for name in layer.shapes}, recipe.scheme.keeps, layer.name)
+        for layer in layers
+    ]
+
+
+def _fitted(
+    shapes: Mapping[str, tuple[int, int]], schemes: Schemes, keeps: Callable[[str], bool], layer: str
+) -> Schemes:
+    """The schemes of a layer in groups that divide the inputs of each linear; engines fuse experts, which share one."""
+    experts: dict[WeightScheme, int] = {}  # what all of them have a multiple of
+    for name, scheme in schemes.items():
+        if scheme is not None and find_expert(name) is not None:
+            experts[scheme.weight] = math.gcd(experts.get(scheme.weight, 0), shapes[name][1])
+
+    def fitted(name: str, scheme: LinearScheme | None) -> LinearScheme | None:
+        if scheme is None or keeps(f"{layer}.{name}"):
+            return scheme
+        width = shapes[name][1] if find_expert(name) is None else experts[scheme.weight]
+        weight = scheme.weight.fitted(width)
+        return scheme if weight is scheme.weight else replace(scheme, weight=weight)
+
+    return {name: fitted(name, scheme) for name, scheme in schemes.items()}
+
+
+def uniform_groups(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> Recipe:
+    """A recipe whose groups are all as small as the smallest that `assign` gives; itself where they are so already."""
+    if recipe.scheme.default is None:
+        return recipe
+    asked = recipe.scheme.default.weight.group_size
+    given = {scheme.weight.group_size for of in assign(recipe, layers, stored) for scheme in of.values() if scheme}
+    sizes = [size for size in given if size is not None]
+    if asked is None or not sizes or min(sizes) >= asked:
+        return recipe
+    return regrouped(recipe, asked, min(sizes))
+
+
+def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
+    """A sentence on the linears whose groups are smaller than a recipe asks, if there are any.
+
+    Args:
+        asked: the recipe as it was given.
+        layers: of the model.
+        assigned: what its linears have.
+    """
+    smaller: dict[tuple[int, int], list[str]] = {}
+    widths: dict[int, set[int]] = {}
+    for layer, schemes in zip(layers, assigned, strict=True):
+        for name, scheme in schemes.items():
+            rule = asked.scheme.find(full := f"{layer.name}.{name}")
+            if scheme is None or rule is None or asked.scheme.keeps(full):
+                continue
+            before, after = rule.weight.group_size, scheme.weight.group_size
+            if before is not None and after is not None and before != after:
+                smaller.setdefault((before, after), []).append(full)
+                if layer.shapes[name][1] % before:
+                    widths.setdefault(before, set()).add(layer.shapes[name][1])
+    if not smaller:
+        return ()
+    total = _count(assigned)
+    what = "; ".join(
+        (f"all {total} linears" if len(names) == total else f"{len(names)} of {total} linears, such as {names[0]},")
+        + f" have groups of {after} instead"
+        for (before, after), names in smaller.items()
+    )
+    why = ", ".join(
+        f"group_size {before} does not divide {' and '.join(map(str, sorted(own)))} inputs"
+        for before, own in widths.items()
+    )
+    return (f"{why}: {what}",)
 
 
 def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
@@ -119,7 +188,9 @@ def fit(
         InputError: the first reason why it cannot be used.
     """
     model = _Model(family, layers, stored, leave, unlisted, reader)
-    recipe, assigned, warnings = model.settle(recipe)
+    asked = recipe
+    recipe, assigned, warnings = model.settle_groups(recipe)
+    warnings = (*group_notes(asked, layers, assigned), *warnings)
     if reader.engine is None:
         return recipe, assigned, warnings
     reading = model.reading(recipe, assigned)
@@ -142,6 +213,30 @@ class _Model:
     leave: Leave | None
     unlisted: bool
     reader: Reader
+
+    def settle_groups(self, recipe: Recipe) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+        """`settle`, with groups of one size in the whole model where format or reader do not take several.
+
+        Loaders of compressed-tensors take zero points with one size only, which are worth more than larger groups.
+        """
+        alike = uniform_groups(recipe, self.layers, self.stored)
+        if alike is recipe:
+            return self.settle(recipe)
+        try:
+            made = self.settle(recipe)
+        except SchemeError:
+            with suppress(InputError):
+                return self.settle(alike)
+            raise
+        with suppress(InputError):
+            other = self.settle(alike)
+            return max(made, other, key=self._merit)  # the first of equals
+        return made
+
+    def _merit(self, made: tuple[Recipe, list[Schemes], tuple[str, ...]]) -> tuple[bool, int]:
+        """Whether who is named reads it, and how many linears have zero points."""
+        reads = self.reader.engine is None or self.reading(*made[:2]).is_right
+        return reads, sum(not scheme.weight.symmetric for of in made[1] for scheme in of.values() if scheme)
 
     def settle(self, recipe: Recipe) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
         """`fit`, whoever reads it: with zero points where they are left open and nothing speaks against them."""
@@ -267,7 +362,7 @@ def conflicts(
             if recipe.scheme.keeps(name):
                 yield SchemeError(f"{name} cannot be kept as the source has it: {error}")
             else:
-                yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
+                yield SchemeError(f"{name}: {error}")
     if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
@@ -285,12 +380,3 @@ def _without_inputs(layers: Sequence[LayerLinears], assigned: Sequence[Schemes])
                     f"{scheme.activation.describe()} inputs need; drop its override, or set activations.dynamic=true"
                 )
                 return
-
-
-def _common_group(widths: set[int], asked: WeightScheme) -> str:
-    """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
-    common, size = math.gcd(*widths), asked.group_size
-    if size is None or asked.block_rows != 1 or asked.dtype.kind == "float" or common % size == 0:
-        return ""
-    _, fitting = min((abs(d - size), d) for d in range(1, common + 1) if common % d == 0)
-    return f"; for all linears: --set weights.group_size={fitting}"

@@ -161,6 +161,17 @@ def _settled(part: Mapping[str, Any], symmetric: bool) -> dict[str, Any]:
     return {**part, "weights": {**weights, "symmetric": not zero_points}}
 
 
+def regrouped(recipe: Recipe, old: int, new: int) -> Recipe:
+    """A recipe in which all weights in groups of `old` inputs are in groups of `new`; strict ones stay."""
+
+    def part(fields: Mapping[str, Any]) -> dict[str, Any]:
+        weights = fields.get("weights") or {}
+        return {**fields, **({"weights": {**weights, "group_size": new}} if weights.get("group_size") == old else {})}
+
+    source = {**part(recipe.source), "overrides": [part(override) for override in recipe.source["overrides"]]}
+    return replace(recipe, source=source, scheme=_scheme({"activations": None, **source}))
+
+
 def check(path: str | Path) -> list[str]:
     """Read a recipe and say what is valid in it but probably not meant.
 

@@ -51,7 +51,8 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
     Raises:
         RecipeError: no such scheme.
     """
-    size, rows = fields["group_size"], 1
+    size, rows, strict = fields["group_size"], 1, isinstance(fields["group_size"], dict)
+    size = size["size"] if strict else size
     if isinstance(size, str) and "x" in size:
         rows, size = map(int, size.split("x"))
     with as_recipe_error(path):
@@ -63,6 +64,7 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
             symmetric=(dtype.kind == "float" or rows != 1 or size == "tensor") if symmetric == "auto" else symmetric,
             block_rows=None if size == "tensor" else rows,
             signed_scales=fields.get("signed_scales", True),
+            strict_groups=strict,
         )
 
 

@@ -31,13 +31,17 @@ def _dtype(name: str) -> str:
     return str(_valid(find_dtype, name).name)
 
 
-def _group_size(value: Any) -> int | str:
+def _group_size(value: Any) -> int | str | dict[str, Any]:
+    if isinstance(value, Mapping):
+        given = GroupSizeSection.model_validate(value)
+        return {"size": given.size, "strict": True} if given.strict else given.size
     if type(value) is int and value > 0:
         return value
     if isinstance(value, str) and re.fullmatch(r"auto|channel|tensor|[1-9]\d*x[1-9]\d*", value):
         return value
     raise ValueError(
-        f"expected a positive whole number, 'channel', 'tensor' or a block such as 128x128, found {shorten(value)}"
+        "expected a positive whole number, {size: 128, strict: true}, 'channel', 'tensor' or a block such as 128x128, "
+        f"found {shorten(value)}"
     )
 
 
@@ -81,7 +85,7 @@ def _name(value: str) -> str:
 
 
 DTypeName = Annotated[str, AfterValidator(_dtype)]
-GroupSize = Annotated[int | str, PlainValidator(_group_size)]
+GroupSize = Annotated[int | str | dict[str, Any], PlainValidator(_group_size)]
 Symmetric = Annotated[bool | str, PlainValidator(_symmetric)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
 Gates = Annotated[tuple[str, ...], PlainValidator(partial(_texts, expected="a gate such as 'recovery>=98.9'"))]
@@ -105,6 +109,13 @@ class RecipeSection(BaseModel):
                     f"unknown key {shorten(key)}{suggestion(str(key), cls.model_fields)}; there are: {names}"
                 )
         return data
+
+
+class GroupSizeSection(RecipeSection):
+    """`group_size:` of weights as a mapping; strict = a linear whose width the size does not divide is refused."""
+
+    size: Positive
+    strict: bool = False
 
 
 class WeightsSection(RecipeSection):

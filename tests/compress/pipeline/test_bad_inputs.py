@@ -147,7 +147,11 @@ def test_bad_models(tmp_path, text_file, what, spoil, message):
 
 
 RECIPES: list[tuple[str, str, str]] = [
-    ("group size that does not divide", RECIPE.replace("32", "48"), r"group_size 48 does not divide 64 inputs.*32"),
+    (
+        "group size that does not divide",
+        RECIPE.replace("32", "{size: 48, strict: true}"),
+        "group_size 48 does not divide 64 inputs.*32",
+    ),
     ("unknown step", RECIPE + "steps: [gtpq]\n", r"'gtpq'.*did you mean 'gptq'"),
     ("misspelt key", RECIPE.replace("format:", "formt:"), r"formt.*did you mean 'format'"),
     ("misspelt option", RECIPE + "steps:\n  - gptq: {dampning: 0.1}\n", r"dampning.*did you mean 'damping'"),

@@ -145,7 +145,7 @@ MISTAKES = {
     "weights: {dtype: 4}": "weights.dtype: expected text, found 4",
     "weights: {dtype: int4, goup_size: 8}": "weights: unknown key 'goup_size' (did you mean 'group_size'?)",
     "weights: {dtype: int4, group_size: -1}": "'tensor' or a block such as 128x128, found -1",
-    "weights: {dtype: int4, group_size: true}": "weights.group_size: expected a positive whole number, 'channel'",
+    "weights: {dtype: int4, group_size: true}": "a positive whole number, {size: 128, strict: true}, 'channel'",
     "weights: {dtype: int4, group_size: chanel}": "found 'chanel'",
     "weights: {dtype: fp8, group_size: 128x0}": "or a block such as 128x128, found '128x0'",
     "weights: {dtype: nvfp4, group_size: 32}": "weights: nvfp4 has a scale per 16 inputs; set weights.group_size to 16",
