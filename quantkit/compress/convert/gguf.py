@@ -107,7 +107,7 @@ def write_gguf(
         num_linears=sum(tensor.is_quantized for tensor in exported),
         output_bytes=path.stat().st_size,
         stored=dict(Counter(block.name for tensor, block in plan if len(tensor.shape) == 2)),
-        notes=_notes(source, plan),
+        notes=(*_notes(source, plan), *_fallbacks(plan, type_name)),
     )
 
 
@@ -143,6 +143,20 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
             f"{block_values(quantized[0][1])} has a scale of its own{zeros}"
         )
     return tuple(notes)
+
+
+def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
+    """A sentence on the matrices that another type takes, because blocks of the one asked for do not divide rows."""
+    size = block_values(TYPES[type_name][1]) if type_name else 1
+    others: dict[Block, list[ExportedTensor]] = {}
+    for tensor, block in plan:
+        if block != Block.F32 and tensor.shape[-1] % size:  # norms are float32 in any file
+            others.setdefault(block, []).append(tensor)
+    if others:
+        total = sum(block != Block.F32 for _, block in plan)
+        widths = ", ".join(map(str, sorted({tensor.shape[-1] for of in others.values() for tensor in of})))
+        listed = ", ".join(f"{len(of)} are {block.name}, such as {of[0].name}" for block, of in others.items())
+        yield f"Blocks of {type_name} have {size} values, which do not divide {widths}; of {total} matrices {listed}"
 
 
 def _check_source(source: Source, type_name: str | None) -> None:

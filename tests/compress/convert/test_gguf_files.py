@@ -64,6 +64,15 @@ def test_quantize_writes_the_file(model, tmp_path):
     assert result.output_bytes == (tmp_path / "a.gguf").stat().st_size
 
 
+def test_a_note_says_which_matrices_get_another_type_than_asked(model, tmp_path):
+    notes = convert(model, "gguf", tmp_path / "k.gguf", type_name="q4_k").notes  # widths of 64 and 96
+    assert notes == (
+        "Blocks of q4_k have 256 values, which do not divide 64, 96; of 16 matrices 1 are Q8_0, such as "
+        "output.weight, 15 are Q5_0, such as token_embd.weight",
+    )
+    assert convert(model, "gguf", tmp_path / "8.gguf", type_name="q8_0").notes == ()
+
+
 @pytest.mark.parametrize("type_name", ["f32", "bf16", "q8_0", "q4_0", "q4_k"])
 def test_an_ordinary_model_rounded_to_a_type(model, tmp_path, type_name):
     convert(model, "gguf", tmp_path / "a.gguf", type_name=type_name)
