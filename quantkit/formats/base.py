@@ -282,6 +282,31 @@ def identical(left: Tensor | None, right: Tensor | None) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
 
 
+def unquantized_modules(name: str, shape: tuple[int, ...]) -> list[str]:
+    """Names by which loaders know the linears whose weights are in a tensor; none where it is of no linear.
+
+    Experts in one tensor are known by the module around it, and engines ask for each of them as a linear of its own.
+
+    Args:
+        name: full name of a tensor without codes.
+        shape: of it.
+    """
+    module, _, leaf = name.rpartition(".")
+    if leaf == "weight" and len(shape) == 2:
+        return [module]
+    around, experts, kind = name.removesuffix(".weight").rpartition(".experts.")
+    if not experts or len(shape) != 3:
+        return []
+    container, parts = f"{around}.experts", _FUSED.get(kind, (kind,))
+    return [
+        container,
+        f"{container}.{kind}",
+        *(f"{container}.{number}.{part}" for number in range(shape[0]) for part in parts),
+    ]
+
+
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
+
 # Local names that only a quantized linear has, whatever the format.
 _CODES = re.compile(r"weight_packed|qweight|weight_scale(_inv)?|SCB|weight\.(absmax|SCB)|_weight_qdata")
 

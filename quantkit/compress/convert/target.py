@@ -11,11 +11,13 @@ from torch import Tensor
 from quantkit.compress.convert.source import Source
 from quantkit.errors import ModelError, SchemeError, located
 from quantkit.formats import REGISTRY
-from quantkit.formats.base import Format
+from quantkit.formats.base import Format, unquantized_modules
 from quantkit.models.families import find
 from quantkit.models.linear_sets import fused_conflicts
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
+
+_EMBEDDING = "embed_tokens"  # of a family that quantkit does not know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +112,7 @@ def _check(source: Source, format_: Format) -> Target:
         raise SchemeError(
             f"it has calibrated scales of the KV cache, which only {source.format.name} says in config.json"
         )
-    ignored = tuple(_ignored(source))
+    ignored = tuple(dict.fromkeys(_ignored(source)))
     # For its refusals: schemes that fit alone may not go together.
     format_.config(linears, ignored, group_order=reordered)
     return Target(format=format_, linears=linears, ignored=ignored, group_order=reordered)
@@ -188,9 +190,14 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
 
 
 def _ignored(source: Source) -> Iterator[str]:
-    """Linears that are not quantized: matrices called `weight` inside layers, and the head."""
+    """Linears that are not quantized, in layers and outside of them (MTP, towers), and the head; not the embedding."""
     yield "lm_head"
-    for module in (module for layer, modules in source.layers() if layer for module in modules):
-        weight = f"{module}.weight"
-        if module not in source.linears and weight in source.reader and len(source.reader.info(weight).shape) == 2:
-            yield module
+    try:
+        embedding = find(source.reader.config).embedding
+    except (ModelError, TypeError):
+        embedding = _EMBEDDING
+    for module in source.modules:
+        if module in source.linears or module.endswith(embedding.rpartition(".")[2]):
+            continue
+        for name in source.names(module):
+            yield from unquantized_modules(name, source.reader.info(name).shape)

@@ -23,6 +23,7 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import RunState
 from quantkit.compress.pipeline.towers import write_towers
+from quantkit.formats.base import unquantized_modules
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 
@@ -107,9 +108,8 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
     others = [*plan.ignored, *(reader.stored_name(f"{name}.")[:-1] for name in plan.ignored)]
     for name in reader.names:
-        module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and len(reader.info(name).shape) == 2 and not plan.skeleton.has_parameter(name):
-            others.append(module)  # of a part that is called otherwise in the model, e.g. a vision tower
+        if not plan.skeleton.has_parameter(name):  # of a part that the model lacks or calls otherwise: MTP, towers
+            others += unquantized_modules(name, reader.info(name).shape)
     return schemes, tuple(dict.fromkeys(name for name in others if name not in schemes))
 
 
