@@ -18,12 +18,12 @@ import provenance
 from quantkit.compress.recipe import load, shipped
 from quantkit.compress.recipe.load import settled
 from quantkit.engines import StoredLinear, StoredModel, find_engine, judge
-from quantkit.engines.base import CAPABILITIES
+from quantkit.engines.rules import CAPABILITIES
 
 RESULTS, OTHERS = (Path(__file__).resolve().parents[1] / "results" / name for name in ("vllm", "cpu_engines"))
 NAMES = {"gemma3_text": "gemma3"}
 _QUOTED = 100  # characters of what an engine says
-ENGINES = ("vllm", "vllm:cpu", "sglang", "transformers", "tgi", "tensorrt-llm", "llama.cpp")
+ENGINES = ("vllm", "vllm:cpu", "sglang", "transformers", "tensorrt-llm", "llama.cpp")
 SERVED = (
     *((f"`{name}`", name, {}) for name in shipped() if name not in ("kv-fp8", "awq-int4-kv4", "awq-int4-kv8")),
     ("`gptq-int4` as `gptq`", "gptq-int4", {"format": "gptq"}),

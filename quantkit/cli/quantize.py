@@ -53,7 +53,7 @@ _NPROC = setting(
 _ENGINE = setting(
     None,
     "Engine that is to read the result, on which device if that is known: vllm, vllm:h100, vllm:cpu, sglang, "
-    "transformers, llama.cpp, openvino, onnxruntime, tensorrt-llm or tgi. What it cannot read is refused at once.",
+    "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. What it cannot read is refused at once.",
     flag="--for ENGINE[:DEVICE]",
 )
 

@@ -1,17 +1,16 @@
-"""What each serving engine reads, by release: one file per engine, which is data, and one function that judges."""
+"""Checkpoints that each serving engine reads, by release: one YAML file of rules per engine, and one judge."""
 
-from quantkit.engines._devices import DEVICES, device_key
-from quantkit.engines._judge import find_engine, judge, judge_all
-from quantkit.engines.base import CPU, OTHER, Reads, StoredLinear, StoredModel
+from quantkit.engines.judge import DEVICES, device_key, engine_names, find_engine, judge, judge_all
+from quantkit.engines.rules import CPU, UNKNOWN, StoredLinear, StoredModel
 
 __all__ = [
     "CPU",
     "DEVICES",
-    "OTHER",
-    "Reads",
+    "UNKNOWN",
     "StoredLinear",
     "StoredModel",
     "device_key",
+    "engine_names",
     "find_engine",
     "judge",
     "judge_all",

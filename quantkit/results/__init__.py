@@ -1,6 +1,7 @@
 """What a number is: records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
 
 from quantkit.results._record import SCHEMA_VERSION as SCHEMA_VERSION
+from quantkit.results._record import Record as Record
 from quantkit.results.benchmark import SWEEP_NAME as SWEEP_NAME
 from quantkit.results.benchmark import BenchmarkResult as BenchmarkResult
 from quantkit.results.benchmark import BenchmarkRun as BenchmarkRun

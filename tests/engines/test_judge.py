@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from quantkit.engines import CPU, StoredLinear, StoredModel, find_engine, judge, judge_all
-from quantkit.engines._judge import REGISTRY
-from quantkit.engines.base import AMX, OTHER
-from quantkit.errors import InputError
+from quantkit.engines import CPU, StoredLinear, StoredModel, engine_names, find_engine, judge, judge_all
+from quantkit.engines.judge import read_engine
+from quantkit.engines.rules import AMX, OTHER
+from quantkit.errors import InputError, ReportError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
@@ -149,8 +149,6 @@ OTHERS = [
     ("tensorrt-llm", BLACKWELL, "fast", "nvfp4 g16", "nvfp4"),
     ("tensorrt-llm", HOPPER, "wrong", "int8 channel", "int8"),
     ("tensorrt-llm", HOPPER, "no", "int4 g128"),
-    ("tgi", AMPERE, "fast", "int4 g128"),
-    ("tgi", AMPERE, "no", "nvfp4 g16"),
     ("transformers", CPU, "slow", "int3 g128"),
     ("transformers", CPU, "wrong", "nvfp4 g16", None, (64, 64), True),
     ("transformers", CPU, "no", "int4 g32 asym", None, (64, 64), True),
@@ -208,7 +206,7 @@ def test_an_engine_is_asked_about_its_device():
 def test_a_cache_of_our_own_is_told_of():
     own = StoredModel(format="compressed-tensors", linears=(linear("int4 g128"),), cache="own")
     fixed = StoredModel(format="compressed-tensors", linears=(linear("int4 g128"),), cache="fp8")
-    for name in ("vllm", "sglang", "transformers", "tensorrt-llm", "tgi"):
+    for name in ("vllm", "sglang", "transformers", "tensorrt-llm"):
         assert "16-bit keys and values" in judge(name, own, HOPPER).cache
         assert not judge(name, fixed, HOPPER).cache
 
@@ -219,12 +217,32 @@ def test_an_unknown_engine_is_refused_with_those_there_are():
     assert find_engine("llama.cpp")[0] is find_engine("llama-cpp")[0]
 
 
-@pytest.mark.parametrize("name", REGISTRY.names())
+@pytest.mark.parametrize("name", engine_names())
 def test_rules_speak_of_what_there_is_and_name_their_source(name):
     engine, _ = find_engine(name)
     for rule in engine.rules:
-        assert rule.source and set(rule.format) <= set(FORMATS.names()), rule
-        assert {*rule.weights, *filter(None, rule.inputs)} <= set(DTYPES), rule
+        assert rule.source and set(rule.when.format) <= set(FORMATS.names()), rule
+        assert {*rule.when.weights, *rule.when.inputs} <= {*DTYPES, "16-bit"}, rule
+        named = [group for group in (*rule.when.groups, *rule.when.besides) if not isinstance(group, int)]
+        assert set(named) <= {"channel", "tensor", "block"}, rule
+    assert set(engine.caches) <= {"fp8", "own"}
+
+
+def test_a_new_engine_is_one_file_and_a_mistake_in_it_is_said_with_its_place(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("title: Mine\nrelease: 1.0\nrules:\n- {reads: fast, when: {weights: [int4]}, reason: mine}\n")
+    with pytest.raises(ReportError, match=r"mine\.yaml\.release: expected str, found 1\.0"):
+        read_engine(file)
+    file.write_text(file.read_text().replace("1.0", "'1.0'"))
+    assert engine_names(tmp_path) == ["mine"]
+    rule = read_engine(file).rules[0]
+    assert rule.when.hold(linear("int4 g128"), StoredModel(format="gptq"), HOPPER)
+    assert not rule.when.hold(linear("int8 g128"), StoredModel(format="gptq"), HOPPER)
+    assert not rule.when.hold(linear("int4 g128"), StoredModel(format="gptq"), CPU)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(file.read_text().replace("weights", "weight"))
+    with pytest.raises(ReportError, match=r"wrong\.yaml\.rules\[0\]\.when: unknown field 'weight' \(did you mean"):
+        read_engine(wrong)
 
 
 WEIGHTS = (
@@ -257,13 +275,13 @@ def everything():
 MODELS = list(everything())
 
 
-@pytest.mark.parametrize("name", REGISTRY.names())
+@pytest.mark.parametrize("name", engine_names())
 def test_every_rule_applies_to_something_and_every_linear_has_a_rule(name):
     """A rule behind one that says more is dead, and what no rule is about would be a hole in the table."""
     rules, used, holes = find_engine(name)[0].rules, set(), set()
     for model, device in itertools.product(MODELS, (CPU, AMX, 70, 75, AMPERE, HOPPER, BLACKWELL)):
         kind = model.linears[0]
-        number = next((i for i, rule in enumerate(rules) if rule.applies(kind, model, device)), None)
+        number = next((i for i, rule in enumerate(rules) if rule.when.hold(kind, model, device)), None)
         used.add(number)
         if number is None and device not in (CPU, AMX):
             holes.add((model.format, kind.describe(), device))

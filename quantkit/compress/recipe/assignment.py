@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.recipe.load import Recipe, regrouped, settled
-from quantkit.engines import Reads, StoredLinear, StoredModel, judge
+from quantkit.engines import UNKNOWN, StoredLinear, StoredModel, judge
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
@@ -198,7 +198,7 @@ def fit(
         f"{reading.engine} {reading.release}: {', '.join(filter(None, (reading.reads, reading.reason, reading.cache)))}"
     )
     if not reading.is_right:
-        is_for = "is not known to be for" if reading.reads == Reads.UNKNOWN else "is not for"
+        is_for = "is not known to be for" if reading.reads == UNKNOWN else "is not for"
         raise SchemeError(f"what recipe {recipe.name!r} makes {is_for} {text}")
     return recipe, assigned, (text, *warnings)
 
