@@ -95,10 +95,11 @@ def import_all() -> None:
     import quantkit.runtime.llm  # noqa: F401
     from quantkit.compress.algorithms import REGISTRY as STEPS
     from quantkit.formats import REGISTRY as FORMATS
-    from quantkit.models.families import REGISTRY as FAMILIES
+    from quantkit.models.families import known
 
-    for registry in (STEPS, FORMATS, FAMILIES):
+    for registry in (STEPS, FORMATS):
         registry.all()
+    known()
     get_checkpoint_conversion_mapping("llama")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

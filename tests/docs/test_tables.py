@@ -15,7 +15,7 @@ from quantkit.compress.algorithms import REGISTRY as STEPS
 from quantkit.compress.recipe import load, shipped
 from quantkit.compress.recipe.schema import Document
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.models.families import REGISTRY as FAMILIES
+from quantkit.models.families import known
 from tests.models.test_new_family import FILE
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_every_step_is_explained_with_its_options_and_defaults():
 
 def test_every_family_that_is_compressed_is_listed():
     native, others, gguf = (codes(cells[1]) for cells in rows(page("docs/recipes.md"), "## Families"))
-    families = {name: family for name, family in FAMILIES.all().items() if family.hf_names}
+    families = {name: family for name, family in known().items() if family.hf_names}
     assert native == [name for name, family in families.items() if family.native]
     assert others == [name for name, family in families.items() if not family.native]
     assert gguf == [name for name, family in families.items() if family.gguf]

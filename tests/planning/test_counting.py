@@ -16,7 +16,7 @@ from quantkit.compress import pipeline
 from quantkit.compress.pipeline.plan import build_plan, predicted_bytes
 from quantkit.compress.recipe import load
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models.families import REGISTRY
+from quantkit.models.families import known
 from quantkit.models.tensors import Matrix
 from quantkit.planning import estimate
 from quantkit.planning.counting import from_config, from_headers
@@ -86,7 +86,7 @@ VARIANTS = {
     "deepseek_v32": {**LATENT, "index_head_dim": 16, "index_n_heads": 4},
     "deepseek_v4": V4,
 }
-FILES = {name.replace("-", "_") for name in REGISTRY.names()}
+FILES = {name.replace("-", "_") for name in known()}
 OTHERWISE = {"gemma3": "gemma3_text", "hunyuan": "hunyuan_v1_dense", "hunyuan_moe": "hunyuan_v1_moe"}
 COUNTED = sorted({*FILES, *OTHERWISE.values()} - {*OTHERWISE, "falcon"})
 # These have no key/value heads of their own, and a width of their own.

@@ -1,5 +1,8 @@
-"""What a model is, one file of data per family; `find` picks the one that a config.json asks for."""
+"""Families of models as data: each file is one family or a few relatives; `find` picks by config.json."""
 
+import functools
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -9,14 +12,25 @@ from quantkit.errors import ModelError
 from quantkit.models.config import NotNative
 from quantkit.models.family import SHARED_EXPERTS, Family, Window
 from quantkit.models.linear_sets import MLA_SETS
-from quantkit.registry import Registry
 
-REGISTRY = Registry(package=__name__, attribute="FAMILY", noun="architecture")
+
+def known() -> dict[str, Family]:
+    """Family by name: each file defines one `FAMILY`, called as the file, or several `FAMILIES` by name."""
+    return dict(_read(tuple(__path__)))
+
+
+@functools.cache
+def _read(folders: tuple[str, ...]) -> dict[str, Family]:
+    families: dict[str, Family] = {}
+    for name in (module.name for module in pkgutil.iter_modules(folders)):
+        data = vars(importlib.import_module(f"{__name__}.{name}"))
+        families |= data.get("FAMILIES") or {name.replace("_", "-"): data["FAMILY"]}
+    return dict(sorted(families.items()))
 
 
 def supported() -> dict[str, Family]:
     """Family by the class name that config.json carries."""
-    return {name: data for data in REGISTRY.all().values() for name in data.hf_names}
+    return {name: data for data in known().values() for name in data.hf_names}
 
 
 # By `model_type`: what is known of these is that they are not what their names suggest.
@@ -46,9 +60,9 @@ def find(config: Mapping[str, Any]) -> Family:
         raise ModelError(
             "config.json has no 'architectures' entry, so the model's family is unknown; add its class name"
         )
-    known = supported()
+    by_class = supported()
     for name in map(str, names):
-        family = known.get(name)
+        family = by_class.get(name)
         if family is not None and family.only(config) and config.get("model_type") not in _RENAMED:
             return family
     raise NotNative(f"architecture {names[0]!r}")
@@ -63,7 +77,7 @@ def find_language_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str,
     names, text = config.get("architectures"), config.get("text_config")
     if not isinstance(names, list) or not isinstance(text, Mapping):
         return find(config), config
-    for family in REGISTRY.all().values():
+    for family in known().values():
         wrapper = family.wrapper
         if wrapper is None or not set(wrapper.hf_names) & set(map(str, names)):
             continue
@@ -99,8 +113,7 @@ def family_for_counting(config: Mapping[str, Any]) -> Family:
         return find(config)
     inner = config.get("text_config")
     model_type = str((inner if isinstance(inner, Mapping) else config).get("model_type") or "llama")
-    known: dict[str, Family] = REGISTRY.all()
-    for name, family in known.items():
+    for name, family in known().items():
         if model_type in (name.replace("-", "_"), *family.model_types) and family.only(config):
             return family
     return UNKNOWN

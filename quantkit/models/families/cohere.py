@@ -1,8 +1,11 @@
-"""Cohere Command R: attention and MLP side by side behind one norm without bias, neighbours rotated together."""
+"""Cohere: attention and MLP side by side behind one norm."""
 
-from quantkit.models.family import Biases, Family, Multipliers, Parts, QueryKeyNorm, Rope
+from dataclasses import replace
 
-FAMILY = Family(
+from quantkit.models.family import Biases, Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
+
+# Cohere Command R: attention and MLP side by side behind one norm without bias, neighbours rotated together.
+COHERE = Family(
     hf_names=("CohereForCausalLM",),
     parts=Parts(mlp_norm=None),
     norm="layer",
@@ -13,3 +16,16 @@ FAMILY = Family(
     defaults={"use_qk_norm": False, "logit_scale": 0.0625, "layer_norm_eps": 1e-5, "tie_word_embeddings": True},
     biases=Biases(norms=False),
 )
+
+FAMILIES = {
+    "cohere": COHERE,
+    # Cohere Command R7B and A: Cohere where three layers of four have a window, and only those have positions.
+    "cohere2": replace(
+        COHERE,
+        hf_names=("Cohere2ForCausalLM",),
+        qk_norm=None,
+        window=Window(rule="pattern", pattern=4),
+        rope=Rope(interleaved=True, layers="window"),
+        defaults={**COHERE.defaults, "sliding_window": 4096},
+    ),
+}

@@ -1,8 +1,27 @@
-"""Granite: Llama with constants on embeddings, attention, residual stream and logits."""
+"""Granite: Llama with constant multipliers."""
 
-from quantkit.models.family import Family, Multipliers
+from dataclasses import replace
 
-FAMILY = Family(
+from quantkit.models.family import Experts, Family, Multipliers, Parts, Rope
+from quantkit.models.recurrent import MAMBA, MAMBA_DEFAULTS
+
+_EXPERTS = Experts(
+    router="block_sparse_moe.router",
+    up=("block_sparse_moe.experts.{expert}.gate_proj", "block_sparse_moe.experts.{expert}.up_proj"),
+    down="block_sparse_moe.experts.{expert}.down_proj",
+    stacked_up="block_sparse_moe.input_linear.weight",
+    stacked_down="block_sparse_moe.output_linear.weight",
+    width="intermediate_size",
+    normalize=True,
+)
+_SHARED = replace(
+    _EXPERTS,
+    shared_up=("shared_mlp.input_linear",),
+    shared_down="shared_mlp.output_linear",
+    shared_width="shared_intermediate_size",
+)
+# Granite: Llama with constants on embeddings, attention, residual stream and logits.
+GRANITE = Family(
     hf_names=("GraniteForCausalLM",),
     multipliers=Multipliers(
         embedding="embedding_multiplier",
@@ -14,3 +33,45 @@ FAMILY = Family(
         ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
     ),
 )
+# Granite with experts in place of the MLP, which are stored in two tensors for a layer.
+GRANITEMOE = replace(
+    GRANITE,
+    hf_names=("GraniteMoeForCausalLM",),
+    experts=_EXPERTS,
+    compressed_experts=False,
+    stored_tensors={"block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight"},
+    defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
+)
+# Granite with experts, and beside them an MLP that every token passes.
+GRANITEMOESHARED = replace(
+    GRANITEMOE,
+    hf_names=("GraniteMoeSharedForCausalLM",),
+    experts=_SHARED,
+    defaults={**GRANITEMOE.defaults, "shared_intermediate_size": 0},
+)
+
+FAMILIES = {
+    "granite": GRANITE,
+    "granitemoe": GRANITEMOE,
+    "granitemoeshared": GRANITEMOESHARED,
+    # Granite 4 hybrids: Mamba 2 in most layers, attention mostly without positions, Granite's constants.
+    # The MLP that every token passes is the only one, or stands beside experts.
+    "granitemoehybrid": replace(
+        GRANITEMOESHARED,
+        hf_names=("GraniteMoeHybridForCausalLM",),
+        keys={"intermediate_size": "shared_intermediate_size", "moe_intermediate_size": "intermediate_size"},
+        parts=Parts(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+        experts=replace(_SHARED, width="moe_intermediate_size"),
+        recurrent=MAMBA,
+        rope=Rope(layers="named"),
+        defaults={**GRANITEMOESHARED.defaults, **MAMBA_DEFAULTS, "shared_intermediate_size": 1024},
+    ),
+    # HyperCLOVA X: Granite with norms after attention and MLP, and logits multiplied in place of divided.
+    "hyperclovax": replace(
+        GRANITE,
+        hf_names=("HyperCLOVAXForCausalLM",),
+        parts=Parts(attention_norm="post_norm1", output_norm="post_norm2"),
+        multipliers=replace(GRANITE.multipliers, logits="logits_scaling", logits_divisor=None),
+        defaults=dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
+    ),
+}

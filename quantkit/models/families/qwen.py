@@ -1,0 +1,101 @@
+"""Qwen, and Mellum, which is built like Qwen3-MoE."""
+
+from dataclasses import replace
+
+from quantkit.models.family import Biases, Experts, Family, Parts, QueryKeyNorm, Rope, Window, Wrapper
+from quantkit.models.gguf_names import GGUFNames
+from quantkit.models.recurrent import Recurrent
+
+EXPERTS = Experts(
+    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+    shared_gate="mlp.shared_expert_gate",
+    shared_width="shared_expert_intermediate_size",
+)
+# Qwen3.5 without images: gated delta nets in three of four layers, gated attention in the fourth, norms near
+# zero.
+QWEN3_5 = Family(
+    hf_names=("Qwen3_5ForCausalLM",),
+    model_types=("qwen3_5_text",),
+    parts=Parts(gated_query=True),
+    norm_offset=1.0,
+    qk_norm=QueryKeyNorm(),
+    recurrent=Recurrent(),
+    rope=Rope(partial=0.25),
+    defaults=(
+        {"head_dim": 256, "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_value_heads": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
+    ),
+    unread=("mtp.",),
+    wrapper=Wrapper(hf_names=("Qwen3_5ForConditionalGeneration",)),
+)
+
+FAMILIES = {
+    # Qwen2: Llama with biases on q, k and v; the biases stay as they are, that of v shrinks with its smoothing scale.
+    "qwen2": Family(
+        hf_names=("Qwen2ForCausalLM",),
+        window=Window(rule="upper", switch="use_sliding_window"),
+        defaults={"max_window_layers": 28},
+        biases=Biases(qkv=True),
+        gguf=GGUFNames(name="qwen2"),
+    ),
+    # Qwen2-MoE: Qwen2 with experts, and one more that every token sees, weighed by a gate of its own.
+    "qwen2-moe": Family(
+        hf_names=("Qwen2MoeForCausalLM",),
+        window=Window(rule="even_lower", switch="use_sliding_window"),
+        experts=EXPERTS,
+        defaults={"max_window_layers": 28, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+        biases=Biases(qkv=True),
+    ),
+    # Qwen3: Llama with a norm on each query and key head, which sits behind q and k and so changes nothing here.
+    "qwen3": Family(
+        hf_names=("Qwen3ForCausalLM",),
+        qk_norm=QueryKeyNorm(),
+        window=Window(rule="upper", switch="use_sliding_window"),
+        defaults={"max_window_layers": 28, "head_dim": 128},
+        gguf=GGUFNames(name="qwen3"),
+    ),
+    # Qwen3-MoE: Qwen3 with experts in place of the MLP.
+    "qwen3-moe": Family(
+        hf_names=("Qwen3MoeForCausalLM",),
+        qk_norm=QueryKeyNorm(),
+        window=Window(rule="all", switch="use_sliding_window"),
+        experts=Experts(),
+        defaults={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+    ),
+    "qwen3-5": QWEN3_5,
+    # Qwen3.5-MoE without images: Qwen3.5 with experts beside one that every token sees; the chosen always sum to one.
+    "qwen3-5-moe": replace(
+        QWEN3_5,
+        hf_names=("Qwen3_5MoeForCausalLM",),
+        model_types=("qwen3_5_moe_text",),
+        experts=replace(EXPERTS, normalize=True),
+        wrapper=Wrapper(hf_names=("Qwen3_5MoeForConditionalGeneration",)),
+    ),
+    # Qwen3-Next: gated delta nets whose projections take turns head by head, experts beside one that every token
+    # sees.
+    "qwen3-next": replace(
+        QWEN3_5,
+        hf_names=("Qwen3NextForCausalLM",),
+        model_types=(),
+        wrapper=None,
+        recurrent=Recurrent(inputs=("in_proj_qkvz",), gates=("in_proj_ba",), by_head=True),
+        experts=EXPERTS,
+        defaults={**QWEN3_5.defaults, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+    ),
+    # Mellum 2: Qwen3-MoE with windows and MLPs that config.json lists layer by layer.
+    "mellum": Family(
+        hf_names=("MellumForCausalLM",),
+        qk_norm=QueryKeyNorm(),
+        window=Window(rule="none"),
+        rope=Rope(theta=500_000.0, local_theta=10_000.0),
+        experts=Experts(),
+        defaults={
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 896,
+        },
+    ),
+}
