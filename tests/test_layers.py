@@ -69,6 +69,7 @@ LAYERS = {
     "models": 1,
     "results": 1,
     "devices": 1,
+    "runtime.cache.policies": 1,  # their names are choices of an option
     "errors": 0,
     "registry": 0,
     "settings": 0,

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import commit, known_rows, plain, stamp
 
 from quantkit.demo import DEMO_MODEL
-from quantkit.runtime.config import KV_POLICIES, EngineConfig
+from quantkit.runtime.cache import policies
+from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.loader import load_model
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=120)
     parser.add_argument("--shares", default="0.5,0.25,0.125")
     parser.add_argument("--types", default=",".join(TYPES))
-    parser.add_argument("--policies", default=",".join(KV_POLICIES))
+    parser.add_argument("--policies", default=",".join(policies.REGISTRY.names()))
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     path = options.work / "cases.json"

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import commit, known_rows, plain, stamp
 
 from quantkit.demo import DEMO_MODEL
-from quantkit.runtime.config import KV_POLICIES, EngineConfig
+from quantkit.runtime.cache import policies
+from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.model.loader import load_model
@@ -40,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, default=DEMO_MODEL)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--policies", default=",".join(KV_POLICIES))
+    parser.add_argument("--policies", default=",".join(policies.REGISTRY.names()))
     parser.add_argument("--types", default="auto,int8,int4")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

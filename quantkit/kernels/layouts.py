@@ -109,7 +109,6 @@ class KVLayout:
         page_size: tokens per page, S.
         dtype: of keys and values that are not quantized, of the residual window, and of what is computed.
         is_windowed: whether it sees the newest tokens only.
-        observed_heads, observed_tokens: heads of queries, and how many of the newest, are kept beside the keys.
         cache: number types, the default keeps both in `dtype`; and scales of granularity "tensor" and "head".
     Raises:
         SchemeError: a scheme that no kernel reads, INT4 with an odd number of channels, or scales that are not positive
@@ -124,8 +123,6 @@ class KVLayout:
     rope_dim: int = 0
     sinks: bool = False
     is_windowed: bool = False
-    observed_heads: int = 0
-    observed_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.rope_dim and (self.has_residual or self.scheme.rotation != "none"):
@@ -171,9 +168,8 @@ class KVLayout:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what one sequence has beside its pages in this layer: newest keys and queries."""
-        keys, queries = self.residual_tokens * self.num_heads, self.observed_tokens * self.observed_heads
-        return (keys + queries) * self.head_dim * self.dtype.itemsize
+        """Bytes of the newest keys that one sequence has beside its pages in this layer."""
+        return self.residual_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:

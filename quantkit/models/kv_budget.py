@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from quantkit.errors import RequestError
-from quantkit.models.cache import MAX_ROLLBACK
 
 DEFAULT_POLICY = "window"
-
-OBSERVED_TOKENS = {"attention": 32}
-"""Newest queries of each head that a policy asks for, by its name."""
 
 SINK_TOKENS = 4
 """At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
@@ -63,12 +59,6 @@ def _recent_tokens(budget: int, window: int) -> int:
 
 def _first_candidate(page_size: int) -> int:
     return -(-SINK_TOKENS // page_size)
-
-
-def query_slots(policy: str | None) -> int:
-    """Newest queries of each head that are kept beside the cache for a policy, those of drafts included."""
-    observed = OBSERVED_TOKENS.get(policy or DEFAULT_POLICY, 0)
-    return observed + MAX_ROLLBACK if observed else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

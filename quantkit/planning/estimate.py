@@ -28,7 +28,7 @@ from quantkit.planning.shape import ModelShape
 from quantkit.planning.source import from_model, from_parameters, from_shape_file
 from quantkit.quantities import parse_budget
 from quantkit.results import EngineReading
-from quantkit.runtime.config import KV_POLICIES
+from quantkit.runtime.cache import policies
 
 DEFAULT_CONTEXT = 4096
 HEADS = {"int8": weights.INT8_WEIGHTS, "int4": weights.INT4_WEIGHTS}
@@ -248,8 +248,8 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
         if policy is not None:
             raise InputError(f"kv_policy {policy!r} evicts beyond a budget, and none is given; add --kv-budget")
         return EVERYTHING
-    if policy is not None and policy not in KV_POLICIES:
-        raise InputError(f"unknown kv_policy {policy!r}{suggestion(policy, KV_POLICIES)}; use {', '.join(KV_POLICIES)}")
+    if policy is not None:
+        policies.REGISTRY.find(policy)
     refused = [
         layer.attention.describe()
         for layer in shape.layers

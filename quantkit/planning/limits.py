@@ -66,8 +66,7 @@ class Eviction:
 
     def sequence_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
         """What the bundled runtime allocates for one sequence."""
-        allocated = memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
-        return allocated + (0 if self.budget is None else memory.query_bytes(shape, self.policy))
+        return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
         """What one sequence takes besides, while a chunk of its prompt is computed: pages go after its attention."""

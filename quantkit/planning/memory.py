@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantkit.compress.algorithms.base import Step, steps_bytes
-from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm
-from quantkit.models.kv_budget import query_slots
 from quantkit.models.tensors import LayerTensors, Matrix
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.weights import WeightForm
@@ -135,13 +133,6 @@ def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
 def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm, page_size: int = DEFAULT_PAGE_SIZE) -> float:
     """The same in whole pages of the bundled runtime, with the residual window of the open page."""
     return sum(cache.allocated_bytes(tokens, kept, shape.dtype_bytes, page_size) for cache, kept in shape.caches(form))
-
-
-def query_bytes(shape: ModelShape, policy: str | None) -> int:
-    """Bytes of the newest queries of one sequence that a policy of eviction asks for."""
-    kinds = (layer.attention for layer in shape.layers)
-    heads = sum(one.num_heads * one.key_dim for one in kinds if isinstance(one, AttentionShape) and one.window is None)
-    return query_slots(policy) * heads * shape.dtype_bytes
 
 
 def kv_read_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:

@@ -13,13 +13,13 @@ from quantkit.errors import RequestError
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.models.kv_budget import DEFAULT_POLICY, fitting_page_size, kept_tokens
 from quantkit.quantities import parse_budget, parse_bytes
+from quantkit.runtime.cache import policies
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
     import torch
 
 KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
-KV_POLICIES = ("window", "keydiff", "keynorm", "attention")
 HEAD_TYPES = ("int8", "int4")
 
 TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
@@ -55,7 +55,7 @@ class EngineConfig:
         None,
         "How the tokens that stay are chosen.",
         flag="--kv-policy",
-        choices=KV_POLICIES,
+        choices=tuple(policies.REGISTRY.names()),
         shown=DEFAULT_POLICY,
     )
     max_length: int | None = setting(
@@ -102,6 +102,7 @@ class EngineConfig:
             )
         if self.kv_budget is not None:
             object.__setattr__(self, "kv_budget", parse_budget(self.kv_budget))
+            policies.REGISTRY.find(self.kv_policy or DEFAULT_POLICY)  # refuses an unknown name
         elif self.kv_policy is not None:
             raise RequestError(f"kv_policy {self.kv_policy!r} evicts beyond a budget, and none is given; add kv_budget")
         if self.max_length is not None and self.num_pages is not None and self.kv_budget is None:

@@ -16,6 +16,7 @@ from quantkit.compress.recipe import load, shipped
 from quantkit.compress.recipe.schema import Document
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.models.families import known
+from quantkit.runtime.cache.policies import REGISTRY as POLICIES
 from tests.models.test_new_family import FILE
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,11 @@ def test_every_family_that_is_compressed_is_listed():
     assert native == [name for name, family in families.items() if family.native]
     assert others == [name for name, family in families.items() if not family.native]
     assert gguf == [name for name, family in families.items() if family.gguf]
+
+
+def test_every_policy_of_the_cache_is_listed():
+    table = rows(page("docs/runtime.md"), "## A budget for the KV cache")
+    assert sorted(codes(cells[0])[0] for cells in table) == POLICIES.names()
 
 
 def test_every_format_is_listed_with_its_facts():

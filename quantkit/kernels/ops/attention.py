@@ -19,8 +19,6 @@ from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.types import Angles, AttentionOptions, PagedAttention, States
 from quantkit.numerics.kv_cache import hadamard
 
-Observer = Callable[[Tensor, ForwardBatch, AttentionOptions], None]
-
 
 class Stepwise:
     """Attention that norms and rotates first, each by its own operation; see `PagedAttention`.
@@ -29,13 +27,10 @@ class Stepwise:
         inner: attends and stores; takes all arguments but the angles.
         matrix: (D, D) float32, orthogonal: queries and keys are multiplied by it. Their products stay what they are;
             what is stored of the keys is spread over all channels. None = they are not.
-        observe: told about the queries as they meet the keys; None = nobody is.
     """
 
-    def __init__(
-        self, inner: Callable[..., Tensor], matrix: Tensor | None = None, observe: Observer | None = None
-    ) -> None:
-        self.inner, self._matrix, self._observe = inner, matrix, observe
+    def __init__(self, inner: Callable[..., Tensor], matrix: Tensor | None = None) -> None:
+        self.inner, self._matrix = inner, matrix
 
     def __call__(
         self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
@@ -49,29 +44,22 @@ class Stepwise:
             ops.rotary_(query, key, *angles, interleaved=options.interleaved)
         if self._matrix is not None:
             query, key = ((one.float() @ self._matrix).to(one.dtype) for one in (query, key))
-        if self._observe is not None:
-            self._observe(query, batch, options)
         return self.inner((query, key, value), batch, options)
 
 
-def paged_attention(views: KVViews, observe: Observer | None = None) -> PagedAttention:
-    """The fastest attention for a layer's pages.
-
-    Args:
-        views: the pages.
-        observe: see `Stepwise`; kernels that norm and rotate by themselves do not hand queries out.
-    """
+def paged_attention(views: KVViews) -> PagedAttention:
+    """The fastest attention for a layer's pages."""
     if views.layout.rope_dim or views.layout.sinks:
-        return Stepwise(TorchAttention(views), observe=observe)  # of these there is no other
+        return Stepwise(TorchAttention(views))  # of these there is no other
     on_gpu, fused = gpu.module("attention", views.pool.device), None
     if on_gpu and on_gpu.can(views):
         fused = on_gpu.TritonAttention(views, otherwise=Stepwise(TorchAttention(views)))
     is_rotated = views.layout.scheme.rotation != "none"
     # These kernels norm and rotate by themselves; only a matrix has to come before them.
-    if fused is not None and not is_rotated and observe is None:
+    if fused is not None and not is_rotated:
         return cast(PagedAttention, fused)
     inner = fused or (on_cpu.NativeAttention if on_cpu.is_available(views) else TorchAttention)(views)
-    return Stepwise(inner, _rotation(views.layout.head_dim, views.pool.device) if is_rotated else None, observe)
+    return Stepwise(inner, _rotation(views.layout.head_dim, views.pool.device) if is_rotated else None)
 
 
 @functools.cache

@@ -13,9 +13,8 @@ the tokens that it gave up before, at the same points: chosen anew they might be
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import cached_property
 
-from quantkit.models.kv_budget import KVBudget
+from quantkit.models.kv_budget import SINK_TOKENS, KVBudget
 from quantkit.runtime.cache.compaction import Array, lowest
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
@@ -25,14 +24,14 @@ from quantkit.runtime.sequence import Sequence
 NEVER = sys.maxsize
 
 
-class Eviction:
-    """Evicts tokens of sequences. *Mutable*: counts.
+class Evictor:
+    """Takes tokens of sequences out of the cache. *Mutable*: counts.
 
     Args:
         budget: of each sequence.
-        policy: which tokens.
+        policy: chooses the tokens.
         pool: takes pages back.
-        cache: what the policy reads.
+        cache: holds the keys that the policy reads.
     """
 
     def __init__(self, budget: KVBudget, policy: Policy, pool: PagePool, cache: KVCache | None) -> None:
@@ -40,13 +39,10 @@ class Eviction:
         self.num_evicted_pages = 0
         self._pool, self._cache = pool, cache
 
-    @cached_property
+    @property
     def shared_tokens(self) -> int:
-        """Tokens at the beginning of a sequence that may be shared: fewer than those after which it evicts.
-
-        The queries that a policy observes must be those of the sequence itself.
-        """
-        return self.budget.tokens - max(1, self.policy.observed)
+        """Tokens at the beginning of a sequence that may be shared: fewer than those after which it evicts."""
+        return self.budget.tokens - 1
 
     def until_due(self, sequence: Sequence) -> int:
         """Tokens of a sequence to compute until some are evicted next."""
@@ -89,9 +85,10 @@ class Eviction:
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
     def _candidates(self, sequence: Sequence) -> range:
-        """Slots of the tokens that a policy judges: not its sinks, nor the newest, nor those in an open page."""
+        """Slots of the tokens that the policy judges: no sinks unless it asks, no newest ones, none in an open page."""
         kept, size = sequence.num_kept, self.budget.page_size
-        return range(self.policy.sinks, min(kept - self.budget.recent, kept // size * size))
+        first = 0 if self.policy.judges_sinks else SINK_TOKENS
+        return range(first, min(kept - self.budget.recent, kept // size * size))
 
     def _given_up(self, sequence: Sequence) -> range:
         """Which pages of its list go, whatever the policy: the first ones behind the sinks."""
@@ -100,7 +97,7 @@ class Eviction:
 
     def _has_own_pages(self, sequence: Sequence) -> bool:
         """Give it copies of pages that are about to be written and others may read; False = no page is free."""
-        if self.policy.scores is None:
+        if not self.policy.reads_keys:
             return True
         assert self._cache is not None, "a policy reads the cache"
         slots, size, given_up = self._candidates(sequence), self.budget.page_size, self._given_up(sequence)
@@ -120,7 +117,7 @@ class Eviction:
     def _evict(self, sequence: Sequence) -> None:
         given_up, computed, size = self._given_up(sequence), sequence.num_computed, self.budget.page_size
         assert given_up.stop * size <= sequence.num_kept - self.budget.recent, f"{given_up} are more than may go"
-        if self.policy.scores is not None:
+        if self.policy.reads_keys:
             assert self._cache is not None, "a policy reads the cache"
             if computed not in sequence.evictions:
                 sequence.evictions[computed] = self._choose(sequence, len(given_up) * size)
@@ -132,12 +129,9 @@ class Eviction:
     def _choose(self, sequence: Sequence, count: int) -> dict[int, Array]:
         """Slots of the tokens that go, by number of the layer and by head."""
         assert self._cache is not None, "a policy reads the cache"
-        assert self.policy.scores is not None, "tokens in order of age have no scores"
-        pages, done = sequence.pages[: sequence.num_kept // self.budget.page_size], sequence.num_computed
-        observed = min(done, self.policy.observed)
-        layers = self._cache.keys_of(pages, sequence.row, range(done - observed, done))
+        layers = self._cache.keys_of(sequence.pages[: sequence.num_kept // self.budget.page_size])
         candidates = self._candidates(sequence)
-        return {number: lowest(self.policy.scores(layer), candidates, count) for number, layer in layers}
+        return {number: lowest(self.policy.scores(keys), candidates, count) for number, keys in layers}
 
     def _remove(self, sequence: Sequence, given_up: range) -> None:
         self._pool.release(sequence.pages[given_up.start : given_up.stop])

@@ -14,8 +14,6 @@ from quantkit.kernels.ops.attention import paged_attention
 from quantkit.kernels.reference.attention import page_keys
 from quantkit.runtime.cache.compaction import Array, fill_holes
 from quantkit.runtime.cache.entries import EntryPool
-from quantkit.runtime.cache.newest_queries import NewestQueries
-from quantkit.runtime.cache.policies.base import LayerKeys
 from quantkit.runtime.cache.states import StatePool
 
 
@@ -83,12 +81,9 @@ class KVCache:
                 f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, which are not free; "
                 "lower num_pages or memory, or use a smaller KV type"
             ) from error
-        self._newest = {
-            n: NewestQueries(layout, max_sequences, self.device) for n, layout in paged.items() if layout.observed_heads
-        }
         parts = zip(paged.items(), self._pools, self._residuals, strict=True)
         self._views = {n: layout.views(pool, residual) for (n, layout), pool, residual in parts}
-        self.attention = {n: paged_attention(views, self._newest.get(n)) for n, views in self._views.items()}
+        self.attention = {n: paged_attention(views) for n, views in self._views.items()}
 
     def _residual(self, layout: KVLayout) -> Tensor | None:
         if not layout.has_residual:
@@ -109,28 +104,20 @@ class KVCache:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what each sequence has beside its pages: its newest keys, newest queries, states."""
+        """Bytes of what each sequence has beside its pages: its newest keys and its states."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
-        queries = sum(rows.num_bytes for rows in self._newest.values())
         rows = sum(pool.num_bytes for pool in self.states.values())
-        return windows + queries + rows + sum(pool.num_bytes for pool in self.entries.values())
+        return windows + rows + sum(pool.num_bytes for pool in self.entries.values())
 
-    def keys_of(self, pages: Sequence[int], row: int, observed: range) -> Iterator[tuple[int, LayerKeys]]:
-        """What each layer that sees a whole sequence has of it, for a policy, by its number.
+    def keys_of(self, pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of each layer that sees a whole sequence, and the keys in its complete pages.
 
-        Args:
-            pages: complete ones of the sequence.
-            row: its row of the residual windows.
-            observed: positions of the queries that are wanted; empty = none.
+        See `Policy.scores` for their shape.
         """
         numbers = torch.tensor(pages, device=self.device)
         for n, views in self._views.items():
             if not views.layout.is_windowed:
-                keys = page_keys(views, numbers).flatten(1, 2)
-                newest = self._newest[n] if observed else None
-                queries = None if newest is None else newest.read(row, observed)
-                scale = 1.0 if newest is None else newest.scale
-                yield n, LayerKeys(keys=keys, queries=queries, scale=scale)
+                yield n, page_keys(views, numbers).flatten(1, 2)
 
     def compact(self, pages: Sequence[int], given_up: range, evicted: Mapping[int, Array]) -> None:
         """Move what stays of the slots that are given up to where tokens are evicted elsewhere; see `fill_holes`.

@@ -1,7 +1,6 @@
 """An engine out of a loaded model; and, before it is loaded, how many tokens will fit: layouts, pool size, caches."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,8 @@ import torch
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, kv_scheme
-from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import NotNative
-from quantkit.models.kv_budget import DEFAULT_POLICY, query_slots
-from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.cache.policies.base import Policy
 from quantkit.runtime.cache.sizing import Capacity, kv_budget, size_pool
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
@@ -62,8 +57,7 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
     if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device)) is None:
         return None
     model, layouts = read
-    _check_eviction(config, layouts, device, has_draft=draft is not None)
-    layouts = _observed(layouts, model, config)
+    _check_eviction(config, layouts, has_draft=draft is not None)
     drafting = None if draft is None else _read(draft, None, config, device)
     if config.speculate is not None:
         check_states(model.is_recurrent, drafting is not None and drafting[0].is_recurrent)
@@ -117,9 +111,7 @@ def build_engine(
     if controller is not None:
         check_states(model.is_recurrent, draft is not None and draft.is_recurrent)
     layouts = model.layouts(config.kv_cache, config.page_size)
-    _check_eviction(config, layouts, model.device, has_draft=draft is not None)
-    if isinstance(model, NativeModel):
-        layouts = _observed(layouts, model.config, config)
+    _check_eviction(config, layouts, has_draft=draft is not None)
     draft_layouts = [] if draft is None else draft.layouts(None, config.page_size)
     # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
     num_pages = size_pool([*layouts, *draft_layouts], config, model.max_length, model.device)
@@ -147,22 +139,13 @@ def build_engine(
     )
 
 
-def _policy(config: EngineConfig) -> Policy | None:
-    """What chooses the pages that are evicted; None where nothing is."""
-    if config.kv_budget is None:
-        return None
-    policy: Policy = policies.REGISTRY.load(config.kv_policy or DEFAULT_POLICY)
-    return policy
-
-
-def _check_eviction(config: EngineConfig, layouts: Sequence[Layout], device: torch.device, *, has_draft: bool) -> None:
-    """Refuse a budget where it would free nothing or choose by what is not there.
+def _check_eviction(config: EngineConfig, layouts: Sequence[Layout], *, has_draft: bool) -> None:
+    """Refuse a budget where it would free nothing.
 
     Raises:
         RequestError: the message says why.
     """
-    policy = _policy(config)
-    if policy is None:
+    if config.kv_budget is None:
         return
     if not any(isinstance(layout, KVLayout) for layout in layouts):
         kept = "a state of one size per sequence" if layouts else "its keys and values itself"
@@ -173,24 +156,6 @@ def _check_eviction(config: EngineConfig, layouts: Sequence[Layout], device: tor
         raise RequestError(
             "kv_budget: a draft model keeps all keys and values of a sequence; use speculate ngram, or leave one out"
         )
-    if policy.observed and device.type == "cuda":
-        raise RequestError(
-            f"kv_policy {config.kv_policy} asks for queries, which the GPU's kernels do not hand out; use keydiff"
-        )
-
-
-def _observed(layouts: Sequence[Layout], model: ModelConfig, config: EngineConfig) -> list[Layout]:
-    """Layouts with room for the queries that the policy asks for."""
-    kept = 0 if config.kv_budget is None else query_slots(config.kv_policy)
-    if not kept:
-        return list(layouts)
-    seen = [(layout, model.attention(index)) for index, layout in enumerate(layouts)]
-    return [
-        replace(layout, observed_heads=shape.num_heads, observed_tokens=kept)
-        if isinstance(layout, KVLayout) and isinstance(shape, AttentionShape) and not layout.is_windowed
-        else layout
-        for layout, shape in seen
-    ]
 
 
 def _widest_window(model: ModelConfig) -> int:

@@ -19,7 +19,7 @@ from quantkit.errors import RequestError
 from quantkit.kernels.types import Logits
 from quantkit.models.kv_budget import DEFAULT_POLICY, KVBudget
 from quantkit.runtime.cache import policies
-from quantkit.runtime.cache.eviction import Eviction
+from quantkit.runtime.cache.eviction import Evictor
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
@@ -73,10 +73,10 @@ class Engine:
         self.pool = PagePool(num_pages)
         # A page holds keys and values; the state that recurrent layers had at its border is kept nowhere.
         shared = config.prefix_cache and model.paged and not model.is_recurrent
-        self.eviction: Eviction | None = None
+        self.eviction: Evictor | None = None
         if budget is not None:
             policy = policies.REGISTRY.load(config.kv_policy or DEFAULT_POLICY)
-            self.eviction = Eviction(budget, policy, self.pool, cache)
+            self.eviction = Evictor(budget, policy, self.pool, cache)
         most = None if self.eviction is None else self.eviction.shared_tokens
         self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)

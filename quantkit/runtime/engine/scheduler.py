@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from quantkit.runtime.cache.eviction import NEVER, Eviction
+from quantkit.runtime.cache.eviction import NEVER, Evictor
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
 from quantkit.runtime.config import EngineConfig
@@ -49,7 +49,7 @@ class Scheduler:
         config: EngineConfig,
         on_preempt: Callable[[Sequence], None],
         *,
-        eviction: Eviction | None = None,
+        eviction: Evictor | None = None,
         fixed_chunks: bool = False,
     ) -> None:
         self.waiting: deque[Sequence] = deque()

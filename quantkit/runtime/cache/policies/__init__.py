@@ -1,4 +1,4 @@
-"""Which tokens of a sequence over its budget go first: one file per policy, named as in `--kv-policy`."""
+"""Policies that choose which tokens of a sequence leave a full KV cache: one file each, named as in `--kv-policy`."""
 
 from quantkit.registry import Registry
 

@@ -1,43 +1,32 @@
-"""What a policy sees of a sequence: each head of each layer chooses its own tokens.
+"""The base of all policies: each head of each layer chooses which of its tokens stay."""
 
-Shapes: N tokens, Hkv heads of keys, Hq of queries, D channels, W newest queries.
-"""
+from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
-from quantkit.models.kv_budget import SINK_TOKENS
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerKeys:
-    """What one layer has of a sequence.
+class Policy(ABC):
+    """A rule that ranks the tokens of a sequence. A file defines one instance, called `POLICY`.
 
-    Args:
-        keys: (Hkv, N, D) float32, as attention reads them: rotated, and rounded where the cache is quantized. Those of
-            the newest tokens are in the order of the text.
-        queries: (W, Hq, D) float32, of the newest tokens; None unless the policy observes them.
-        scale: of their products.
+    Attributes:
+        reads_keys: whether `scores` is called; if not, the oldest pages go and nothing is read or moved.
+        judges_sinks: whether it judges the first tokens too, which stay otherwise.
     """
 
-    keys: Tensor
-    queries: Tensor | None
-    scale: float
+    reads_keys: ClassVar[bool] = True
+    judges_sinks: ClassVar[bool] = False
 
+    @abstractmethod
+    def scores(self, keys: Tensor) -> Tensor:
+        """Score the tokens of one layer; tokens with larger scores stay longer.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """A policy.
-
-    Args:
-        scores: of each head's tokens in a layer, (Hkv, N); larger ones are kept longer. None = older pages go first,
-            and nothing is read or moved.
-        observed: newest queries that it asks for.
-        sinks: tokens at the beginning that it does not judge.
-    """
-
-    scores: Callable[[LayerKeys], Tensor] | None
-    observed: int = 0
-    sinks: int = SINK_TOKENS
+        Args:
+            keys: (Hkv, N, D) float32, of Hkv heads, N tokens and D channels, as attention reads them: rotated, and
+                rounded where the cache is quantized. Keys of the newest tokens are in the order of the text.
+        Returns:
+            (Hkv, N).
+        """

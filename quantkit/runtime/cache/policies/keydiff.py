@@ -4,13 +4,19 @@ Eviction for Long-Context LLM Inference in Resource-Constrained Environments."""
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from quantkit.runtime.cache.policies.base import LayerKeys, Policy
+from quantkit.runtime.cache.policies.base import Policy
 
 
-def _scores(layer: LayerKeys) -> Tensor:
-    usual = normalize(layer.keys, dim=-1).mean(dim=1, keepdim=True)
-    own = -cosine_similarity(layer.keys, usual, dim=-1)
-    return own + own.mean(0)  # what one head finds by a key, others are to find too
+class KeyDiff(Policy):
+    """Tokens stay whose keys differ most from the mean key."""
+
+    judges_sinks = True  # heads that need the first tokens have keys there like no others
+
+    def scores(self, keys: Tensor) -> Tensor:
+        """Score each head's keys by their distance from its mean key, plus the mean of that over heads."""
+        usual = normalize(keys, dim=-1).mean(dim=1, keepdim=True)
+        own = -cosine_similarity(keys, usual, dim=-1)
+        return own + own.mean(0)  # what one head finds by a key, others are to find too
 
 
-POLICY = Policy(scores=_scores, sinks=0)  # heads that need them have keys there like no others
+POLICY = KeyDiff()

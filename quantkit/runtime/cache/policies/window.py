@@ -1,5 +1,19 @@
 """The first tokens and the newest ones stay. Source: Xiao et al. 2023, Efficient Streaming Language Models."""
 
+import torch
+from torch import Tensor
+
 from quantkit.runtime.cache.policies.base import Policy
 
-POLICY = Policy(scores=None)
+
+class Window(Policy):
+    """Newer tokens stay; whole pages go, so no key is read."""
+
+    reads_keys = False
+
+    def scores(self, keys: Tensor) -> Tensor:
+        """Score tokens by their place in the text."""
+        return torch.arange(keys.shape[1], device=keys.device).expand(keys.shape[:2])
+
+
+POLICY = Window()

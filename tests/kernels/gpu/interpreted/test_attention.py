@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
 MIXED = LayerCache(scheme=KVScheme(key=FP8_TOKEN, value=INT4_TOKEN))
 IMPLEMENTATIONS = (
-    lambda views, observe=None: Stepwise(TorchAttention(views)),
-    lambda views, observe=None: TritonAttention(views),
+    lambda views: Stepwise(TorchAttention(views)),
+    lambda views: TritonAttention(views),
 )
 OPTIONS = {"plain": {}, "all": {"window": 24, "softcap": 4.0}}
 

@@ -68,7 +68,7 @@ def test_attention(refuse, monkeypatch, module, name, kind):
     made = Sequences(layout(kind, dim=32, page_size=16, dtype=torch.float16), (20, 60))
     turns = torch.randn(64, 16)
     caches, outputs = [], []
-    for implementation in (lambda views, observe=None: Stepwise(TorchAttention(views)), paged_attention):
+    for implementation in (lambda views: Stepwise(TorchAttention(views)), paged_attention):
         monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         caches.append(made.cache())
         outputs.append([])
