@@ -6,7 +6,7 @@ from torch import Tensor
 from quantkit.runtime.cache.policies.base import Policy
 
 
-class Window(Policy):
+class NewestTokens(Policy):
     """Newer tokens stay; whole pages go, so no key is read."""
 
     reads_keys = False
@@ -16,4 +16,4 @@ class Window(Policy):
         return torch.arange(keys.shape[1], device=keys.device).expand(keys.shape[:2])
 
 
-POLICY = Window()
+POLICY = NewestTokens()
