@@ -15,9 +15,9 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
-from quantkit.report.engine_table import engine_table
 from quantkit.report.markdown import markdown_table, plain
 from quantkit.report.table import Column, Table
+from quantkit.report.tables import engine_table
 from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
 
 CARD = "README.md"

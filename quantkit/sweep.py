@@ -24,7 +24,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.cores import available_cores
 from quantkit.errors import InputError, ReportError, ResumeError
 from quantkit.report.compare import CheckpointComparison, compare_reports, render_comparisons
-from quantkit.report.json import json_ready, read_report
+from quantkit.report.files import json_ready, read_report
 from quantkit.results import TrialRecord
 from quantkit.trials import Command, Outcome, Trial, check_place, planned_bytes, run_trials
 from quantkit.untrusted import read_object

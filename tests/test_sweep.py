@@ -13,7 +13,7 @@ import quantkit.sweep as module
 from quantkit.cli import main
 from quantkit.compress.recipe import load
 from quantkit.errors import InputError, OutputError, ResumeError
-from quantkit.report.json import dumps
+from quantkit.report.files import dumps
 from quantkit.sweep import SweepOptions, compare_trials, sweep
 from quantkit.trials import Outcome
 from tests.report.synthetic import make_report

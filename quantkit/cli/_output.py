@@ -58,8 +58,7 @@ class Output:
         if self.as_json:
             click.echo(json.dumps(data(), ensure_ascii=False))
             return
-        from quantkit.report.table import Table
-        from quantkit.report.terminal import terminal_table
+        from quantkit.report.table import Table, terminal_table
 
         console = plain_console()
         parts = [part for build in shown if (part := build()) is not None]

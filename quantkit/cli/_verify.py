@@ -77,7 +77,7 @@ def finish(
 
 def failure(report: Report) -> str:
     """Which gates failed, by how much, and the nearest remedy, in one line."""
-    from quantkit.report.words import remedies
+    from quantkit.report.tables import remedies
 
     failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
     todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
@@ -86,8 +86,8 @@ def failure(report: Report) -> str:
 
 def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     """What --json prints of a report; all of it is in report.json."""
-    from quantkit.report.json import json_ready
-    from quantkit.results.gates.metrics import gate_numbers
+    from quantkit.report.files import json_ready
+    from quantkit.results.gates import gate_numbers
 
     proposal = report.sensitivity and report.sensitivity.proposal
     return {
@@ -103,7 +103,7 @@ def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
 def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Table | str | None]]:
     """What people see, the verdict first; the tables are those of the report."""
     from quantkit.report import speed_tables, tables
-    from quantkit.report.words import gate_lines, headline
+    from quantkit.report.tables import gate_lines, headline
 
     runs = list(speed_tables.report_runs(report))
     folders = sorted({str(path.parent) for path in files.values()})

@@ -76,7 +76,7 @@ def command(
     if output_to.as_json:
         output_to.result(lambda: numbers)
     elif stats:
-        from quantkit.report.terminal import terminal_table
+        from quantkit.report.table import terminal_table
 
         console = plain_console(stderr=True)
         console.print(terminal_table(_table(llm, numbers), console))
@@ -100,7 +100,7 @@ def _generate_served(
     if output_to.as_json:
         output_to.result(lambda: numbers)
     elif stats:
-        from quantkit.report.terminal import terminal_table
+        from quantkit.report.table import terminal_table
 
         console = plain_console(stderr=True)
         shown = [*_speed(numbers).items(), ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])]

@@ -91,7 +91,7 @@ def _overview(summary: CheckpointSummary) -> Table:
 
 
 def _engines(summary: CheckpointSummary) -> Table | None:
-    from quantkit.report.engine_table import engine_table
+    from quantkit.report.tables import engine_table
 
     return engine_table("who reads it", summary.engines)
 

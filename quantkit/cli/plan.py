@@ -220,7 +220,7 @@ def _compression(plan: Estimate) -> Table | None:
 def _engines(plan: Estimate) -> Table | None:
     if plan.recipe is None:
         return None
-    from quantkit.report.engine_table import engine_table
+    from quantkit.report.tables import engine_table
 
     return engine_table(f"who reads {plan.recipe.format}", plan.readings)
 

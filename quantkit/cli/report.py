@@ -32,7 +32,7 @@ def command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | N
       quantkit report demo-int4 demo-int8 -o comparison.html
       quantkit report demo-int4 -o page.html
     """
-    from quantkit.report.json import read_report
+    from quantkit.report.files import read_report
 
     reports = [read_report(checkpoint) for checkpoint in checkpoints]
     if len(reports) == 1:
@@ -55,11 +55,10 @@ def _write_page(output: Path, page: Callable[[], str], overwrite: bool = False) 
 
 
 def _show_one(output_to: Output, report: Report, output: Path | None, **how: Any) -> None:
-    from quantkit.report.html import render_html
-    from quantkit.report.json import json_ready
-    from quantkit.report.tables import comparison_table
-    from quantkit.report.words import gate_lines, headline
-    from quantkit.results.gates.metrics import gate_numbers
+    from quantkit.report.files import json_ready
+    from quantkit.report.page import render_html
+    from quantkit.report.tables import comparison_table, gate_lines, headline
+    from quantkit.results.gates import gate_numbers
 
     if output is not None:
         _write_page(output, lambda: render_html(report), **how)

@@ -141,8 +141,8 @@ def _numbers(
     """What --json prints; reports are beside the checkpoints."""
     from dataclasses import asdict
 
-    from quantkit.report.json import json_ready
-    from quantkit.results.gates.metrics import gate_numbers
+    from quantkit.report.files import json_ready
+    from quantkit.results.gates import gate_numbers
 
     alike = ("name", "model", "recipe", "exit_code", "reason", "attempts", "seconds")
     rows = [

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from quantkit.models.config import ConfigReader
-from quantkit.models.gguf_names import GGUFNames
-from quantkit.models.linear_sets import MLA_SETS, LinearSet, expand_set
-from quantkit.models.part_sets import attention_sets, expert_sets, mlp_sets
+from quantkit.models.linear_sets import MLA_SETS, LinearSet, attention_sets, expand_set, expert_sets, mlp_sets
 from quantkit.models.recurrent import Recurrent
-from quantkit.models.stored_names import StoredNames
+from quantkit.models.stored_names import GGUFNames, StoredNames
 from quantkit.models.tensors import LayerTensors
 
 

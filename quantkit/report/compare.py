@@ -11,13 +11,12 @@ from typing import Any
 
 from quantkit.errors import ReportError
 from quantkit.quantities import byte_size, duration, number, percent
-from quantkit.report.html import render_page
+from quantkit.report.page import PageSection, render_page
 from quantkit.report.plots import pareto_plot
-from quantkit.report.sections import PageSection
 from quantkit.report.table import Column, Table
-from quantkit.report.words import recovery_text
+from quantkit.report.tables import recovery_text
 from quantkit.results import BenchmarkResult, ModelFacts, Report
-from quantkit.results.gates.metrics import gate_numbers
+from quantkit.results.gates import gate_numbers
 from quantkit.results.statistics.comparison import ALL_TASKS
 from quantkit.results.statistics.summary import median
 

@@ -9,9 +9,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from quantkit.report import speed_tables, tables
-from quantkit.report.engine_table import engine_table
 from quantkit.report.table import Table
-from quantkit.report.words import gate_lines, headline
+from quantkit.report.tables import engine_table, gate_lines, headline
 from quantkit.results import Report
 
 if TYPE_CHECKING:

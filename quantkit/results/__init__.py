@@ -16,13 +16,13 @@ from quantkit.results.compression import CalibrationRecord as CalibrationRecord
 from quantkit.results.compression import CheckpointDifference as CheckpointDifference
 from quantkit.results.compression import CheckpointSummary as CheckpointSummary
 from quantkit.results.compression import CompressionResult as CompressionResult
+from quantkit.results.compression import EngineReading as EngineReading
 from quantkit.results.compression import LayerRecord as LayerRecord
 from quantkit.results.compression import LinearRecord as LinearRecord
 from quantkit.results.compression import ModuleSummary as ModuleSummary
 from quantkit.results.compression import TowerRecord as TowerRecord
 from quantkit.results.compression import describe_caches as describe_caches
 from quantkit.results.compression import describe_experts as describe_experts
-from quantkit.results.engines import EngineReading as EngineReading
 from quantkit.results.evaluation import EvaluationResult as EvaluationResult
 from quantkit.results.evaluation import FidelityResult as FidelityResult
 from quantkit.results.evaluation import PerplexityResult as PerplexityResult
@@ -41,4 +41,4 @@ from quantkit.results.report import Verdict as Verdict
 from quantkit.results.search import CandidateRecord as CandidateRecord
 from quantkit.results.search import GroupChoice as GroupChoice
 from quantkit.results.search import SearchResult as SearchResult
-from quantkit.results.sweep import TrialRecord as TrialRecord
+from quantkit.results.search import TrialRecord as TrialRecord

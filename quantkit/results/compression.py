@@ -1,4 +1,6 @@
-"""Records of a compression and of what is in a checkpoint, as plain data that JSON can carry. Torch-free."""
+"""Records of a compression, of the contents of a checkpoint, and of what engines read, as plain data that JSON can
+carry. Torch-free.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,7 +8,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.results._record import SCHEMA_VERSION, Record
-from quantkit.results.engines import EngineReading
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReading(Record):
+    """How one engine takes a checkpoint.
+
+    Args:
+        engine, release: of which it is said.
+        reads: "fast", "slow", "unknown" (no rule is about it), "wrong" (it loads and computes other numbers) or "no":
+            of the linear that it takes worst.
+        reason: why, or by which kernel.
+        source: file and function of the release.
+        cache: what becomes of the KV cache, where it is not what the checkpoint asks for.
+        error: what the engine itself says where it refuses; "" = not known.
+    """
+
+    engine: str
+    release: str
+    reads: str
+    reason: str
+    source: str = ""
+    cache: str = ""
+    error: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it computes with the numbers that are stored."""
+        return self.reads in ("fast", "slow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

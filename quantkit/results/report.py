@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from quantkit.results._record import SCHEMA_VERSION, Record
 from quantkit.results.benchmark import BenchmarkResult, BenchmarkRun, Diagnosis
-from quantkit.results.compression import CompressionResult
-from quantkit.results.engines import EngineReading
+from quantkit.results.compression import CompressionResult, EngineReading
 from quantkit.results.evaluation import EvaluationResult, FidelityResult, SensitivityMap
 
 Verdict = Literal["better", "worse", "no difference seen", "noise"]

@@ -15,8 +15,7 @@ from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
 from quantkit.evaluate.verify.pair import check_output, check_pair
 from quantkit.inspection import inspect
-from quantkit.report.files import SIGNS, write_report
-from quantkit.report.json import read_report
+from quantkit.report.files import SIGNS, read_report, write_report
 from tests import forked
 from tests.helpers import TEXT, make_model, tree
 from tests.report.synthetic import make_report

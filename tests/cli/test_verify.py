@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from quantkit.report.json import read_report
+from quantkit.report.files import read_report
 from tests import fake_vllm
 from tests.helpers import make_model
 

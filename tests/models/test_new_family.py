@@ -24,7 +24,7 @@ FILE = '''
 """Novel: Llama under other names, with biases on q, k and v."""
 
 from quantkit.models.family import Biases, Family, Parts
-from quantkit.models.gguf_names import GGUFNames
+from quantkit.models.stored_names import GGUFNames
 
 FAMILY = Family(
     hf_names=("NovelForCausalLM",),

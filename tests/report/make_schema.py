@@ -14,7 +14,7 @@ from typing import Any
 
 from quantkit.results import SCHEMA_VERSION, Report
 from quantkit.results._record import field_types, is_union, required_fields
-from quantkit.results.gates.metrics import METRICS
+from quantkit.results.gates import METRICS
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "report.schema.json"
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"

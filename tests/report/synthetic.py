@@ -30,7 +30,7 @@ from quantkit.results import (
     TaskResult,
     Workload,
 )
-from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.gates import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 
 GATES = ("recovery>=98.9", "perplexity_ratio<=1.05", "kl<=0.02", "top1>=0.97", "itl_ratio<=0.6", "memory_ratio<=0.35")

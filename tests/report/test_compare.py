@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from quantkit.cli import main
 from quantkit.errors import ReportError
 from quantkit.report.compare import checkpoints_table, compare_reports, front, render_comparisons
-from quantkit.report.json import dumps
+from quantkit.report.files import dumps
 from quantkit.report.plots import grouped_labels
 from quantkit.results import Report
 from tests.report.synthetic import make_report

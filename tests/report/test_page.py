@@ -8,11 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from quantkit.report.html import keep_together, render_html
+from quantkit.report.page import keep_together, render_html, report_sections
 from quantkit.report.plots import heat_edges, heat_labels, heat_step, short_number
-from quantkit.report.sections import report_sections
 from quantkit.report.svg import COLOURS, new_figure, to_svg
-from quantkit.report.words import chance_note, headline, p_value
+from quantkit.report.tables import chance_note, headline, p_value
 from quantkit.results import BenchmarkResult, EvaluationResult, ModelFacts, Report
 from tests.report.synthetic import make_report
 

@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from quantkit.report.html import render_html
 from quantkit.report.markdown import markdown_table
+from quantkit.report.page import render_html
 from quantkit.report.speed_tables import latency_table, memory_table, report_runs, roofline_table, throughput_table
-from quantkit.report.table import Column, Table, facts
+from quantkit.report.table import Column, Table, facts, terminal_table
 from quantkit.report.tables import (
     comparison_table,
     fidelity_table,
@@ -19,7 +19,6 @@ from quantkit.report.tables import (
     making_table,
     worst_groups_table,
 )
-from quantkit.report.terminal import terminal_table
 from quantkit.results import Comparison, ModelFacts, Report
 from tests.report.synthetic import make_report
 

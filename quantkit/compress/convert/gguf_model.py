@@ -13,9 +13,9 @@ from quantkit.errors import ModelError
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import supported
 from quantkit.models.family import Family
-from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.layer_tensors import norm_names
 from quantkit.models.rope import RopeConfig, read_rope
+from quantkit.models.stored_names import GGUFNames
 from quantkit.untrusted import shorten
 
 # Buffers that old files store though every reader computes them itself.

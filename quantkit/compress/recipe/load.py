@@ -18,7 +18,7 @@ from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
-from quantkit.results.gates.language import parse_gates
+from quantkit.results.gates import parse_gates
 from quantkit.untrusted import parse_yaml, read_text, shorten
 
 _FIX_CODES = ("gptq", "autoround")

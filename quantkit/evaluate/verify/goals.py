@@ -8,7 +8,7 @@ import math
 
 from quantkit.evaluate.sensitivity import Goal
 from quantkit.results import GateResult, Report
-from quantkit.results.gates.metrics import METRICS
+from quantkit.results.gates import METRICS
 
 
 def failed_accuracy(report: Report) -> list[GateResult]:

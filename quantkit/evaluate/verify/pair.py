@@ -18,7 +18,7 @@ from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.same_vocabulary import check_same_language
 from quantkit.inspection import read_manifest, section
 from quantkit.report.files import SIGNS
-from quantkit.results.gates.language import parse_gates
+from quantkit.results.gates import parse_gates
 from quantkit.untrusted import shorten
 
 RUN = "quantkit-run.json"

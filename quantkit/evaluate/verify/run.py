@@ -35,7 +35,7 @@ from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.evaluate.verify.served import Served, ask_served, of_the_original
 from quantkit.results import Comparison, EvaluationResult, Report
-from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.gates import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
 from quantkit.vllm_engine import VllmLLM, import_vllm, vllm_arguments

@@ -15,8 +15,7 @@ from quantkit.errors import ModelError
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import SHARED_UP, Experts, Family, Rope
-from quantkit.models.linear_sets import LinearSet
-from quantkit.models.part_sets import expert_sets
+from quantkit.models.linear_sets import LinearSet, expert_sets
 from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors, Matrix
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
-from quantkit.models.gguf_names import GGUF_NUMBERS, GGUFNames
+from quantkit.models.stored_names import GGUF_NUMBERS, GGUFNames
 
 _SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GGUF = GGUFNames(

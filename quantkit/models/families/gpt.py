@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import Biases, Family, Parts, Rope, inside
-from quantkit.models.gguf_names import GGUF_NUMBERS, GGUFNames
+from quantkit.models.stored_names import GGUF_NUMBERS, GGUFNames
 
 _NUMBERS = {
     key.replace("layer_norm_rms", "layer_norm"): entry

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import Biases, Family, Parts, QueryKeyNorm, Rope, Window
-from quantkit.models.gguf_names import GGUF_NUMBERS, GGUFNames
+from quantkit.models.stored_names import GGUF_NUMBERS, GGUFNames
 
 # Llama: the family whose names are the defaults.
 LLAMA = Family(

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from quantkit.models.family import Biases, Experts, Family, Parts, QueryKeyNorm, Rope, Window, Wrapper
-from quantkit.models.gguf_names import GGUFNames
 from quantkit.models.recurrent import Recurrent
+from quantkit.models.stored_names import GGUFNames
 
 EXPERTS = Experts(
     shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),

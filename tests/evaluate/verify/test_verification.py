@@ -18,9 +18,9 @@ from quantkit.evaluate.verify.goals import repair_goal
 from quantkit.evaluate.verify.pair import check_gates, check_pair
 from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
 from quantkit.kernels import cpu
-from quantkit.report.json import read_report
+from quantkit.report.files import read_report
 from quantkit.results import Report
-from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.gates import evaluate_gates
 from tests import fake_vllm
 from tests.helpers import make_model
 from tests.report.synthetic import make_report

@@ -8,9 +8,7 @@ import pytest
 
 from quantkit.errors import GateError
 from quantkit.results import Diagnosis, ModelFacts, Report
-from quantkit.results.gates.judge import evaluate_gates
-from quantkit.results.gates.language import parse_gate, parse_gates
-from quantkit.results.gates.metrics import METRICS, gate_numbers
+from quantkit.results.gates import METRICS, evaluate_gates, gate_numbers, parse_gate, parse_gates
 from tests.report.synthetic import GATES, make_report
 
 

@@ -1,0 +1,310 @@
+"""Gates: promises such as `recovery>=98.9`, the numbers that they are about, verdicts and remedies.
+
+A gate is judged on the number itself, not on its interval; when the interval includes the limit the explanation says
+that more samples are needed to be sure. A number that was not measured fails its gate.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from quantkit.errors import GateError, suggestion
+from quantkit.quantities import interval
+from quantkit.results import BenchmarkRun, Comparison, GateResult, Report, SensitivityProposal
+from quantkit.results.statistics.comparison import ANSWER_LENGTH
+from quantkit.results.statistics.summary import median
+from quantkit.untrusted import shorten
+
+Values = dict[str, float]  # by subject; the first is meant when a gate names none
+Read = Callable[[Report], Mapping[str, float | None]]
+
+TEXT, LENGTH = "perplexity: ", f"{ANSWER_LENGTH}: "
+RATIO = "a ratio, 1 when equal to the original"
+SHARE = "a share between 0 and 1"
+PER_CENT = "in per cent of the original, about 100"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that gates can be about.
+
+    Args:
+        kind: what a failed gate is about: "accuracy", "speed" or "memory".
+        read: the numbers of a report by subject, the default first; None or absent when not measured.
+        low, high: the plausible limits; outside them the unit was probably mistaken.
+        unit: of the limit, for that message.
+    """
+
+    kind: str
+    read: Read
+    low: float = 0.0
+    high: float = float("inf")
+    unit: str = RATIO
+
+    def values(self, report: Report) -> Values:
+        """What was measured, by subject."""
+        return {subject: value for subject, value in self.read(report).items() if value is not None}
+
+
+def gate_numbers(report: Report) -> dict[str, float]:
+    """Every number that gates can be about, by the name a gate would use; what was not measured is absent."""
+    numbers = {}
+    for name, metric in METRICS.items():
+        for position, (subject, value) in enumerate(metric.values(report).items()):
+            if position == 0:
+                numbers[name] = value
+            if subject:
+                numbers[f"{name}[{subject}]"] = value
+    return numbers
+
+
+def _of_comparisons(read: Callable[[Comparison], float | None], prefix: str = "") -> Read:
+    """Numbers of the comparisons whose subject begins so, by the rest of it; without a prefix those of tasks."""
+
+    def numbers(report: Report) -> dict[str, float | None]:
+        others = () if prefix else (TEXT, LENGTH)
+        chosen = [c for c in report.comparisons if c.subject.startswith(prefix) and not c.subject.startswith(others)]
+        return {c.subject.removeprefix(prefix): read(c) for c in chosen}
+
+    return numbers
+
+
+def _ratio(comparison: Comparison) -> float | None:
+    return _quotient(comparison.value, comparison.baseline)
+
+
+def _fidelity(name: str) -> Read:
+    return lambda report: {"": getattr(report.fidelity, name, None)}
+
+
+def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
+    """A number of the model's runs over that of the original's, by workload."""
+
+    def ratios(report: Report) -> dict[str, float | None]:
+        return {run.workload.name: _quotient(read(run), read(other)) for run, other in report.paired_runs if other}
+
+    return ratios
+
+
+def _latency_ratios(name: str) -> Read:
+    """Median of the model over median of the original."""
+    return _run_ratios(lambda run: median(run.latencies[name]))
+
+
+def _quotient(value: float | None, baseline: float | None) -> float | None:
+    return value / baseline if value is not None and baseline else None
+
+
+def _memory_ratio(report: Report) -> dict[str, float | None]:
+    """Weights in memory; where they were not observed, tensor bytes on disk."""
+    ours = report.benchmark and report.benchmark.memory_part("weights")
+    theirs = report.baseline_benchmark and report.baseline_benchmark.memory_part("weights")
+    if ours and theirs and ours.observed_bytes and theirs.observed_bytes:
+        return {"": ours.observed_bytes / theirs.observed_bytes}
+    return _size_ratio(report)
+
+
+def _size_ratio(report: Report) -> dict[str, float | None]:
+    original = report.baseline_model
+    return {"": _quotient(report.model.num_bytes, original.num_bytes if original else None)}
+
+
+METRICS = {  # of texts and tasks the worst counts, of workloads the first, unless a subject is given
+    # Limits notice a wrong unit: recovery>=0.97 is a share where per cent is meant, perplexity_ratio<=105 the reverse.
+    "recovery": Metric("accuracy", _of_comparisons(lambda c: c.recovery), 10, 200, PER_CENT),
+    "score": Metric("accuracy", _of_comparisons(lambda c: c.value), unit="a score"),
+    "perplexity": Metric("accuracy", _of_comparisons(lambda c: c.value, TEXT), low=1, unit="at least 1"),
+    "perplexity_ratio": Metric("accuracy", _of_comparisons(_ratio, TEXT), high=10),
+    "length_ratio": Metric("accuracy", _of_comparisons(_ratio, LENGTH), high=10),
+    "kl": Metric("accuracy", _fidelity("mean_kl"), unit="in nats"),
+    "kl_p99": Metric("accuracy", _fidelity("p99_kl"), unit="in nats"),
+    "top1": Metric("accuracy", _fidelity("top1_agreement"), high=1, unit=SHARE),
+    "ttft_ratio": Metric("speed", _latency_ratios("TTFT"), high=100),
+    "itl_ratio": Metric("speed", _latency_ratios("ITL"), high=100),
+    "tpot_ratio": Metric("speed", _latency_ratios("TPOT"), high=100),
+    "throughput_ratio": Metric("speed", _run_ratios(lambda run: run.output_tokens_per_s), high=1000),
+    "memory_ratio": Metric("memory", _memory_ratio, high=10),
+    "size_ratio": Metric("memory", _size_ratio, high=10),
+    "bits_per_weight": Metric("memory", lambda report: {"": report.model.bits_per_weight}, high=32, unit="in bits"),
+}
+IN_PER_CENT = ("recovery",)
+WORST_COUNTS = ("perplexity", "perplexity_ratio", "length_ratio")
+
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+PATTERN = re.compile(r"\s*([a-z0-9_]+)\s*(?:\[\s*([^\]]+?)\s*\])?\s*(>=|<=|>|<)\s*([-+.\d][-+.\deE]*)\s*(%?)\s*")
+_MAX_LENGTH = 200
+EXAMPLES = "recovery>=98.9, perplexity_ratio<=1.05, kl<=0.02, recovery[demo_facts]>=97"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """One promise: `metric[subject] operator limit`."""
+
+    text: str
+    metric: str
+    subject: str | None
+    operator: str
+    limit: float
+
+
+def parse_gate(text: str) -> Gate:
+    """Read one gate.
+
+    Args:
+        text: e.g. `recovery>=98.9`.
+    Raises:
+        GateError: not of this form, an unknown number, or a limit in another unit than the number's.
+    """
+    if len(text) > _MAX_LENGTH:  # spaces alone take the third power of their number
+        raise GateError(f"gate {shorten(text)} has {len(text)} characters; at most {_MAX_LENGTH} are read")
+    match = PATTERN.fullmatch(text)
+    if match is None:
+        raise GateError(f"gate {text!r} cannot be read; write a number, a comparison and a limit, e.g. {EXAMPLES}")
+    name, subject, sign, written, percent = match.groups()
+    if name not in METRICS:
+        raise GateError(
+            f"gate {text!r}: no number is called {name!r}{suggestion(name, METRICS)}; there are {', '.join(METRICS)}"
+        )
+    try:
+        limit = float(written)
+    except ValueError:
+        raise GateError(f"gate {text!r}: {written!r} is not a number") from None
+    # `top1>=98%` means the share 0.98; recovery is in per cent already.
+    if percent and name not in IN_PER_CENT:
+        limit /= 100
+    metric = METRICS[name]
+    if not metric.low <= limit <= metric.high:
+        raise GateError(f"gate {text!r}: {name} is {metric.unit}, so a limit of {limit:g} is probably mistaken")
+    # Written anew from what was read, so that equal gates are equal texts.
+    plain = f"{name}[{subject}]" if subject else name
+    return Gate(text=f"{plain}{sign}{limit:g}", metric=name, subject=subject, operator=sign, limit=limit)
+
+
+def parse_gates(texts: Iterable[str]) -> tuple[Gate, ...]:
+    """Read several gates; see `parse_gate`."""
+    return tuple(parse_gate(text) for text in texts)
+
+
+def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
+    """The nearest thing to change, one line.
+
+    Args:
+        report: what was measured; its sensitivity map and diagnosis are used where they are there.
+        gate: that did not hold.
+        measured: whether there was a number at all.
+    """
+    if not measured:
+        return "run `quantkit verify` with the original as --baseline and with what this gate needs switched on"
+    kind = METRICS[gate.metric].kind
+    if kind == "speed":
+        return _speed_remedy(report)
+    if kind == "memory":
+        return "fewer bits (`--set weights.dtype=int4`), larger groups, or quantize what is ignored, the head too"
+    return _accuracy_remedy(report)
+
+
+def _accuracy_remedy(report: Report) -> str:
+    # A proposal has been measured, the map ranks by output, and errors of single linears say least about it.
+    sensitivity = report.sensitivity
+    if sensitivity is not None and sensitivity.proposal is not None:
+        return describe_proposal(sensitivity.proposal)
+    if sensitivity is not None and sensitivity.records:
+        names = ", ".join(f"layer {r.layer} {r.group}" for r in sensitivity.worst(3))
+        return f"the most sensitive parts are {names}: ignore them or give them more bits"
+    if report.compression is not None and report.compression.layers:
+        names = ", ".join(name for name, _ in report.compression.worst_linears(3))
+        return f"the largest errors are in {names}: ignore these, or use smaller groups or more bits"
+    return "use smaller groups (`--set weights.group_size=32`), a calibrated recipe such as awq-int4, or 8 bits"
+
+
+def describe_proposal(proposal: SensitivityProposal) -> str:
+    """A proposal as one line, with the override to paste."""
+    groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups)
+    verb = "ignore" if proposal.action == "ignore" else "give more bits to"
+    options = " ".join(f"--set '{override}'" for override in proposal.overrides)
+    cost = f", {proposal.extra_bytes / 2**20:.1f} MiB more" if proposal.extra_bytes else ""
+    text = f"{verb} {groups} (predicted KL {proposal.predicted_kl:.3g}{cost})"
+    return f"{text}: quantkit quantize ... {options}" if options else text
+
+
+def _speed_remedy(report: Report) -> str:
+    findings = report.diagnosis.findings if report.diagnosis is not None else ()
+    advice = next((f for f in findings if f.advice), None)
+    if advice is not None:
+        gain = f", expected: {advice.expected_gain}" if advice.expected_gain else ""
+        return f"{advice.statement.rstrip('.')}: {advice.advice.rstrip('.')}{gain}"
+    return "for one user at a time fewer weight bits and a quantized head help, for many a quantized KV cache or 8 bits"
+
+
+def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResult]:
+    """Judge each gate on a report, in order.
+
+    Args:
+        report: what was measured.
+        gates: read or as text.
+    Raises:
+        GateError: a gate that cannot be read, or one about a task or workload that the report does not have while it
+            has others.
+    """
+    return [_judge(report, gate if isinstance(gate, Gate) else parse_gate(gate)) for gate in gates]
+
+
+def _judge(report: Report, gate: Gate) -> GateResult:
+    values = METRICS[gate.metric].values(report)
+    value = _pick(gate, values)
+    held = value is not None and OPERATORS[gate.operator](value, gate.limit)
+    if value is None:
+        explanation = f"{gate.metric} was not measured, so the gate does not hold"
+    else:
+        explanation = f"{gate.metric} is {value:.4g}, asked for {gate.operator} {gate.limit:g}"
+        explanation += _doubt(report, gate, values)
+    return GateResult(
+        gate=gate.text,
+        metric=gate.metric,
+        subject=gate.subject,
+        limit=gate.limit,
+        value=value,
+        held=held,
+        explanation=explanation,
+        remedy=None if held else remedy(report, gate, measured=value is not None),
+    )
+
+
+def _pick(gate: Gate, values: Values) -> float | None:
+    """The gate's number; without a subject the first one, or the worst of answer lengths and texts."""
+    if gate.subject is not None:
+        # A number that was not measured at all fails the gate; a subject missing among others is a typing error.
+        if values and gate.subject not in values:
+            raise GateError(
+                f"gate {gate.text!r}: no {gate.metric} of {gate.subject!r}{suggestion(gate.subject, values)}; "
+                f"the report has {', '.join(name for name in values if name)}"
+            )
+        return values.get(gate.subject)
+    if not values:
+        return None
+    if gate.metric in WORST_COUNTS:
+        # The worst is whatever comes nearest to breaking the gate: the least one where the limit is a lower one.
+        return (min if gate.operator.startswith(">") else max)(values.values())
+    return next(iter(values.values()))
+
+
+def _doubt(report: Report, gate: Gate, values: Values) -> str:
+    """That the interval includes the limit, if it does."""
+    subject = gate.subject or next(iter(values), "")
+    # Only recovery has its interval in the units of its gate.
+    comparison = report.find_comparison(subject) if gate.metric == "recovery" else None
+    if comparison is None or comparison.recovery_low is None or comparison.recovery_high is None:
+        return ""
+    if comparison.recovery_low <= gate.limit <= comparison.recovery_high:
+        return (
+            f"; its 95 % interval, {interval(comparison.recovery_low, comparison.recovery_high)}, includes the limit: "
+            "more samples would tell"
+        )
+    return ""
