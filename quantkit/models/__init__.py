@@ -1,1 +1,1 @@
-"""What a model is, as data: families, the sets of linears that share an input, names of modules. Torch-free."""
+"""Models as data: families, the sets of linears that share an input, names of modules. Torch-free."""

@@ -1,4 +1,4 @@
-"""What one attention layer keeps and reads, in bytes: the KV cache before anything is allocated. Torch-free.
+"""Bytes that one attention layer keeps and reads: the KV cache before anything is allocated. Torch-free.
 
 L tokens of context. What an entry of the cache holds, and how many entries there are:
 
@@ -212,7 +212,7 @@ class AttentionShape:
         return self._flops(sum(self.full_dims or (self.key_dim, self._mixed)), pairs, indexed)
 
     def _flops(self, width: int, pairs: float, indexed: float) -> float:
-        """Of queries times keys, of what is mixed by the result, and of the indexer's scan."""
+        """Operations of queries times keys, of mixing the values, and of the indexer's scan."""
         return 2 * self.num_heads * width * pairs + 2 * self.index_heads * self.index_dim * indexed
 
     @property

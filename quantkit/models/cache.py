@@ -37,7 +37,7 @@ SCALE_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """How the keys, or the values, are stored.
+    """Storage of the keys, or of the values.
 
     Args:
         bits: of one element.
@@ -61,7 +61,7 @@ class Side:
         return math.ceil(width * self.bits / 8) + scales * (self.scale_bytes + self.zero_bytes)
 
     def scale_shape(self, heads: int, tokens: int, width: int) -> tuple[int, ...]:
-        """Of the scales of a page; (0,) where nothing is stored."""
+        """Shape of the scales of a page; (0,) where nothing is stored."""
         if self.granularity == "tensor":
             return (0,)
         if self.granularity == "channel":
@@ -127,7 +127,7 @@ def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
 
 
 def side_of(scheme: CacheScheme, dtype_bytes: int) -> Side:
-    """How the runtime stores keys or values of this scheme.
+    """Return how the runtime stores keys or values of this scheme.
 
     Args:
         scheme: number type and granularity.
@@ -147,7 +147,7 @@ def side_of(scheme: CacheScheme, dtype_bytes: int) -> Side:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVForm:
-    """How keys and values are stored in the cache.
+    """Storage of keys and values in the cache.
 
     Args:
         name: as given to --kv-cache.
@@ -162,7 +162,7 @@ class KVForm:
 
     @property
     def bits(self) -> int:
-        """Of one element of a key or a value, whichever has fewer."""
+        """Bits of one element of a key or a value, whichever has fewer."""
         return min(self.key.bits, self.value.bits)
 
     def of(self, index: int) -> KVForm:

@@ -116,7 +116,7 @@ class ModelDescription:
 
     @property
     def width(self) -> int:
-        """Of the MLP."""
+        """Width of the MLP."""
         ratio = self.family.mlp_ratio
         return self.entries.count("intermediate_size", default=None if ratio is None else ratio * self.hidden_size)
 
@@ -135,7 +135,7 @@ class ModelDescription:
         return layer_tensors(self, index)
 
     def attention(self, index: int) -> AttentionShape | StateShape:
-        """What one layer keeps of each token, or of each sequence, and reads."""
+        """Return what one layer keeps of each token, or of each sequence, and reads."""
         if self.family.recurrent is not None and self.recurrent[index]:
             return self.family.recurrent.shape(self.entries)
         if self.only_mlp[index]:
@@ -235,7 +235,7 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
 
 
 def _groups(read: ConfigReader, data: Experts, count: int, chosen: int) -> dict[str, Any]:
-    """In how many groups experts are, and from how many of them they are chosen."""
+    """Return the number of groups of experts, and the number of groups that experts are chosen from."""
     groups = read.count("n_group", default=1) if data.groups and read.get("topk_method") != "greedy" else 1
     kept = read.count("topk_group", default=1) if groups > 1 else 1
     if count % groups or kept > groups or kept * (count // groups) < chosen:

@@ -1,4 +1,4 @@
-"""What a model family is, as data: where its layers are, which linears belong together, what a layer computes.
+"""A model family as data: places of its layers, linears that belong together, computations of a layer.
 
 All that quantizing, planning, running and exporting need to know of a family stands in its one file in `families`;
 with a config.json it becomes a `ModelDescription`. Torch-free. Names are those of transformers; a key is an entry of
@@ -73,7 +73,7 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Which layers attend only to the last `sliding_window` tokens. A `layer_types` entry wins, but for "all".
+    """Layers that attend only to the last `sliding_window` tokens. A `layer_types` entry wins, but for "all".
 
     Args:
         rule: "all" layers; "listed": all without `layer_types`; "pattern": all but every n-th; "upper": from layer
@@ -210,12 +210,12 @@ BALANCED_EXPERTS = replace(
     scale="routed_scaling_factor",
     exact=True,
 )
-"""As DeepSeek-V3 has them."""
+"""Experts of DeepSeek-V3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Which linears have biases: keys of config.json, or constants. What has one is counted, not required of files.
+    """Linears that have biases: keys of config.json, or constants. Biases are counted, not required of files.
 
     Args:
         qkv, output: of attention.
@@ -247,7 +247,7 @@ class Wrapper:
 
 
 def inside(backbone: str, **modules: str) -> dict[str, Any]:
-    """Where a backbone is, and its modules by their names in it: fields of a `Family` whose names are not Llama's."""
+    """Return the fields of a `Family` whose backbone and modules do not have Llama's names."""
     return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
 
 

@@ -1,4 +1,4 @@
-"""How many tokens of a sequence the KV cache keeps, and when it lets go of the rest: numbers only. Torch-free.
+"""Tokens of a sequence that the KV cache keeps, and points at which it drops the rest: numbers only. Torch-free.
 
 After n tokens have been computed and while there is one more to come, tokens are evicted, as many as whole pages of S
 hold, until the next token fits into the budget of B:
@@ -63,7 +63,7 @@ def _first_candidate(page_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVBudget:
-    """What the cache keeps of each sequence.
+    """Limit on the tokens of each sequence in the cache.
 
     Args:
         tokens: B.

@@ -1,4 +1,4 @@
-"""Which tensors a decoder layer has, and in which shapes: the family's names, the model's sizes. Torch-free.
+"""Names and shapes of the tensors of a decoder layer: the family's names, the model's sizes. Torch-free.
 
 D hidden, H query heads, J key/value heads, d channels of a head, E experts.
 """
@@ -20,7 +20,7 @@ _INDEXER = "self_attn.indexer"
 
 
 def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
-    """What one layer holds; see `ModelDescription.tensors`."""
+    """Return the tensors of one layer; see `ModelDescription.tensors`."""
     family = model.family
     vectors: Shapes = {}
     for norm in filter(None, norm_names(model)):

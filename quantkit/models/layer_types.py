@@ -1,4 +1,4 @@
-"""In what layers of one model differ: windows, experts, positions; by config.json, else by the family's rule."""
+"""Differences between the layers of a model: windows, experts, positions; by config.json, else by the family's rule."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def count_layers(read: ConfigReader) -> int:
 
 
 def _types(read: ConfigReader) -> Any:
-    """What config.json lists of each layer; None = nothing."""
+    """Return the entry of config.json for each layer; None = it lists none."""
     pattern = read.get("hybrid_override_pattern")
     if read.get("layer_types") is None and isinstance(pattern, str):
         return [_LETTERS.get(letter, letter) for letter in pattern]

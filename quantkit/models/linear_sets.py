@@ -45,7 +45,7 @@ class LinearSet:
 
     @property
     def fused(self) -> tuple[tuple[str, ...], ...]:
-        """Those of its linears that inference engines fuse, which need one scheme: of one module, or all experts."""
+        """Linears that inference engines fuse, so that they need one scheme: those of one module, or of all experts."""
         together: dict[str, list[str]] = {}
         for name in self.linears:
             # Without numbers, as engines fuse the experts of a layer into one tensor.
@@ -55,7 +55,7 @@ class LinearSet:
 
 
 def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> Iterator[str]:
-    """What is said of each fused set whose linears do not have one scheme.
+    """Yield a complaint for each fused set whose linears do not have one scheme.
 
     Args:
         sets: of one layer.
@@ -84,7 +84,7 @@ MLA_SETS = (
 
 
 def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
-    """What a set of the family's data becomes in one layer; see `Family.sets_of_layer`."""
+    """Return the sets that one set of the family's data becomes in one layer; see `Family.sets_of_layer`."""
     templates = [name for name in group.linears if EXPERT in name]
     # A family's data does not say how many experts a layer has; its modules do.
     experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
@@ -112,7 +112,7 @@ def at(name: str, expert: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLocation:
-    """Where a linear of an expert is in its layer.
+    """Return the place of an expert's linear in its layer.
 
     Args:
         owner: the module whose first argument is what experts read: the one that routes tokens, e.g. `mlp`, or where
@@ -161,7 +161,7 @@ def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
 
 
 def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """With a `joint` norm the MLP reads what attention reads: one set, whose outputs come together in the layer."""
+    """Return the sets of attention; with a `joint` norm the MLP reads the same input and joins the first set."""
     together = len(parts.qkv) == 1
     first = LinearSet(
         linears=(*parts.qkv, *(parts.up if joint else ())),
@@ -174,7 +174,7 @@ def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[Line
 
 
 def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """Without a `joint` norm two: what the MLP reads, and what its last linear does."""
+    """Return the sets of the MLP; with a `joint` norm its first linears stand in the set of attention."""
     # No scale passes through an activation, but one does through the product with its gate.
     source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
     down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
@@ -183,7 +183,7 @@ def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet,
 
 
 def expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
-    """Of a layer with experts: all that reads what the router reads, then what is behind it in each expert."""
+    """Return the sets of a layer with experts: all readers of the router's input, then each expert's last linear."""
     beside = (data.router, *([data.shared_gate] if data.shared_gate else []))
     ups = LinearSet(
         linears=(*data.up, *data.shared_up),

@@ -63,7 +63,7 @@ class Recurrent:
         return f"{self.module}.{part}"
 
     def sets(self, norm: str | None) -> tuple[LinearSet, ...]:
-        """Its linears.
+        """Sets of the layer's linears that read the same tensor.
 
         Args:
             norm: what the layer begins with; None where it cannot absorb a scale.
@@ -102,7 +102,7 @@ class Recurrent:
         return read.count("mamba_expand") * read.count("hidden_size") // heads
 
     def matrices(self, read: ConfigReader, hidden: int) -> tuple[Matrix, ...]:
-        """Its linears."""
+        """Matrices of the layer."""
         shape, bias = self.shape(read), read.flag(self.bias)
         heads = shape.value_heads
         # What each of a module's linears gives: one of all, or queries, keys and values apart from the gate.

@@ -1,4 +1,4 @@
-"""What one recurrent layer keeps of a sequence, in bytes, whatever the sequence's length. Torch-free.
+"""Bytes that one recurrent layer keeps of a sequence, whatever the sequence's length. Torch-free.
 
 G heads of queries and keys with N channels, H heads of values with P; what is computed says `models.recurrent`.
 """
@@ -13,7 +13,7 @@ _STATE_BYTES = 4  # float32: a state is added to once per token, and would lose 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateShape:
-    """What one recurrent layer keeps of a sequence, whatever its length.
+    """State that one recurrent layer keeps of a sequence, whatever its length.
 
     Args:
         key_heads, key_dim: of queries and keys, G and N.
@@ -29,17 +29,17 @@ class StateShape:
 
     @property
     def kind(self) -> Literal["state"]:
-        """As `AttentionShape` says what kind it is."""
+        """Kind of the layer, see `AttentionShape.kind`."""
         return "state"
 
     @property
     def num_kv_heads(self) -> int:
-        """It has no heads of keys and values that a cache could hold."""
+        """Zero: the layer has no heads of keys and values that a cache could hold."""
         return 0
 
     @property
     def channels(self) -> int:
-        """What the convolution is over: queries, keys and values of a token."""
+        """Channels of the convolution: queries, keys and values of a token."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
@@ -49,7 +49,7 @@ class StateShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of the state and of the last tokens that the convolution still reads."""
+        """Bytes of the state and of the last tokens that the convolution still reads."""
         numbers = self.values * self.key_dim + (self.conv_width - 1) * self.channels
         return _STATE_BYTES * numbers
 
@@ -62,7 +62,7 @@ class StateShape:
         return True
 
     def page_bytes(self, form: KVForm) -> int:
-        """It takes no pages."""
+        """Zero: the layer takes no pages."""
         return 0
 
     def allocated_bytes(
@@ -88,9 +88,9 @@ class StateShape:
         return 2 * 3 * self.values * self.key_dim
 
     def prefill_flops(self, tokens: int) -> float:
-        """The same of so many tokens."""
+        """Operations of so many tokens, as `decode_flops` counts them."""
         return tokens * self.decode_flops(1)
 
 
 NOTHING = StateShape(key_heads=0, key_dim=0, value_heads=0, value_dim=0, conv_width=1)
-"""Of a layer that looks at each token by itself."""
+"""Shape of a layer that looks at each token by itself."""

@@ -35,7 +35,7 @@ class StoredNames:
     conversions: tuple[Conversion, ...] = ()
 
     def of(self, name: str) -> str:
-        """What files call a tensor; the name of a module with a dot behind it is that of a module."""
+        """Return the name of a tensor in files; the name of a module with a dot behind it is that of a module."""
         module, _, leaf = name.rpartition(".")
         stored = self.modules.get(module)
         return self.tensors.get(name) or (name if stored is None else f"{stored}.{leaf}")
@@ -65,7 +65,7 @@ GGUF_NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFNames:
-    """How llama.cpp calls the family; names of tensors follow from the parts.
+    """Names that llama.cpp gives the family; names of tensors follow from the parts.
 
     Args:
         name: `general.architecture`.

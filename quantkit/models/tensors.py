@@ -56,7 +56,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTensors:
-    """What one decoder layer holds.
+    """Tensors of one decoder layer.
 
     Args:
         matrices: its linears, in running order.

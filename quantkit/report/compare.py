@@ -126,7 +126,7 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
 
 
 def front(points: Sequence[tuple[float, ...]]) -> list[bool]:
-    """Which points no other dominates, where less is better in every coordinate."""
+    """Tell for each point whether no other dominates it, where less is better in every coordinate."""
     return [
         # Equal points do not dominate each other, so twins are both on the front.
         not any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
@@ -157,7 +157,7 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
 
 
 def comparison_sentence(comparison: CheckpointComparison) -> str:
-    """Which entries are worth choosing, in one sentence."""
+    """Name the entries worth choosing, in one sentence."""
     chosen = [entry.name for entry in comparison.entries if entry.on_front]
     return f"{len(chosen)} of {len(comparison.entries)} are beaten by no other: {', '.join(chosen)}."
 

@@ -49,7 +49,7 @@ def read_report(path: Path | str) -> Report:
 
 
 def json_ready(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
+    """Return the value with null for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

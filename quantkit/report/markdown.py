@@ -129,7 +129,7 @@ def _loading(report: Report) -> list[str]:
 
 
 def _readers(report: Report) -> str:
-    """Which engines read it, the caches that they ignore included."""
+    """Return the section about engines that read the checkpoint, and the caches that they ignore."""
     table = engine_table("engine", report.model.engines)
     return f"### Who reads it\n\n{markdown_table(table)}" if table else ""
 

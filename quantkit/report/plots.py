@@ -77,18 +77,18 @@ def heat_edges(values: Sequence[float]) -> list[float]:
 
 
 def heat_step(value: float, edges: Sequence[float]) -> int:
-    """Which shade a value gets, 0 for the lightest."""
+    """Return the shade of a value, 0 for the lightest."""
     return sum(value > edge for edge in edges)
 
 
 def heat_labels(edges: Sequence[float]) -> list[str]:
-    """What each shade means, its upper limit."""
+    """Return the label of each shade, its upper limit."""
     texts = [number(edge, 2) for edge in edges]
     return [*(f"to {text}" for text in texts), f"over {texts[-1]}"]
 
 
 def latency_plot(report: Report, quantity: str) -> str | None:
-    """How many requests (TTFT) or gaps (ITL) took at most so long, both models, first workload.
+    """Share of requests (TTFT) or gaps (ITL) that took at most so long, both models, first workload.
 
     Args:
         report: what was measured.

@@ -20,7 +20,7 @@ def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:
-    """Without the run that only serves the fits: its requests differ in length and have no latency in common."""
+    """Leave out the run that only serves the fits: its requests differ in length and have no latency in common."""
     return [(label, run) for label, run in runs if run.workload.name != SWEEP_NAME]
 
 
@@ -100,7 +100,7 @@ def memory_table(benchmark: BenchmarkResult | None, baseline: BenchmarkResult | 
 
 
 def _miss(record: MemoryRecord) -> str | None:
-    """How far a prediction was off."""
+    """Return how far a prediction was off."""
     if not record.predicted_bytes or not record.observed_bytes:
         return None
     if record.predicted_bytes == record.observed_bytes:
@@ -147,7 +147,7 @@ def _roofline_row(label: str, r: RooflineRecord) -> tuple[object, ...]:
 
 
 def _ceilings(records: list[RooflineRecord]) -> str:
-    """What was measured, and what the words mean that stand for shares above 100 %."""
+    """Return the measured ceilings, and the meaning of the words that stand for shares above 100 %."""
     # All records of a run carry the same ceilings, so any of them serves.
     rates = f"{records[-1].copy_bytes_per_s / 1e9:.1f} GB/s, {records[-1].gemm_flops_per_s / 1e9:.0f} GFLOP/s"
     text = f"MBU and MFU are shares of the ceilings measured in this run: {rates}."

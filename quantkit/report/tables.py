@@ -54,7 +54,7 @@ def gate_lines(gates: Sequence[GateResult]) -> list[str]:
 
 
 def remedies(gates: Sequence[GateResult]) -> list[str]:
-    """What to do about the gates that failed, each said once."""
+    """Return the remedies of the gates that failed, each once."""
     return list(dict.fromkeys(gate.remedy for gate in gates if gate.remedy))
 
 
@@ -99,7 +99,7 @@ four_digits = partial(number, digits=4)
 
 
 def key_figures(report: Report) -> list[tuple[str, str, str]]:
-    """What one wants to know first: (name, figure, what it is beside)."""
+    """Return the most important figures: (name, figure, the original's figure)."""
     figures = []
     model, original = report.model, report.baseline_model
     if original is not None and original.num_bytes and model.num_bytes:
@@ -152,7 +152,7 @@ def _difference(c: Comparison) -> str:
 
 
 def verdict_table() -> Table:
-    """What the verdicts mean."""
+    """Table of the verdicts' meanings."""
     return Table(title="Verdicts", columns=(Column("verdict"), Column("meaning")), rows=tuple(VERDICTS.items()))
 
 
@@ -202,7 +202,7 @@ def _mean_kl(fidelity: FidelityResult) -> str:
 
 
 def _known_tokens(fidelity: FidelityResult) -> str:
-    """How far a KL reaches that was read from the likeliest tokens."""
+    """Return the range of a KL that was read from the likeliest tokens."""
     rest = "" if fidelity.remainder is None else f", to which the original gives {percent(100 * fidelity.remainder, 2)}"
     return (
         f"Both computed by {fidelity.engine}, which tells the {fidelity.top} likeliest tokens of a position: the "
@@ -275,7 +275,7 @@ def layer_table(title: str, values: Mapping[tuple[int, str], Any], show: Callabl
 
 
 def environment_table(report: Report) -> Table:
-    """Where and with what the numbers were made."""
+    """Table of the machine and software that the numbers were made with."""
     env = report.environment
     settings = report.evaluation.settings if report.evaluation else {}
     kinds = (("version of", env.versions), ("seed of", env.seeds), ("hash of", env.hashes), ("setting:", settings))
@@ -286,7 +286,7 @@ def environment_table(report: Report) -> Table:
 
 
 def making_table(report: Report) -> Table:
-    """What the checkpoint is and how it was made."""
+    """Table of the checkpoint's facts and how it was made."""
     model, made = report.model, report.compression
     rows = [
         ("original", report.baseline_model.name if report.baseline_model else ""),

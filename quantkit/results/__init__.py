@@ -1,4 +1,4 @@
-"""What a number is: records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
+"""Records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
 
 from quantkit.results._record import SCHEMA_VERSION as SCHEMA_VERSION
 from quantkit.results._record import Record as Record

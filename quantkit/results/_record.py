@@ -1,4 +1,4 @@
-"""What all records share: plain data out, checked data in, both driven by the types of the fields.
+"""The base of all records: plain data out, checked data in, both driven by the types of the fields.
 
 Knows the shapes that records use (records, tuples, dicts, None, numbers, text, flags) and refuses everything else, with
 the path of what is wrong. Documents of earlier versions are read as if this one had written them.
@@ -19,7 +19,7 @@ from quantkit.errors import ReportError, suggestion
 RecordType = TypeVar("RecordType", bound="Record")
 
 SCHEMA_VERSION = 2
-"""Of every document that has one: quantkit.json, quantkit-run.json and report.json."""
+"""Version of quantkit.json, quantkit-run.json and report.json."""
 
 # Names of version 1, whatever record they stand in.
 _RENAMED = {"damage": "sensitivity", "left_alone": "ignored", "unit": "group", "units": "groups"}

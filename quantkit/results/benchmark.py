@@ -1,4 +1,4 @@
-"""What serving requests took: raw timestamps, memory, roofline points. Latencies are computed from the timestamps.
+"""Costs of serving requests: raw timestamps, memory, roofline points. Latencies are computed from the timestamps.
 
 TTFT: request arrived -> first token. ITL: each gap between successive tokens, pooled over requests. TPOT: (last token -
 first token) / (tokens - 1), one number per request. A stall shows in the tail of ITL and is averaged away in TPOT.
@@ -17,7 +17,7 @@ SWEEP_NAME = "sweep"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Record):
-    """Which requests were sent, and when.
+    """Requests that were sent, and their times.
 
     Args:
         name: short, e.g. "closed-8".
@@ -243,7 +243,7 @@ class RooflineRecord(Record):
 
     @property
     def bound_by(self) -> Literal["memory", "compute"]:
-        """Which ceiling lies lower at this intensity."""
+        """Name of the ceiling that lies lower at this intensity."""
         return "memory" if self.floor_s <= self.bytes_moved / self.copy_bytes_per_s else "compute"
 
 
@@ -299,6 +299,6 @@ class Finding(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis(Record):
-    """Where the time goes and what to do about it, most important first."""
+    """Findings about where the time goes and what to do about it, most important first."""
 
     findings: tuple[Finding, ...] = ()

@@ -12,7 +12,7 @@ from quantkit.results._record import SCHEMA_VERSION, Record
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReading(Record):
-    """How one engine takes a checkpoint.
+    """Answer of one engine's rules about a checkpoint.
 
     Args:
         engine, release: of which it is said.
@@ -40,7 +40,7 @@ class EngineReading(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearRecord(Record):
-    """How well one linear was quantized.
+    """Error and storage of one quantized linear.
 
     Args:
         name: relative to its layer, e.g. `mlp.up_proj`.
@@ -64,7 +64,7 @@ class LinearRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheRecord(Record):
-    """What the KV cache of one layer is to be.
+    """KV cache that a checkpoint asks for in one layer.
 
     Args:
         scheme: of keys and values, as config.json has it under `quantkit_kv_cache`.
@@ -86,7 +86,7 @@ class CacheRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRecord(Record):
-    """What happened to one decoder layer.
+    """Compression of one decoder layer.
 
     Args:
         index: 0 for the first.
@@ -113,7 +113,7 @@ class LayerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationRecord(Record):
-    """What the layers were calibrated on.
+    """Data that the layers were calibrated on.
 
     Args:
         num_samples: sequences.
@@ -133,7 +133,7 @@ class CalibrationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRecord(Record):
-    """What became of the linears beside a language model: of vision and audio towers and of their projectors.
+    """Linears beside a language model, in vision and audio towers and their projectors, and what became of them.
 
     Args:
         num_linears: how many there are that could become codes.
@@ -155,7 +155,7 @@ class TowerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionResult(Record):
-    """What `quantkit quantize` did, as printed by `--json` and kept in `quantkit.json`.
+    """Result of `quantkit quantize`, as printed by `--json` and kept in `quantkit.json`.
 
     Args:
         model: what was compressed, as given.
@@ -207,7 +207,7 @@ class CompressionResult(Record):
 
 
 def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
-    """What the KV caches of a model are kept in, and which layers differ, for tables; None where nothing is said.
+    """Describe the number types of a model's KV caches for tables; None where the checkpoint asks for none.
 
     Args:
         layers: one record each.
@@ -225,7 +225,7 @@ def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
 
 
 def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
-    """How many calibration tokens experts were given, over all layers, for tables; None without experts or data.
+    """Describe the calibration tokens that experts of all layers were given; None without experts or data.
 
     Args:
         layers: one record each.
@@ -261,7 +261,7 @@ class ModuleSummary(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSummary(Record):
-    """What `quantkit inspect` found.
+    """Result of `quantkit inspect`.
 
     Args:
         path: directory.
@@ -293,7 +293,7 @@ class CheckpointSummary(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDifference(Record):
-    """What `quantkit inspect A B` found; every row is (what, in A, in B).
+    """Result of `quantkit inspect A B`; every row is (name, in A, in B).
 
     Args:
         left, right: the checkpoints.

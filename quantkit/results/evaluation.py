@@ -1,4 +1,4 @@
-"""What answering questions and reading text gave: per-sample records, perplexity, fidelity, and the sensitivity map.
+"""Results of answering questions and reading text: per-sample records, perplexity, fidelity, and the sensitivity map.
 
 Raw counts and per-sample scores are stored; perplexity, agreement and the like are computed from them, so that two
 models can be compared sample by sample. Nothing here computes a statistic: see `quantkit.results.statistics`.
@@ -139,7 +139,7 @@ class EvaluationResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FidelityResult(Record):
-    """How close the model's next-token distributions are to the original's, on fixed text.
+    """Distance of the model's next-token distributions from the original's, on fixed text.
 
     Args:
         data: name of the text.
@@ -191,7 +191,7 @@ class FidelityResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityRecord(Record):
-    """What one fused group does that is quantized alone in the original model.
+    """Effect of one fused group that is quantized alone in the original model.
 
     Args:
         layer: index of the decoder layer.
@@ -211,7 +211,7 @@ class SensitivityRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityProposal(Record):
-    """What to change in the recipe so that the model passes.
+    """Change of the recipe with which the model should pass.
 
     Args:
         action: "ignore" the fused groups, or give them "more bits".

@@ -43,7 +43,7 @@ class Metric:
     unit: str = RATIO
 
     def values(self, report: Report) -> Values:
-        """What was measured, by subject."""
+        """Return the measured numbers by subject."""
         return {subject: value for subject, value in self.read(report).items() if value is not None}
 
 
@@ -296,7 +296,7 @@ def _pick(gate: Gate, values: Values) -> float | None:
 
 
 def _doubt(report: Report, gate: Gate, values: Values) -> str:
-    """That the interval includes the limit, if it does."""
+    """Return a warning if the interval includes the limit."""
     subject = gate.subject or next(iter(values), "")
     # Only recovery has its interval in the units of its gate.
     comparison = report.find_comparison(subject) if gate.metric == "recovery" else None

@@ -78,7 +78,7 @@ class GateResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts(Record):
-    """What is known of a model without running it.
+    """Facts about a model that are known without running it.
 
     Args:
         name: as it should be printed.
@@ -109,7 +109,7 @@ class ModelFacts(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment(Record):
-    """Where and with what the numbers were made.
+    """Machine, software and seeds that the numbers were made with.
 
     Args:
         versions: package -> version, quantkit's and python's included.

@@ -24,7 +24,7 @@ class CandidateRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupChoice(Record):
-    """What one fused group was given.
+    """Choice for one fused group.
 
     Args:
         layer: index of the decoder layer.
@@ -47,7 +47,7 @@ class GroupChoice(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult(Record):
-    """What `quantkit search` found.
+    """Result of `quantkit search`.
 
     Args:
         model: as given, "demo" for the bundled one.

@@ -51,7 +51,7 @@ Vectors = dict[str, tuple[int, ...]]
 
 
 def published_names(names: Sequence[str]) -> StoredNames | None:
-    """What files as published call the tensors of the model; None for files with transformers' own names."""
+    """Return the names of the model's tensors in published files; None for files with transformers' own names."""
     if not any(re.match(r"(model\.)?layers\.\d+\.(attn|ffn)\.", name) for name in names):
         return None
     tensors = {_own_name(name): name for name in names}
@@ -136,7 +136,7 @@ def _attention(read: ConfigReader, index: int) -> AttentionShape:
 
 
 def _layer_type(read: ConfigReader, index: int) -> str:
-    """By name, by ratio, or as the family has it: two layers of 128, then 128 and 4 in turn."""
+    """Return a layer's type by name, by ratio, or by the family's rule: two layers of 128, then 128 and 4 in turn."""
     types, ratios = read.get("layer_types"), read.get("compress_ratios")
     by_ratio = {ratio: name for name, ratio in _RATES.items()}
     if isinstance(types, list):

@@ -132,7 +132,7 @@ def _expm1(x: float) -> float:
 
 
 def _find_text(evaluation: EvaluationResult, text: PerplexityResult) -> PerplexityResult | None:
-    """The same text, read the same way."""
+    """Whether both read the same text in the same way."""
     same = operator.attrgetter("data", "window", "stride", "through")
     return next((other for other in evaluation.perplexity if same(other) == same(text)), None)
 
@@ -157,7 +157,7 @@ def _paired(value: TaskResult, baseline: TaskResult) -> Pairs | None:
 
 
 def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
-    """How far the mean strays under other arithmetic; None when any task was not run so."""
+    """Return how far the mean strays under other arithmetic; None when any task was not run so."""
     known = [pairs for pairs in tasks if pairs is not None]
     if not known or len(known) < len(tasks):
         return None
@@ -207,7 +207,7 @@ def _inverse(ratio: float | None) -> float | None:
 
 
 def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
-    """Without samples the two are treated as independent, which is less sure than pairing."""
+    """Compare two scores without samples as independent ones, which is less sure than pairing."""
     difference = value.value - baseline.value
     error = None if None in (value.stderr, baseline.stderr) else math.hypot(value.stderr or 0, baseline.stderr or 0)
     reach = None if error is None else error * NORMAL.inv_cdf(0.5 + CONFIDENCE / 2)

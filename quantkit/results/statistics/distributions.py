@@ -12,7 +12,7 @@ NORMAL = NormalDist()
 
 
 def bisect(function: Callable[[float], float], low: float, high: float, *, steps: int = 80) -> float:
-    """Where a falling function changes sign.
+    """Return the point where a falling function changes sign.
 
     Args:
         function: positive at `low`, negative at `high` (or of one sign: then the nearer end is returned).

@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedResult:
-    """What a paired comparison says.
+    """Result of a paired comparison.
 
     Args:
         method: names of interval and test.
