@@ -103,7 +103,7 @@ COMMAND = ("-m", "quantkit", "generate", "--prompt", "a", "--max-tokens", "2")
     "words",
     [
         COMMAND,
-        ("-c", "import quantkit; [quantkit.LLM().generate('a') for _ in range(2)]"),
+        ("-c", "from quantkit import LLM, SamplingParams; LLM().generate('a', SamplingParams(max_tokens=1))"),
         (
             "-c",
             "from quantkit.kernels import cpu; from quantkit.numerics import native as c; cpu.library(), c.library()",
