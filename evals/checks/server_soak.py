@@ -76,7 +76,9 @@ async def read_slowly(url: str, until: asyncio.Event) -> None:
     body = json.dumps(asked).encode()
     while not until.is_set():
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=64)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
         for _ in range(200):
             if until.is_set() or not await reader.read(64):
                 break

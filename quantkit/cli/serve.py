@@ -36,6 +36,16 @@ class ServeOptions:
         commas=True,
         shown="none",
     )
+    allow_host: tuple[str, ...] = setting(
+        (),
+        "Further names by which clients may ask a server on this machine's own address; '*' = any.",
+        flag="--allow-host NAME,...",
+        commas=True,
+        shown="localhost and --host",
+    )
+    drain_seconds: int = setting(
+        25, "Seconds that requests under way may take at the end.", flag="--drain-seconds", minimum=0
+    )
     log_requests: bool = setting(False, "A line per request on stderr, without its text.", flag="--log-requests")
 
 
@@ -68,6 +78,7 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
     try:
         from quantkit.server.app import Server
         from quantkit.server.bridge import Bridge
+        from quantkit.server.door import known_hosts
         from quantkit.server.run import HttpServer, bind, is_public
     except ModuleNotFoundError as error:
         raise InputError(f"serving needs {error.name}; pip install 'quantkit[serve]'") from None
@@ -79,6 +90,8 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
             f"{options.host} can be reached by others and no key is set; give --api-key, or --no-api-key to let "
             "anybody use the model"
         )
+    # Others than this machine reach a public address by names that only they know.
+    is_any = "*" in options.allow_host or (is_public(options.host) and not options.allow_host)
     llm = LLM(checkpoint, lazy=True, max_sequences=options.max_running, **engine)
     bridge = Bridge(llm, max_waiting=options.max_waiting, say=say)
     server = Server(
@@ -88,8 +101,9 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         key=key,
         log=say if options.log_requests else None,
         origins=tuple(map(_origin, options.allow_origin)),
+        hosts=None if is_any else known_hosts(options.host, options.allow_host),
     )
-    HttpServer(server, output_to.tell).run_until_ended(bind(options.host, options.port))
+    HttpServer(server, output_to.tell, options.drain_seconds).run_until_ended(bind(options.host, options.port))
 
 
 def _origin(text: str) -> str:

@@ -3,14 +3,38 @@
 Source: https://github.com/guidance-ai/llguidance
 """
 
+import json
+import subprocess
+import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
+from quantkit.child import python
 from quantkit.errors import RequestError, first_line
 
 # Between JSON's parts: room for indentation, and no more, since models that are forced may write blanks without end.
 _WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}
+
+_MOST_CHARACTERS = 1 << 18
+_MOST_KEPT = 64
+_TRIAL_SECONDS, _TRIAL_BYTES = 2, 1 << 30
+# Compiles the schema on its stdin for a vocabulary of bytes: what takes long does not depend on the vocabulary.
+_TRIAL = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+import llguidance
+schema, overrides = json.load(sys.stdin)
+try:
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
+    matcher.compute_bitmask()
+except ValueError:
+    pass  # said by who compiles it in earnest, in the same time
+"""
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +71,7 @@ class JsonConstraint:
 
 
 class JsonSchemas:
-    """Schemas to constraints, for one tokenizer.
+    """Schemas to constraints, for one tokenizer; any thread may ask. *Mutable*: the last ones are kept compiled.
 
     Args:
         tokenizer: a fast one of transformers.
@@ -58,6 +82,8 @@ class JsonSchemas:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._vocabulary: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()  # of the attributes above, never held while a schema is compiled
 
     def start(self, schema: str) -> JsonConstraint:
         """A request's constraint.
@@ -67,20 +93,65 @@ class JsonSchemas:
         Raises:
             RequestError: it is no schema that can be followed, or llguidance is missing.
         """
+        with self._lock:
+            matcher = self._compiled.get(schema)
+            if matcher is not None:
+                self._compiled.move_to_end(schema)
+        if matcher is None:
+            matcher = self._compile(schema)
+            with self._lock:
+                self._compiled[schema] = matcher
+                while len(self._compiled) > _MOST_KEPT:
+                    self._compiled.popitem(last=False)
+        return JsonConstraint(matcher.deep_copy(), self._vocab_size)
+
+    def try_out(self, schema: str) -> None:
+        """Compile a stranger's schema; a child does it first, since llguidance can neither be stopped nor told a time.
+
+        Raises:
+            RequestError: it takes too long or too much memory, or see `start`.
+        """
+        if len(schema) > _MOST_CHARACTERS:
+            raise RequestError(
+                f"json_schema has {len(schema)} characters, over the limit of {_MOST_CHARACTERS}; shorten it"
+            )
+        with self._lock:
+            is_known = schema in self._compiled
+        if not is_known:
+            code = _TRIAL.replace("SECONDS", str(_TRIAL_SECONDS)).replace("BYTES", str(_TRIAL_BYTES))
+            text = json.dumps([schema, _WHITESPACE])
+            try:
+                # More seconds than the processor's: a child waits for its turn where all cores compute.
+                child = subprocess.run(
+                    python(f"exec({code!r})"), input=text.encode(), capture_output=True, timeout=5 * _TRIAL_SECONDS
+                )
+                is_quick = child.returncode == 0 or b"ModuleNotFoundError" in child.stderr
+            except subprocess.TimeoutExpired:
+                is_quick = False
+            if not is_quick:
+                raise RequestError(
+                    f"json_schema cannot be followed: compiling it takes more than {_TRIAL_SECONDS} s or "
+                    f"{_TRIAL_BYTES >> 30} GiB; leave out what is costly, such as a large multipleOf"
+                )
+        self.start(schema)
+
+    def _compile(self, schema: str) -> Any:
+        """llguidance's matcher at the beginning of a schema."""
         try:
             import llguidance
             import llguidance.hf
         except ModuleNotFoundError:
             raise RequestError("json_schema needs llguidance; pip install 'quantkit[serve]'") from None
         try:
-            if self._vocabulary is None:
-                # Looks at every token: a second for the largest vocabularies, once.
-                eos = list(self._eos_ids) or None
-                self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, eos_token=eos)
+            with self._lock:
+                if self._vocabulary is None:
+                    # Looks at every token: a second for the largest vocabularies, once.
+                    eos = list(self._eos_ids) or None
+                    self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, eos_token=eos)
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_WHITESPACE)
             matcher = llguidance.LLMatcher(self._vocabulary, grammar)
             if problem := matcher.get_error():
                 raise ValueError(problem)
         except Exception as error:  # whatever it raises on a schema or a tokenizer that it does not understand
             raise RequestError(f"json_schema cannot be followed: {first_line(error)}") from None
-        return JsonConstraint(matcher, self._vocab_size)
+        return matcher

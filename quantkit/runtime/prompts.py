@@ -11,6 +11,11 @@ from quantkit.untrusted import bounded
 
 Messages = Sequence[dict[str, Any]]
 
+# Characters that are tokenized at a time where only their number of tokens matters.
+_PIECE, _SMALLEST_PIECE = 1 << 16, 1 << 12
+# So many more tokens may the pieces of a text have, each, than the text has: words are cut in two.
+_CUT_TOKENS = 8
+
 
 class Prompts:
     """A checkpoint's tokenizer, where it has one that can be used.
@@ -43,8 +48,42 @@ class Prompts:
             raise RequestError("the prompt is empty and the tokenizer has no BOS token to begin with; give some text")
         return [self.tokenizer.bos_token_id]
 
+    def encode_if_free(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Token ids of prompts, see `encode`; None where another thread has the tokenizer, which may take long."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return [self.encode(text) for text in texts]
+        finally:
+            self._lock.release()
+
+    def check_length(self, text: str, most: int) -> None:
+        """Refuse a text that has more tokens than may be; only about as many are made to find out.
+
+        Args:
+            text: of any length.
+            most: tokens.
+        Raises:
+            RequestError: it has more.
+        """
+        if len(text) <= 4 * most:
+            return
+        size, count = min(_PIECE, max(_SMALLEST_PIECE, 4 * most)), 0
+        for number, start in enumerate(range(0, len(text), size), 1):
+            count += len(self._tokenized(text[start : start + size], add_special_tokens=False))
+            if count > most + number * _CUT_TOKENS:
+                raise RequestError(f"the prompt has {len(text)} characters, more than {most} tokens; shorten it")
+
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the answer.
+        """Token ids of a conversation in the model's chat template, ready for the answer; see `chat_text`."""
+        return self.encode_filled(self.chat_text(messages, **variables))
+
+    def encode_filled(self, text: str) -> list[int]:
+        """Token ids of what a chat template made: it writes BOS itself, and the tokenizer would add a second one."""
+        return self._tokenized(text, add_special_tokens=False)
+
+    def chat_text(self, messages: Messages, **variables: Any) -> str:
+        """A conversation in the model's chat template, ready for the answer.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
@@ -59,11 +98,9 @@ class Prompts:
             # A template comes with the checkpoint; the sandbox it runs in bounds neither its time nor its memory.
             with bounded():
                 options = {"add_generation_prompt": True, **variables, "tokenize": False}
-                text = tokenizer.apply_chat_template(list(messages), **options)
+                return str(tokenizer.apply_chat_template(list(messages), **options))
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        # The template writes BOS itself; the tokenizer would add a second one.
-        return self._tokenized(text, add_special_tokens=False)
 
     def _tokenized(self, text: str, **options: bool) -> list[int]:
         tokenizer = self.need_tokenizer()

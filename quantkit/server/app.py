@@ -1,55 +1,47 @@
 """The routes: what is asked, checked and handed to the engine, and how a refusal is said."""
 
-import asyncio
-import hmac
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.server import answers
+from quantkit.server.bodies import Asked, Bodies, Run, TooLarge
 from quantkit.server.bridge import Bridge, Busy, Mailbox
+from quantkit.server.door import Doorkeeper
 from quantkit.server.metrics import Metrics
 from quantkit.server.openapi import describe
 from quantkit.server.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Message,
     Refused,
     Sampling,
-    Schema,
     StreamOptions,
     TokenizeRequest,
-    explain,
 )
 from quantkit.server.shapes import ChatShape, Shape, TextShape
 from quantkit.server.streams import EventStream, whole_answer
 from quantkit.server.vocabulary import Vocabulary
-from quantkit.untrusted import parse_object
 
-MAX_BODY_BYTES = 1 << 24
-BODY_SECONDS = 30.0
 _NOT_READY_SECONDS = 1
 # Tokenizing so many characters takes about a millisecond; more is done beside the event loop.
 _SHORT_TEXT = 4096
-_OPEN_PATHS = ("/health", "/ready")
-
-Asked = TypeVar("Asked", bound=Schema)
-
-
-class _TooLarge(QuantkitError):
-    """A body beyond the limit."""
+# Tokens that `/tokenize` and `/detokenize` take at least, also where the model's context is shorter.
+_SHOWN_TOKENS = 1 << 16
 
 
 class _UnknownModel(RequestError):
@@ -71,6 +63,7 @@ class Server:
         key: that clients must bring; None = anybody may.
         log: told of each request in a line; None = not logged.
         origins: whose pages may ask, beside its own; "*" = all.
+        hosts: names of this server in a request's `Host`; None = any.
         is_ending: whether requests are refused since the server ends.
         created: when it was, for clients that show it.
     """
@@ -81,8 +74,10 @@ class Server:
     key: str | None = None
     log: Callable[[str], None] | None = None
     origins: tuple[str, ...] = ()
+    hosts: frozenset[str] | None = None
     is_ending: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    bodies: Bodies = field(default_factory=Bodies)
     _vocabulary: Vocabulary | None = None
     _metrics: Metrics | None = None
 
@@ -123,7 +118,7 @@ class Server:
             routes=[Route(path, route, methods=[method]) for path, (method, route) in routes.items()],
             exception_handlers=handlers,  # type: ignore[arg-type]
         )
-        door = _Doorkeeper(app, self)
+        door = Doorkeeper(app, key=self.key, log=self.log, origins=self.origins, hosts=self.hosts)
         if not self.origins:
             return door
         # Before the key: browsers ask without one whether they may, and a page should see why it was refused.
@@ -171,30 +166,35 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
-        ask = await self._read(request, CompletionRequest)
-        prompts = [await self._encoded(prompt) for prompt in ask.prompts]
-        if ask.stream and ask.echo and ask.logprobs is not None:
-            raise Refused("echo with logprobs is not streamed; set stream to false", "echo")
-        vocabulary = self.vocabulary  # first: without a tokenizer nothing is to be computed
-        mailbox = self.bridge.submit([(ids, ask.params_for(len(ids))) for ids in prompts])
-        shown = zip(ask.prompts, prompts, strict=True)
-        texts = [
-            ("" if not ask.echo else given if isinstance(given, str) else self._plain(given), ids)
-            for given, ids in shown
-        ]
-        shape = TextShape(ask, texts, vocabulary, self.name)
+        async with self._opened(request, CompletionRequest) as (ask, run):
+            if ask.stream and ask.echo and ask.logprobs is not None:
+                raise Refused("echo with logprobs is not streamed; set stream to false", "echo")
+            vocabulary = self.vocabulary  # first: without a tokenizer nothing is to be computed
+            self.bridge.check_room(len(ask.prompts))
+            prompts = await self._encoded(ask.prompts, run)
+            texts = await run(partial(self._shown, ask.prompts)) if ask.echo else [""] * len(prompts)
+            mailbox = self.bridge.submit([(ids, ask.params_for(len(ids))) for ids in prompts])
+        shape = TextShape(ask, list(zip(texts, prompts, strict=True)), vocabulary, self.name)
         num_prompt = sum(len(ids) for ids in prompts)
         return await self._answer(request, ask, mailbox, shape, num_prompt, hidden=ask.max_tokens == 0)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        ask = await self._read(request, ChatRequest)
-        params = ask.chat_params()
-        self._check_variables(ask.chat_template_kwargs)
-        messages = [message.plain() for message in ask.messages]
-        ids = await asyncio.to_thread(self.bridge.llm.encode_chat, messages, **ask.variables)
-        mailbox = self.bridge.submit([(self._bounded(ids), params)])
+        async with self._opened(request, ChatRequest) as (ask, run):
+            params = ask.chat_params()
+            self._check_variables(ask.chat_template_kwargs)
+            self.bridge.check_room(1)
+            ids = await run(partial(self._encoded_chat, ask.messages, ask.variables, self._most_tokens))
+            if params.json_schema is not None:
+                await self.bodies.try_out(partial(self.bridge.engine.schemas.try_out, params.json_schema))
+            mailbox = self.bridge.submit([(self._bounded(ids), params)])
         return await self._answer(request, ask, mailbox, ChatShape(ask, self.vocabulary, self.name), len(ids))
+
+    def _encoded_chat(self, messages: list[Message], variables: Mapping[str, Any], most: int) -> list[int]:
+        llm = self.bridge.llm
+        text = llm.chat_text([message.plain() for message in messages], **variables)
+        llm.check_length(text, most)
+        return llm.encode_filled(text)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         """Clients may give a template its variables; the template itself and how it is called are the server's.
@@ -209,21 +209,23 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a text or a conversation."""
-        ask = await self._read(request, TokenizeRequest)
-        llm = self.bridge.llm
-        if ask.messages is not None:
-            ids = await asyncio.to_thread(llm.encode_chat, [message.plain() for message in ask.messages])
-        else:
-            ids = await asyncio.to_thread(llm.encode, ask.prompt or "")
+        async with self._opened(request, TokenizeRequest) as (ask, run):
+            most = max(_SHOWN_TOKENS, self.bridge.engine.capacity)
+            if ask.messages is not None:
+                ids = await run(partial(self._encoded_chat, ask.messages, {}, most))
+            else:
+                ids = await run(partial(self._encoded_text, ask.prompt or "", most))
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.bridge.engine.capacity})
 
     async def detokenize(self, request: Request) -> Response:
         """Text of tokens."""
-        ask = await self._read(request, DetokenizeRequest)
-        size = self.bridge.engine.model.vocab_size
-        if wrong := [token for token in ask.tokens if not 0 <= token < size]:
-            raise Refused(f"tokens holds {wrong[0]}; the model knows 0 to {size - 1}", "tokens")
-        return JSONResponse({"prompt": await asyncio.to_thread(self._plain, ask.tokens)})
+        async with self._opened(request, DetokenizeRequest) as (ask, run):
+            size, most = self.bridge.engine.model.vocab_size, max(_SHOWN_TOKENS, self.bridge.engine.capacity)
+            if len(ask.tokens) > most:
+                raise Refused(f"tokens holds {len(ask.tokens)} tokens; this server takes {most} at most", "tokens")
+            if wrong := [token for token in ask.tokens if not 0 <= token < size]:
+                raise Refused(f"tokens holds {wrong[0]}; the model knows 0 to {size - 1}", "tokens")
+            return JSONResponse({"prompt": await run(partial(self._plain, ask.tokens))})
 
     async def _answer(
         self, request: Request, ask: Sampling, mailbox: Mailbox, shape: Shape, num_prompt: int, *, hidden: bool = False
@@ -233,24 +235,18 @@ class Server:
             return EventStream(self.bridge, mailbox, shape, self.metrics.ended, options, num_prompt, hidden=hidden)
         return await whole_answer(request.receive, self.bridge, mailbox, shape, self.metrics.ended, hidden=hidden)
 
-    async def _read(self, request: Request, kind: type[Asked]) -> Asked:
-        """The body of a request, within bounds of size and time, as what it should be.
+    @asynccontextmanager
+    async def _opened(self, request: Request, kind: type[Asked]) -> AsyncIterator[tuple[Asked, Run]]:
+        """What a request asks, see `Bodies.opened`.
 
         Raises:
-            QuantkitError: it is not, or names another model, or none is ready.
+            QuantkitError: it is not what it should be, or names another model, or none is ready.
         """
         self._check_ready()
-        try:
-            body = await asyncio.wait_for(_body(request), BODY_SECONDS)
-        except TimeoutError:
-            raise RequestError(f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
-        data = parse_object(body, "the body", RequestError, "send a JSON object")
-        try:
-            ask = kind.model_validate(data)
-        except ValidationError as error:
-            raise explain(error) from None
-        self._check_name(getattr(ask, "model", None))
-        return ask
+        most_ids = self.bridge.most_open * self.bridge.engine.capacity
+        async with self.bodies.opened(request, kind, most_ids) as (ask, run):
+            self._check_name(getattr(ask, "model", None))
+            yield ask, run
 
     def _check_name(self, model: str | None) -> None:
         if model not in (None, self.name):
@@ -262,13 +258,30 @@ class Server:
         if not self.bridge.is_ready:
             raise _NotReady("the model is being loaded; try again later")
 
-    async def _encoded(self, prompt: str | list[int]) -> list[int]:
-        llm = self.bridge.llm
-        if not isinstance(prompt, str):
-            return self._bounded(prompt)
-        if len(prompt) > _SHORT_TEXT:
-            return self._bounded(await asyncio.to_thread(llm.encode, prompt))
-        return self._bounded(llm.encode(prompt))
+    async def _encoded(self, prompts: list[str | list[int]], run: Run) -> list[list[int]]:
+        """Tokens of prompts; of long ones beside the event loop, and never of more than would be served."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        # Each costs something besides its characters.
+        is_short = sum(map(len, texts)) + 64 * len(texts) <= _SHORT_TEXT
+        encoded = self.bridge.llm.encode_if_free(texts) if is_short else None
+        if encoded is None:
+            most = self._most_tokens
+            encoded = await run(lambda: [self._encoded_text(text, most) for text in texts])
+        found = iter(encoded)
+        return [self._bounded(next(found) if isinstance(prompt, str) else prompt) for prompt in prompts]
+
+    def _encoded_text(self, text: str, most: int) -> list[int]:
+        self.bridge.llm.check_length(text, most)
+        return self.bridge.llm.encode(text)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a prompt."""
+        capacity = self.bridge.engine.capacity
+        return capacity if self.max_prompt is None else min(capacity, self.max_prompt)
+
+    def _shown(self, prompts: list[str | list[int]]) -> list[str]:
+        return [prompt if isinstance(prompt, str) else self._plain(prompt) for prompt in prompts]
 
     def _bounded(self, ids: list[int]) -> list[int]:
         if self.max_prompt is not None and len(ids) > self.max_prompt:
@@ -297,7 +310,7 @@ def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, ans
         return 429, answers.error(text, kind="rate_limit_error"), {"Retry-After": str(problem.retry_s)}
     if isinstance(problem, _NotReady):
         return 503, answers.error(text, kind="server_error"), {"Retry-After": str(_NOT_READY_SECONDS)}
-    if isinstance(problem, _TooLarge):
+    if isinstance(problem, TooLarge):
         return 413, answers.error(text), {"Connection": "close"}
     if isinstance(problem, _UnknownModel):
         return 404, answers.error(text, field="model", code="model_not_found"), {}
@@ -306,77 +319,3 @@ def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, ans
     if isinstance(problem, ClientDisconnect):
         return 499, {}, {}
     return 500, answers.error("the server failed on this request; its log says why", kind="server_error"), {}
-
-
-async def _body(request: Request) -> bytes:
-    """The body.
-
-    Raises:
-        _TooLarge: it is; the rest is not read.
-    """
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise _TooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-class _Doorkeeper:
-    """Lets in who brings the key and is no page of others, and logs who came.
-
-    Plain ASGI: Starlette's middleware costs every token.
-    """
-
-    def __init__(self, app: ASGIApp, server: Server) -> None:
-        self._app, self._server = app, server
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] != "http":
-            return
-        server, began, status = self._server, time.perf_counter(), 0
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        app = self._app_for(scope)
-        try:
-            await app(scope, receive, noted if server.log is not None else send)
-        finally:
-            if server.log is not None:
-                client = (scope.get("client") or ("?",))[0]
-                took = time.perf_counter() - began
-                server.log(f"{client} {scope['method']} {scope['path'][:200]!r} {status} {took:.3f} s")
-
-    def _app_for(self, scope: Scope) -> ASGIApp:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")}
-        origin, host = headers.get(b"origin"), headers.get(b"host")
-        # Browsers send what needs no preflight for any page, and say where the page is from.
-        if origin and not {origin, "*"} & {f"http://{host}", f"https://{host}", *self._server.origins}:
-            return _foreigner
-        return self._app if self._is_allowed(scope) else _stranger
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        key = self._server.key
-        if key is None or scope["path"] in _OPEN_PATHS:
-            return True
-        given: Any = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, word = given.partition(b" ")
-        # In constant time: how long a comparison takes tells how much of a guess was right.
-        return bool(hmac.compare_digest(word.strip(), key.encode())) and scheme.lower() == b"bearer"
-
-
-async def _foreigner(scope: Scope, receive: Receive, send: Send) -> None:
-    why = "pages of this origin may not ask; start the server with --allow-origin ORIGIN"
-    body = answers.error(why, code="origin_not_allowed")
-    await JSONResponse(body, status_code=403)(scope, receive, send)
-
-
-async def _stranger(scope: Scope, receive: Receive, send: Send) -> None:
-    body = answers.error("the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
-    await JSONResponse(body, status_code=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

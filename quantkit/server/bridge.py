@@ -98,7 +98,8 @@ class Bridge:
         say: told what the operator should know, a line each.
     Attributes:
         failure: what ended the thread, such as a model that cannot be loaded; None = nothing so far.
-        num_open: requests that have not ended.
+        num_open: prompts that have not ended.
+        most_open: of them, those that wait included.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int, say: Callable[[str], None]) -> None:
@@ -106,7 +107,7 @@ class Bridge:
         self.failure: BaseException | None = None
         self.num_open = 0
         self.num_failed_steps = 0  # in a row
-        self._capacity = llm.config.max_sequences + max_waiting
+        self.most_open = llm.config.max_sequences + max_waiting
         self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)  # when the last requests ended
         self._say = say
         self._engine: Engine | None = None
@@ -149,23 +150,34 @@ class Bridge:
         if self._thread.is_alive():
             self._thread.join()
 
+    def check_room(self, count: int) -> None:
+        """Refuse prompts that would not be taken now.
+
+        Args:
+            count: of prompts in one request.
+        Raises:
+            RequestError: there are more than ever fit at once.
+            Busy: too many wait.
+        """
+        if count > self.most_open:
+            raise RequestError(f"prompt holds {count} prompts; this server takes {self.most_open} at once")
+        if self.num_open + count > self.most_open:
+            num_waiting = max(count, self.num_open - self.llm.config.max_sequences)
+            retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
+            raise Busy(f"{self.num_open} requests are computed or wait, as many as may; try again later", retry_s)
+
     def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Mailbox:
         """Queue prompts, all or none.
 
         Args:
             prompts: tokens, and how to continue them.
         Raises:
-            RequestError: see `Engine.add`, or there are more than ever fit at once.
-            Busy: too many wait.
+            RequestError: see `Engine.add` and `check_room`.
+            Busy: see `check_room`.
         """
+        self.check_room(len(prompts))
         for ids, params in prompts:
             self.engine.check(ids, params)
-        if len(prompts) > self._capacity:
-            raise RequestError(f"prompt holds {len(prompts)} prompts; this server takes {self._capacity} at once")
-        if self.num_open + len(prompts) > self._capacity:
-            num_waiting = max(len(prompts), self.num_open - self.llm.config.max_sequences)
-            retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
-            raise Busy(f"{self.num_open} requests are computed or wait, as many as may; try again later", retry_s)
         mailbox, arrived_s = Mailbox(num_open=len(prompts)), time.perf_counter()
         self.num_open += len(prompts)
 

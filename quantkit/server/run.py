@@ -14,6 +14,10 @@ import uvicorn
 
 from quantkit.errors import InputError
 from quantkit.server.app import Server
+from quantkit.server.connections import Connections, most_connections
+
+DRAIN_SECONDS = 25
+"""Less than the 30 s after which Kubernetes kills."""
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -54,9 +58,11 @@ class HttpServer(uvicorn.Server):
     Args:
         server: with a bridge that has not been started.
         say: told when the model is loaded, and when the end begins.
+        drain_seconds: that requests under way may take at the end.
     """
 
-    def __init__(self, server: Server, say: Callable[[str], None]) -> None:
+    def __init__(self, server: Server, say: Callable[[str], None], drain_seconds: int = DRAIN_SECONDS) -> None:
+        most, at_once = most_connections(server.bridge.most_open)
         config = uvicorn.Config(
             server.app(),
             log_config=None,
@@ -64,11 +70,14 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             server_header=False,
             timeout_keep_alive=75,  # longer than load balancers keep theirs
-            http="h11",  # uvicorn's other one, taken where it is installed, has no limit of headers
+            # On h11: uvicorn's other one, taken where it is installed, has no limit of headers.
+            http=Connections(most).protocol,  # type: ignore[arg-type]
+            backlog=at_once,
+            timeout_graceful_shutdown=drain_seconds,
             h11_max_incomplete_event_size=1 << 16,
         )
         super().__init__(config)
-        self._server, self._say = server, say
+        self._server, self._say, self._drain_seconds = server, say, drain_seconds
 
     def run_until_ended(self, listening: socket.socket) -> None:
         """Load the model and serve until SIGTERM or SIGINT; what is under way is answered first.
@@ -89,7 +98,8 @@ class HttpServer(uvicorn.Server):
         is_first = not self.should_exit
         self._server.is_ending = self.should_exit = True  # before the line: who has read it may send the next signal
         if is_first:
-            self._say(f"ending: {self._server.bridge.num_open} requests are answered first; Ctrl-C ends at once")
+            count = self._server.bridge.num_open
+            self._say(f"ending: {count} requests are answered first, for {self._drain_seconds} s; Ctrl-C ends at once")
 
     async def _run(self, listening: socket.socket) -> None:
         bridge = self._server.bridge
@@ -104,6 +114,9 @@ class HttpServer(uvicorn.Server):
 
         bridge.start(loaded)
         await self.serve(sockets=[listening])
+        if bridge.num_open:
+            self._say(f"{bridge.num_open} requests had not ended after {self._drain_seconds} s and were cut off")
+        self._server.bodies.close()
         bridge.close()
 
     @contextlib.contextmanager

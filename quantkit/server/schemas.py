@@ -6,18 +6,49 @@ Source: https://platform.openai.com/docs/api-reference
 """
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from quantkit.errors import RequestError
 from quantkit.runtime.types import PromptScoring, SamplingParams
 from quantkit.untrusted import shorten
 
 MOST_PROMPTS, MOST_STOPS, MOST_LOGPROBS, MOST_MESSAGES = 1024, 64, 20, 4096
+MOST_PARTS, MOST_TOOLS = 1024, 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
-Ids = list[int]
+
+def _check_ids(value: Any) -> Any:
+    """Refuse a list that does not hold integers only; pydantic would describe each of a million wrong items."""
+    if isinstance(value, list) and (wrong := set(map(type, value)) - {int}):
+        index = next(index for index, item in enumerate(value) if type(item) in wrong)
+        text = "token {index} should be a valid integer, not {given}"
+        raise PydanticCustomError("no_integer", text, {"index": index, "given": shorten(value[index])})  # type: ignore[misc]
+    return value
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    """The one of the four types of a prompt by its first item, so that errors are of that type alone."""
+    if isinstance(value, list):
+        return _KINDS.get(type(value[0]), None) if value else "several texts"
+    return "a text" if isinstance(value, str) else None
+
+
+_KINDS: dict[type, str] = {str: "several texts", list: "lists of token ids"}
+_KINDS |= dict.fromkeys((int, float, bool), "token ids")
+
+Ids = Annotated[list[int], BeforeValidator(_check_ids)]
 Text = Annotated[str, Field(max_length=1 << 22)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MOST_STOPS)]
@@ -40,6 +71,9 @@ class Schema(BaseModel):
     """Strict: no unknown fields, and no number for a text. Fields that are null count as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    takes_ids: ClassVar[bool] = False
+    """Whether it may hold as many values as there are tokens."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +132,19 @@ class Sampling(Schema):
 class CompletionRequest(Sampling):
     """A text, or several, to be continued."""
 
-    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=MOST_PROMPTS)]
+    takes_ids: ClassVar[bool] = True
+
+    prompt: Annotated[
+        Annotated[Text, Tag("a text")]
+        | Annotated[Ids, Tag("token ids")]
+        | Annotated[list[Text], Field(max_length=MOST_PROMPTS), Tag("several texts")]
+        | Annotated[list[Ids], Field(max_length=MOST_PROMPTS), Tag("lists of token ids")],
+        Discriminator(
+            _kind_of_prompt,
+            custom_error_type="no_prompt",
+            custom_error_message="it should be a text, token ids, or a list of either",
+        ),
+    ]
     echo: bool = Field(False, description="Whether the prompt and its log-probabilities are part of the answer.")
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] = 1
@@ -131,7 +177,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=100)]
-    content: Text | list["TextPart"] | None = None
+    content: Text | Annotated[list["TextPart"], Field(max_length=MOST_PARTS)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """As templates want it: content is one text."""
@@ -183,7 +229,9 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, description="Passed to the chat template.")
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = Field(
+        None, description="Passed to the chat template."
+    )
     tool_choice: Literal["auto", "none"] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
@@ -223,6 +271,8 @@ class TokenizeRequest(Schema):
 
 class DetokenizeRequest(Schema):
     """Tokens whose text is wanted."""
+
+    takes_ids: ClassVar[bool] = True
 
     model: str | None = None
     tokens: Annotated[Ids, Field(max_length=1 << 20)]

@@ -88,7 +88,7 @@ class Engine:
         self._eos_ids = frozenset(model.eos_ids)
         self._proposer = proposer
         self._decode = None if tokenizer is None else decoder(tokenizer)
-        self._schemas = JsonSchemas(tokenizer, model.vocab_size, tuple(model.eos_ids))
+        self.schemas = JsonSchemas(tokenizer, model.vocab_size, tuple(model.eos_ids))
         self._requests: dict[int, Sequence] = {}
         self._failed: list[StepOutput] = []
         self._num_added = 0
@@ -136,7 +136,7 @@ class Engine:
             arrived=time.perf_counter() if arrived_s is None else arrived_s,
             text=None if decode is None else TextStream(decode, ids, params.stop_texts),
             history=TokenHistory(ids) if params.has_penalties else None,
-            constraint=None if params.json_schema is None else self._schemas.start(params.json_schema),
+            constraint=None if params.json_schema is None else self.schemas.start(params.json_schema),
             scores=None if params.scoring is None else empty_scores(params.scoring, len(ids), self.model.vocab_size),
         )
         self._requests[number] = sequence
@@ -167,8 +167,10 @@ class Engine:
         if min(given) < 0 or max(given) >= self.model.vocab_size:
             wrong = min(given) if min(given) < 0 else max(given)
             raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
+        if wrong := [token for token in params.stop_token_ids if not 0 <= token < self.model.vocab_size]:
+            raise RequestError(f"stop_token_ids holds {wrong[0]}; the model knows 0 to {self.model.vocab_size - 1}")
         if params.json_schema is not None:
-            self._schemas.start(params.json_schema)
+            self.schemas.start(params.json_schema)
         if params.stop_texts and self._decode is None:
             raise RequestError("stop texts need a tokenizer, and this engine has none; use stop_token_ids")
         return ids
