@@ -19,7 +19,7 @@ _WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}
 
 _MOST_CHARACTERS = 1 << 18
 _MOST_KEPT = 64
-_TRIAL_SECONDS, _TRIAL_BYTES = 2, 1 << 30
+_TRIAL_SECONDS, _TRIAL_BYTES = 1, 1 << 30
 # Compiles the schema on its stdin for a vocabulary of bytes: what takes long does not depend on the vocabulary.
 _TRIAL = """
 import json, resource, sys

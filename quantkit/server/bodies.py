@@ -65,7 +65,7 @@ class Bodies:
         """
         try:
             body = await asyncio.wait_for(self._read(request), BODY_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise RequestError(f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
         size = len(body)
         try:
