@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import _threads, _verify
+from quantkit.cli import _verify
 from quantkit.cli._errors import explain
 from quantkit.cli._options import RUN, Settings, launch_ranks, option_group, push_option, set_option
 from quantkit.cli._output import Command, Output
@@ -98,7 +98,8 @@ def command(
     from quantkit import distributed
     from quantkit.checkpoints.memory import importing, spare_memory
 
-    _prepare(gates, verify)
+    if gates and not verify:
+        raise click.UsageError("--gate has no effect without --verify; add it")
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
         launch_ranks(nproc)
     with importing("torch"):
@@ -117,14 +118,6 @@ def command(
         _push(result, push_to_hub, model)
     if not verify:
         _show(output_to, result)
-
-
-def _prepare(gates: tuple[str, ...] | None, verify: bool) -> None:
-    """Before torch is imported: refuse gates that would hold nothing, and have idle threads sleep sooner."""
-    if gates and not verify:
-        raise click.UsageError("--gate has no effect without --verify; add it")
-    if not verify:
-        _threads.sleep_soon()
 
 
 def _read(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.bit_search.options import SearchOptions, SearchTarget
-from quantkit.cli import _threads
 from quantkit.cli._options import RUN, option_group, set_option, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, elapsed
@@ -49,7 +48,6 @@ def command(
     """
     if len(target) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
-    _threads.sleep_soon()
     from quantkit.bit_search import run
     from quantkit.compress.recipe import load
 

@@ -14,6 +14,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import page_bytes
+from quantkit.native.neighbours import watch_neighbours
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine import status
 from quantkit.runtime.engine.assembly import build_engine, fit_pages, predict_capacity
@@ -69,6 +70,7 @@ class LLM(Prompts):
         if self.device.type == "cpu" or config.threads is not None:
             choice = choose_threads(config.threads)
             torch.set_num_threads(choice.threads)
+            watch_neighbours(choice.threads)
             guard_forks()
             self._threads = f"{choice.threads} ({choice.reason})"
         check_kernels(self.path, config, self.device)

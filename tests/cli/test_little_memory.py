@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import subprocess
 import sys
@@ -55,16 +54,3 @@ def test_what_a_large_import_makes_is_never_searched_for_garbage(monkeypatch):
     with memory.importing("json"):  # is there already: others have made garbage since, which freezing would keep
         assert gc.isenabled()
     assert frozen == [False]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
-)
-def test_threads_that_wait_sleep_sooner_unless_the_user_says_otherwise(run, tmp_path, monkeypatch, given, expected):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that what the command sets is undone
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert run("quantize", "--recipe", "nothing", "-o", tmp_path / "out")[0] == 4
-    assert os.environ.get("GOMP_SPINCOUNT") == expected

@@ -41,6 +41,7 @@ from quantkit.devices import threads_within_quota
 from quantkit.distributed import assign, barrier, broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.native.neighbours import watch_neighbours
 from quantkit.numerics.products import quick_products
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
 from quantkit.untrusted import read_object
@@ -205,6 +206,7 @@ def computing(plan: Plan, state: RunState) -> Iterator[int]:
     before = torch.get_num_threads()
     workers = threads_within_quota()
     torch.set_num_threads(state.identity["compute"]["threads"])
+    watch_neighbours(torch.get_num_threads())
     try:
         with quick_products(plan.skeleton.device):
             yield workers
