@@ -1,17 +1,23 @@
 """What is evaluated: our engine, set up so that nobody waits for single answers and short pages share more; or vLLM."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
+from quantkit.devices import pick_device
 from quantkit.distributed import broadcast, world
+from quantkit.models.config import NotNative
 from quantkit.runtime.engine.threads import choose_threads
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.cache_schemes import follows_checkpoint
+from quantkit.runtime.model.loader import read_headers
 from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText
 
 MAX_SEQUENCES, TOKEN_BUDGET, PAGE_SIZE = 64, 1024, 16
+_LOGIT_BYTES, _LEAST_BUDGET = 256 << 20, 256  # of a step's logits in float32; tokens that keep a CPU busy
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")
 
 
@@ -52,12 +58,36 @@ def load_llm(path: str | None = None, **settings: Any) -> LLM:
         QuantkitError: as `LLM`.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    if world() > 1:  # measured by each for itself they would differ, and with them the last bits
-        given["threads"] = broadcast(choose_threads(given.get("threads")).threads)
+    on_cpu = pick_device(given.get("device", "auto")).type == "cpu"
+    if on_cpu or world() > 1:
+        given["threads"] = _threads(given.get("threads"))
+    sequences = given.get("max_sequences", MAX_SEQUENCES)
+    budget = _token_budget(resolve(path), sequences) if on_cpu else TOKEN_BUDGET
     # Scales of quantized keys may be per page, so there the page is the one that serving uses.
     asked = given.get("kv_cache", "auto")
     # `auto` is whatever the checkpoint declares, which may be a quantized cache.
     quantized = asked not in UNQUANTIZED or (asked == "auto" and path is not None and follows_checkpoint(resolve(path)))
     pages = {} if quantized else {"page_size": PAGE_SIZE}
-    defaults = {"max_sequences": MAX_SEQUENCES, "token_budget": TOKEN_BUDGET, **pages}
+    defaults = {"max_sequences": MAX_SEQUENCES, "token_budget": budget, **pages}
     return LLM(path, **{**defaults, **given})
+
+
+def _token_budget(path: Path, sequences: int) -> int:
+    """Return the tokens of a step: fewer for a large vocabulary, since a text's logits are needed for all of them.
+
+    Args:
+        path: model directory.
+        sequences: that are computed together, each of which needs a token.
+    """
+    try:
+        config, _, _ = read_headers(CheckpointReader(path))
+    except NotNative:  # how many logits there are then is known to transformers
+        return TOKEN_BUDGET
+    fitting = _LOGIT_BYTES // (4 * config.vocab_size) // 64 * 64
+    return max(_LEAST_BUDGET, sequences, min(TOKEN_BUDGET, fitting))
+
+
+@cache
+def _threads(requested: int | None) -> int:
+    """Choose the threads of all models of this process, and of all ranks: a sum's last bits depend on their number."""
+    return broadcast(choose_threads(requested, decodes=False).threads)

@@ -63,8 +63,7 @@ class EngineConfig:
     )
     num_pages: int | None = setting(None, "Pages of the KV cache; wins over its memory.")
     page_size: int = setting(
-        DEFAULT_PAGE_SIZE,
-        "Tokens per page of the KV cache; `LLM` takes smaller pages where a small kv_budget needs them.",
+        DEFAULT_PAGE_SIZE, "Tokens per page of the KV cache; fewer where a small kv_budget needs it."
     )
     max_sequences: int = setting(32, "Requests that are computed at the same time.")
     token_budget: int = setting(

@@ -106,3 +106,19 @@ def test_one_model_in_four_threads_gives_the_same_answers(tmp_path):
         done = [[pool.submit(llm.generate, [prompt], params) for prompt in prompts] for _ in range(4)]
         assert [[one.result()[0].token_ids for one in row] for row in done] == [expected] * 4
     llm.engine.check_integrity()
+
+
+def test_prompts_alone_are_computed_with_what_is_best_for_large_products(monkeypatch):
+    monkeypatch.setattr(threads, "thread_limit", lambda: 2)
+    # Memory that one thread exhausts: decoding gains nothing from a second one, products twice.
+    monkeypatch.setattr(threads, "measure_threads", lambda counts: {1: (1.0, 1.0), 2: (1.5, 0.5)})
+    monkeypatch.setattr(threads, "measure_products", lambda counts: {1: (1.0,), 2: (0.5,)})
+    assert threads.choose_threads().threads == 1
+    choice = threads.choose_threads(decodes=False)
+    assert choice == (2, "measured speed by threads 1: 1.00x, 2: 2.00x")
+
+
+def test_every_count_is_measured_for_prompts():
+    measured = threads.measure_products((1, 2))
+    assert list(measured) == [1, 2]
+    assert all(seconds > 0 for (seconds,) in measured.values())

@@ -1,7 +1,8 @@
 """How many threads to compute with: measured, or as the user says; never blindly the number of cores.
 
 Decoding is bound by memory, which one or two threads may exhaust, and on a shared machine every further thread is one
-more to wait for at each barrier. So counts are tried, for a moment, on what a model does.
+more to wait for at each barrier. So counts are tried, for a moment, on what a model does. An evaluation scores prompts,
+which large products decide: there only those count.
 """
 
 import functools
@@ -25,6 +26,7 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 15
 # 48 MB of weights, more than most caches; and a product that is bound by arithmetic.
 _GEMV_ROWS, _GEMV_WIDTH = 12288, 1024
 _GEMM_TOKENS, _GEMM_ROWS = 32, 1024
+_PROMPT_TOKENS = 512  # of an evaluation: a product as long as those of its steps, beside which a barrier is short
 _has_pool = True  # threads that OpenMP can give work to
 
 
@@ -35,11 +37,12 @@ class ThreadChoice(NamedTuple):
     reason: str
 
 
-def choose_threads(requested: int | None = None) -> ThreadChoice:
+def choose_threads(requested: int | None = None, *, decodes: bool = True) -> ThreadChoice:
     """Choose a number of threads; leaves torch's setting as it was.
 
     Args:
-        requested: taken as it is; None = measure, for at most about 0.15 s.
+        requested: taken as it is; None = measure, for at most about 0.15 s, without decoding about 0.4 s.
+        decodes: whether single tokens are computed too; False = prompts only.
     Raises:
         InputError: fewer than one was requested, or more than OpenMP can be told.
     """
@@ -54,7 +57,7 @@ def choose_threads(requested: int | None = None) -> ThreadChoice:
         return ThreadChoice(1, "one is all that is allowed")
     before = torch.get_num_threads()
     try:
-        timings = measure_threads(thread_counts(limit))
+        timings = (measure_threads if decodes else measure_products)(thread_counts(limit))
     finally:
         torch.set_num_threads(before)
     return smallest_near_best(timings)
@@ -90,7 +93,7 @@ def thread_counts(limit: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, limit}))
 
 
-def measure_threads(counts: tuple[int, ...]) -> dict[int, tuple[float, float]]:
+def measure_threads(counts: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
     """Seconds of two products by number of threads, medians of a few repeats; changes torch's setting.
 
     The first is one token through a large weight: memory. The second some tokens through a small one: arithmetic.
@@ -105,6 +108,16 @@ def measure_threads(counts: tuple[int, ...]) -> dict[int, tuple[float, float]]:
         torch.set_num_threads(count)
         gemv = _median_time(lambda: functional.linear(token, weight), share)
         timings[count] = gemv, _median_time(lambda: functional.linear(tokens, small), share)
+    return timings
+
+
+def measure_products(counts: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
+    """Return the seconds of a product of many tokens by number of threads; changes torch's setting."""
+    weight, tokens = torch.ones(_GEMM_ROWS, _GEMV_WIDTH), torch.ones(_PROMPT_TOKENS, _GEMV_WIDTH)
+    timings = {}
+    for count in counts:
+        torch.set_num_threads(count)
+        timings[count] = (_median_time(lambda: functional.linear(tokens, weight), _BUDGET_S / len(counts)),)
     return timings
 
 
@@ -123,14 +136,17 @@ def _median_time(work: Callable[[], object], budget_s: float) -> float:
     return statistics.median(times)
 
 
-def smallest_near_best(timings: dict[int, tuple[float, float]]) -> ThreadChoice:
-    """The smallest number of threads whose time, both products counted alike, is within 10 % of the best.
+def smallest_near_best(timings: dict[int, tuple[float, ...]]) -> ThreadChoice:
+    """Return the smallest number of threads whose time, all products counted alike, is within 10 % of the best.
 
     Args:
-        timings: of both products by number of threads, ascending from one.
+        timings: of each product by number of threads, ascending from one.
     """
-    costs = {count: gemv / timings[1][0] + gemm / timings[1][1] for count, (gemv, gemm) in timings.items()}
+    costs = {
+        count: sum(own / alone for own, alone in zip(times, timings[1], strict=True))
+        for count, times in timings.items()
+    }
     best = min(costs.values())
     threads = next(count for count, cost in costs.items() if cost <= _GOOD_ENOUGH * best)
-    tried = ", ".join(f"{count}: {2 / cost:.2f}x" for count, cost in costs.items())
+    tried = ", ".join(f"{count}: {costs[1] / cost:.2f}x" for count, cost in costs.items())
     return ThreadChoice(threads, f"measured speed by threads {tried}")
