@@ -157,15 +157,18 @@ def parse_flops(text: str) -> float:
     return _amount(text, r"(?i)([kmgtp]?)(?:flops?|flop/s|ops)?", _DECIMAL, "peak", "780TFLOP/s")
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, name: str = "context") -> int:
     """A number of tokens; here `32k` is 32 * 1024, as context lengths are called.
 
+    Args:
+        text: to read.
+        name: what it is, for messages.
     Raises:
         InputError: not a positive number of tokens.
     """
-    tokens = _amount(text, r"(?i)([km]?)", {"": 1, "k": 2**10, "m": 2**20}, "context", "4096, 32k or 1M")
+    tokens = _amount(text, r"(?i)([km]?)", {"": 1, "k": 2**10, "m": 2**20}, name, "4096, 32k or 1M")
     if tokens < 1 or tokens != int(tokens):
-        raise InputError(f"context {text!r} is not a whole number of tokens above zero; write it as 4096, 32k or 1M")
+        raise InputError(f"{name} {text!r} is not a whole number of tokens above zero; write it as 4096, 32k or 1M")
     return int(tokens)
 
 

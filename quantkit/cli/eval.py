@@ -72,8 +72,7 @@ def command(
         check_same_language(checkpoint, baseline)
     result = _ask(output_to, checkpoint, engine, vllm, options)
     if not baseline:
-        document = {"evaluation": result.to_dict()}
-        output_to.result(lambda: document, lambda: _settings_line(result), lambda: _result_table(result))
+        _show(output_to, result)
         return
     # The original as it is.
     plain = {**engine, "kv_cache": "auto", "kv_budget": None, "kv_policy": None, "head_dtype": None}
@@ -83,6 +82,16 @@ def command(
     if noise:
         again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, vllm, options)
     _compare(output_to, result, original, again)
+
+
+def _show(output_to: Output, result: EvaluationResult) -> None:
+    """One model alone."""
+    output_to.result(
+        lambda: {"evaluation": result.to_dict()},
+        lambda: _settings_line(result),
+        lambda: _result_table(result),
+        lambda: _parts_read(result),
+    )
 
 
 def _compare(
@@ -99,6 +108,7 @@ def _compare(
         lambda: _settings_line(result),
         lambda: f"against {original.model} in {original.arithmetic}",
         lambda: comparison_table(compared),
+        lambda: _parts_read(result),
     )
 
 
@@ -130,6 +140,11 @@ def _settings_line(result: EvaluationResult) -> str:
     """What decided the numbers."""
     decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
     return " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
+
+
+def _parts_read(result: EvaluationResult) -> str | None:
+    """Say which texts were read in part; None where none was."""
+    return "\n".join(result.parts_read) or None
 
 
 def _result_table(result: EvaluationResult) -> Table:

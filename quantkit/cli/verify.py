@@ -10,7 +10,7 @@ from quantkit.cli._options import engine_choice, option_group, ranks_option, run
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 
-ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
+ASKED = ("suite", "tasks", "limit", "data", "include_path", "text_tokens", "seed")
 
 
 @click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed, then gates.")

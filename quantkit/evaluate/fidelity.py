@@ -16,7 +16,7 @@ from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError
 from quantkit.evaluate.engine import UNQUANTIZED, Evaluated
 from quantkit.evaluate.perplexity import leading_bos, token_ids
-from quantkit.evaluate.shares import forget
+from quantkit.evaluate.shares import Meter, Say, forget
 from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM
@@ -24,7 +24,7 @@ from quantkit.runtime.types import SamplingParams
 
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
-_BLOCK_ROWS = 256  # logits that are compared at once: two copies in float32, whatever the vocabulary
+_BLOCK_BYTES = 32 << 20  # of logits that are compared at once, of which there are four copies
 
 Windows = tuple[tuple[int, ...], ...]
 
@@ -83,7 +83,13 @@ def fixed_windows(
 
 
 def fidelity(
-    llm: LLM, original: LLM, windows: Windows, *, data: str = "text", greedy_tokens: int = GREEDY_TOKENS
+    llm: LLM,
+    original: LLM,
+    windows: Windows,
+    *,
+    data: str = "text",
+    greedy_tokens: int = GREEDY_TOKENS,
+    say: Say | None = None,
 ) -> FidelityResult:
     """Compare a model with its original.
 
@@ -93,17 +99,25 @@ def fidelity(
         windows: of token ids, see `fixed_windows`.
         data: name of the text, for the record.
         greedy_tokens: generated after the beginnings of the first windows; 0 = none.
+        say: is told how far it is.
     Raises:
         ModelError: the vocabularies differ.
         RequestError: a window does not fit the context of one of them.
     """
     check_vocabulary(llm, original)
 
-    def compare(group: Windows) -> list[Distances]:
-        return list(map(distances, window_logits(original, group), window_logits(llm, group)))
-
     # Grouped by the original's step and used for both, so that windows stay paired.
-    parts = list(chain.from_iterable(share_out(list(batches(original, windows)), compare)))
+    groups = list(batches(original, windows))
+    meter = None if say is None else Meter(say, "groups of windows", [len(group) for group in groups])
+
+    def compare(number: int) -> list[Distances]:
+        group = groups[number]
+        compared = list(map(distances, window_logits(original, group), window_logits(llm, group)))
+        if meter is not None:
+            meter.reach(number + 1)
+        return compared
+
+    parts = list(chain.from_iterable(share_out(range(len(groups)), compare)))
     every = join_distances(parts)
     return FidelityResult(
         data=data,
@@ -154,8 +168,9 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
         reference, value: (T, V) logits of the original and of the model, float32.
     """
     kl, agrees = [], []
-    for start in range(0, len(reference), _BLOCK_ROWS):
-        p, q = reference[start : start + _BLOCK_ROWS], value[start : start + _BLOCK_ROWS]
+    rows = max(1, _BLOCK_BYTES // (4 * reference.shape[-1]))
+    for start in range(0, len(reference), rows):
+        p, q = reference[start : start + rows], value[start : start + rows]
         # log_softmax, not the logarithm of softmax: probabilities that underflow give infinite terms.
         before, after = p.float().log_softmax(-1), q.float().log_softmax(-1)
         # Never negative but for rounding, which a mean of tiny values would show.

@@ -70,7 +70,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         self.tokenizer = self.llm.tokenizer
         self.add_bos_token = add_bos_token
         self.batch_size = self.llm.engine.config.max_sequences
-        self.answered: Callable[[int], None] | None = None  # told how many requests were answered
+        self.say: Callable[[str], None] | None = None  # told how many requests were answered
         self._prefix_token_id = prefix_token_id
         self._chat_template_args = chat_template_args or {}
         self._device = self.llm.device
@@ -182,7 +182,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             # One token more than the context holds: the last one is scored but never read.
             ids = (context + continuation)[-(self.max_length + 1) :]
             texts.append(ScoredText(ids=tuple(ids), num_scored=len(continuation)))
-        return score_in_turns(self.llm, texts, progress=self.answered)
+        return score_in_turns(self.llm, texts, say=self.say)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """See lm-eval's `LM`: log-probability of whole texts, in windows that score every token once."""
@@ -204,11 +204,9 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         prompts = self._encode([request.args[0] for request in requests])
         # As HFLM from the left: the question stands at the end of a prompt.
         kept = [ids[-(self.max_length - each.max_tokens) :] for ids, each in zip(prompts, generations, strict=True)]
-        completions = generate_in_turns(self.llm, kept, [each.params for each in generations])
+        completions = generate_in_turns(self.llm, kept, [each.params for each in generations], say=self.say)
         texts = [self.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in completions]
         answers = [each.cut(text) for each, text in zip(generations, texts, strict=True)]
-        if self.answered is not None:
-            self.answered(len(answers))
         return self._remembered("generate_until", [request.args for request in requests], answers)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import Evaluated
-from quantkit.evaluate.shares import generate_in_turns
+from quantkit.evaluate.shares import Say, generate_in_turns
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.types import SamplingParams
 
@@ -53,6 +53,7 @@ def long_context(
     samples: int = 10,
     ledgers: Path | None = None,
     seed: int = 0,
+    say: Say | None = None,
 ) -> tuple[TaskResult, ...]:
     """Share of facts found, one result per length.
 
@@ -63,6 +64,7 @@ def long_context(
         samples: texts per length and depth.
         ledgers: the recall items of the demo language, for a model of it; None = the pass key.
         seed: of the texts.
+        say: is told how far it is.
     Raises:
         DataError: no length fits the context, a depth is outside 0 to 1, or there is no tokenizer.
     """
@@ -79,7 +81,8 @@ def long_context(
         )
     name, write = ("passkey", write_passkey) if ledgers is None else ("ledger", ledger_writer(ledgers))
     return tuple(
-        _ask(llm, f"{name}_{length}", list(_needles(llm, write, length, depths, samples, seed))) for length in fitting
+        _ask(llm, f"{name}_{length}", list(_needles(llm, write, length, depths, samples, seed)), say)
+        for length in fitting
     )
 
 
@@ -95,11 +98,11 @@ def _needles(
             yield write(rng, depth, lambda text: len(tokenizer(text, verbose=False)["input_ids"]) <= length)
 
 
-def _ask(llm: Evaluated, task: str, needles: Sequence[Needle]) -> TaskResult:
+def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) -> TaskResult:
     """Generate all answers and compare."""
     # A fact ends at the first punctuation, so generating further only takes time.
     params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
-    completions = generate_in_turns(llm, [needle.prompt for needle in needles], [params] * len(needles))
+    completions = generate_in_turns(llm, [needle.prompt for needle in needles], [params] * len(needles), say=say)
     records = tuple(
         SampleRecord(
             task=task,

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.quantities import parse_tokens
 from quantkit.settings import setting
+
+DEFAULT_TEXT_TOKENS = 20480
+"""Ten windows of 2048 tokens: enough to compare two models window by window, in minutes on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,13 @@ class EvaluationOptions:
         None, "Solved examples before each item.", flag="--few-shot", minimum=0, shown="the task's"
     )
     texts: tuple[str, ...] = setting((), "Measure the perplexity of this text; repeatable.", flag="--text FILE")
+    text_tokens: int | str = setting(
+        DEFAULT_TEXT_TOKENS,
+        "Tokens of --text whose perplexity is measured, from its beginning, in whole windows; all = the whole text.",
+        flag="--text-tokens N|all",
+        kind=str,
+        shown="20k",
+    )
     window: int | None = setting(None, "Tokens per window of --text.", flag="--window", minimum=2, shown="2048")
     stride: int | None = setting(
         None, "Tokens from window to window of --text.", flag="--stride", minimum=1, shown="a window"
@@ -53,3 +64,5 @@ class EvaluationOptions:
     def __post_init__(self) -> None:
         if self.suite == "none":
             object.__setattr__(self, "suite", None)
+        if self.text_tokens != "all":
+            object.__setattr__(self, "text_tokens", parse_tokens(str(self.text_tokens), "text_tokens"))

@@ -20,7 +20,7 @@ from typing import Any
 
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import Evaluated
-from quantkit.evaluate.shares import score_in_turns
+from quantkit.evaluate.shares import Say, score_in_turns
 from quantkit.results import PerplexityResult, Through
 from quantkit.runtime.types import ScoredText
 
@@ -38,6 +38,7 @@ def perplexity(
     through: Through = "prefill",
     max_windows: int | None = None,
     add_bos: bool | None = None,
+    say: Say | None = None,
 ) -> PerplexityResult:
     """Perplexity of one text.
 
@@ -50,6 +51,7 @@ def perplexity(
         through: "prefill" computes a window in one pass, "decode" token by token, all others read from the cache.
         max_windows: windows to score; None = all.
         add_bos: whether windows begin with BOS; None = as the tokenizer does (without a tokenizer: no).
+        say: is told how far it is.
     Raises:
         DataError: the text has fewer than two tokens, or window and stride contradict each other or the model.
         RequestError: tokens are unknown.
@@ -67,10 +69,11 @@ def perplexity(
         raise DataError(
             f"stride is {stride}; it must be 1 to {num_text}, the tokens of the text in a window of {window}"
         )
-    windows = cut_windows(token_ids(llm, text), num_text=num_text, stride=stride, bos=bos)[:max_windows]
+    ids = token_ids(llm, text)
+    windows = cut_windows(ids, num_text=num_text, stride=stride, bos=bos)[:max_windows]
     if not windows:
         raise DataError(f"the text {data!r} is too short to score: give at least two tokens")
-    scores = score_in_turns(llm, windows, chunk_size=_CHUNKS[through])
+    scores = score_in_turns(llm, windows, chunk_size=_CHUNKS[through], say=say, items="windows")
     return PerplexityResult(
         data=data,
         window=window,
@@ -79,6 +82,8 @@ def perplexity(
         # fsum, because paired windows are subtracted later and the error of a float32 sum shows in their difference.
         window_nll=tuple(-math.fsum(score.logprobs.tolist()) for score in scores),
         window_tokens=tuple(item.num_scored for item in windows),
+        read_tokens=min(len(ids), stride * (len(windows) - 1) + num_text),
+        text_tokens=len(ids),
     )
 
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quantkit.demo import bundled_folder
@@ -18,7 +19,7 @@ from quantkit.evaluate.data import LEDGERS, read_named_text, speaks_demo
 from quantkit.evaluate.engine import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.perplexity import adds_bos, perplexity
+from quantkit.evaluate.perplexity import DEFAULT_WINDOW, adds_bos, perplexity
 from quantkit.evaluate.suites import Asked, LongContext, Text, load_suite
 from quantkit.evaluate.tasks import check_tasks, load_tasks
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
@@ -85,7 +86,10 @@ def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int]:
     """The suite's part for this model with what the options add and replace; and the seed."""
     suite = None if options.suite is None else load_suite(options.suite)
     part = Asked() if suite is None else suite.part(speaks_demo(llm))
-    read = {"window": options.window, "stride": options.stride, "through": options.through}
+    read: dict[str, Any] = {"window": options.window, "stride": options.stride, "through": options.through}
+    if options.text_tokens != "all":
+        stride = options.stride or min(options.window or DEFAULT_WINDOW, llm.capacity)
+        read["max_windows"] = -(-int(options.text_tokens) // stride)
     texts = (Text.model_validate({"text": text, **read}) for text in options.texts)
     asked = Asked(
         tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
@@ -131,7 +135,8 @@ def _perplexities(
     llm: Evaluated, part: Text, text: str, options: EvaluationOptions, say: Progress
 ) -> Iterator[PerplexityResult]:
     for through in part.through:
-        say(f"perplexity of {part.text}, {through}")
+        subject = f"perplexity of {part.text}, {through}"
+        say(subject)
         yield perplexity(
             llm,
             text,
@@ -142,13 +147,20 @@ def _perplexities(
             through=through,
             max_windows=part.max_windows,
             add_bos=options.add_bos,
+            say=partial(_say_of, say, subject),
         )
+
+
+def _say_of(say: Progress, subject: str, line: str) -> None:
+    say(f"{subject}: {line}")
 
 
 def _long_context(llm: Evaluated, part: LongContext, seed: int, say: Progress) -> tuple[TaskResult, ...]:
     say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
     ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
-    return long_context(llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed)
+    return long_context(
+        llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed, say=say
+    )
 
 
 def import_language_model() -> type[QuantkitLM]:
@@ -189,7 +201,7 @@ def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -
         return make_vllm_model(llm, add_bos_token=options.add_bos)
     ours: Any = import_language_model()
     model = ours(llm, add_bos_token=options.add_bos)
-    model.answered = _counter(say)
+    model.say = say
     return model
 
 
@@ -215,20 +227,6 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: E
         raise
     except (KeyError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
         raise DataError(f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)})") from error
-
-
-def _counter(say: Progress) -> Callable[[int], None]:
-    """Tells how many requests were answered, at most twice a second."""
-    total, last = 0, time.monotonic()
-
-    def add(count: int) -> None:
-        nonlocal total, last
-        total += count
-        if time.monotonic() - last > 0.5:
-            say(f"{total} requests answered")
-            last = time.monotonic()
-
-    return add
 
 
 @contextlib.contextmanager

@@ -85,6 +85,8 @@ class PerplexityResult(Record):
         through: "prefill" scores a window in one pass, "decode" token by token through the cache.
         window_nll: summed negative log-likelihood (nats) of the tokens scored in each window.
         window_tokens: how many tokens those are.
+        read_tokens: of the text that the windows hold, from its beginning; None = a record of before, which lacks it.
+        text_tokens: of the whole text.
     """
 
     data: str
@@ -93,6 +95,17 @@ class PerplexityResult(Record):
     through: Through
     window_nll: tuple[float, ...]
     window_tokens: tuple[int, ...]
+    read_tokens: int | None = None
+    text_tokens: int | None = None
+
+    @property
+    def part(self) -> str:
+        """What part of the text was read, e.g. `the first 20,480 of 341,469 tokens`."""
+        if self.read_tokens is None or self.text_tokens is None:
+            return f"{self.num_tokens:,} tokens"
+        if self.read_tokens < self.text_tokens:
+            return f"the first {self.read_tokens:,} of {self.text_tokens:,} tokens"
+        return f"all {self.text_tokens:,} tokens"
 
     @property
     def nll(self) -> float:
@@ -131,6 +144,12 @@ class EvaluationResult(Record):
     perplexity: tuple[PerplexityResult, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def parts_read(self) -> tuple[str, ...]:
+        """A line on each text of which perplexity was measured in part."""
+        cut = [text for text in self.perplexity if text.read_tokens != text.text_tokens]
+        return tuple(dict.fromkeys(f"Perplexity of {text.data} is of {text.part}." for text in cut))
 
     def find_task(self, task: str) -> TaskResult | None:
         """The result of a task, or None."""

@@ -54,7 +54,7 @@ def test_the_direction_is_that_of_the_original():
 def test_blocks_change_nothing(monkeypatch):
     a, b = torch.randn(10, 7), torch.randn(10, 7)
     whole = distances(a, b)
-    monkeypatch.setattr(module, "_BLOCK_ROWS", 3)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 3 * 4 * 7)
     parts = distances(a, b)
     assert torch.equal(whole.kl, parts.kl)
     assert torch.equal(whole.agrees, parts.agrees)

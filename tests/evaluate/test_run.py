@@ -8,16 +8,18 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from quantkit.demo import DEMO_MODEL, bundled_folder
-from quantkit.errors import DataError
+from quantkit.errors import DataError, InputError
+from quantkit.evaluate import engine
 from quantkit.evaluate import long_context as module
 from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
-from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.options import DEFAULT_TEXT_TOKENS, EvaluationOptions
 from quantkit.evaluate.run import _without_waste, check_evaluation, evaluate
 from quantkit.evaluate.same_vocabulary import check_same_language, other_arithmetic
 from quantkit.evaluate.samples import task_results
@@ -106,6 +108,47 @@ def test_options_add_to_the_suite_and_replace_its_limit(demo, suite, tmp_path):
     assert evaluation.perplexity[-1].window == 32
     assert evaluation.settings["seed"] == "1"
     assert any("reading the items of 3 tasks" in line for line in told)
+
+
+def test_perplexity_is_of_the_beginning_of_a_text_unless_all_of_it_is_asked_for(demo, tmp_path):
+    text = tmp_path / "long.txt"
+    text.write_text("What is the flag of Marstad? " * 40)  # 281 tokens, in windows of 31 beside BOS
+    asked = {"texts": (str(text),), "window": 32}
+    (cut,) = evaluate(demo, EvaluationOptions(**asked, text_tokens="100")).perplexity
+    assert cut.part == "the first 124 of 281 tokens"
+    (whole,) = evaluate(demo, EvaluationOptions(**asked, text_tokens="all")).perplexity
+    assert (whole.part, whole.num_tokens) == ("all 281 tokens", 281)
+    assert whole.window_nll[:4] == pytest.approx(cut.window_nll, rel=1e-5)
+    text.write_text("What is the flag of Marstad? " * 3000)
+    told: list[str] = []
+    (usual,) = evaluate(demo, EvaluationOptions(texts=(str(text),)), progress=told.append).perplexity
+    assert usual.read_tokens < usual.text_tokens == 21001
+    assert usual.read_tokens == pytest.approx(DEFAULT_TEXT_TOKENS, rel=0.01)
+
+
+@pytest.mark.parametrize("wrong", ["none", "0", -1])
+def test_a_part_of_a_text_that_is_no_number_is_refused(wrong):
+    with pytest.raises(InputError, match="text_tokens '"):
+        EvaluationOptions(text_tokens=wrong)
+
+
+def test_one_number_of_threads_for_all_models_is_chosen_for_prompts(monkeypatch, loud_llama):
+    asked = []
+    choice = SimpleNamespace(threads=1)
+    monkeypatch.setattr(engine, "choose_threads", lambda requested, **how: asked.append((requested, how)) or choice)
+    engine._threads.cache_clear()
+    for path in (loud_llama, DEMO_MODEL):
+        load_llm(str(path), device="cpu")
+    engine._threads.cache_clear()
+    assert asked == [(None, {"decodes": False})]
+
+
+def test_steps_are_shorter_for_a_large_vocabulary(monkeypatch, loud_llama):
+    assert load_llm(str(loud_llama), device="cpu", threads=1).config.token_budget == 1024
+    vocab = json.loads((loud_llama / "config.json").read_text())["vocab_size"]
+    monkeypatch.setattr(engine, "_LOGIT_BYTES", 400 * 4 * vocab)
+    assert load_llm(str(loud_llama), device="cpu", threads=1).config.token_budget == 384
+    assert load_llm(str(loud_llama), device="cpu", threads=1, max_sequences=500).config.token_budget == 500
 
 
 def test_fields_can_be_given_by_name(demo, suite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from quantkit.checkpoints.memory import resident_bytes
 from quantkit.demo import DEMO_MODEL
 from quantkit.evaluate import shares
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.shares import cut, generate_in_turns, score_in_turns
+from quantkit.evaluate.shares import Meter, cut, generate_in_turns, score_in_turns
 from quantkit.runtime.types import SamplingParams, ScoredText
 
 
@@ -85,3 +86,39 @@ def test_memory_does_not_grow_with_the_number_of_windows():
     scores = score_in_turns(llm, texts)
     assert len(scores) == len(texts)
     assert resident_bytes() - before < 64 << 20
+
+
+def test_progress_has_a_total_and_the_time_left_and_a_line_per_5_percent_at_most(monkeypatch):
+    clock = itertools.count(step=3.0)
+    monkeypatch.setattr("quantkit.evaluate.shares.time.monotonic", lambda: next(clock))
+    said: list[str] = []
+    meter = Meter(said.append, "requests", [1] * 500 + [3] * 500)
+    for done in range(1, 1001):
+        meter.reach(done)
+    assert len(said) == 20
+    assert said[4] == "500 of 1,000 requests, about 1 h 15 min left"  # a quarter of the work in 1,500 s
+    assert said[-1] == "1,000 of 1,000 requests, 50 min 0 s"
+
+
+def test_short_jobs_say_nothing(llm):
+    said: list[str] = []
+    score_in_turns(llm, TEXTS[:4], say=said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_scoring_says_how_many_of_how_many_texts_are_done(llm, monkeypatch, chunk_size):
+    monkeypatch.setattr("quantkit.evaluate.shares._PAUSE_S", 0.0)
+    said: list[str] = []
+    score_in_turns(llm, TEXTS, chunk_size=chunk_size, say=said.append, items="windows")
+    assert 2 <= len(said) <= 20
+    assert all(f" of {len(TEXTS):,} windows, " in line for line in said)
+    assert said[-1].startswith(f"{len(TEXTS):,} of ")
+
+
+def test_generation_says_how_many_answers_are_done(llm, monkeypatch):
+    monkeypatch.setattr("quantkit.evaluate.shares._PAUSE_S", 0.0)
+    said: list[str] = []
+    generate_in_turns(llm, [[1, 2, 3]] * 40, [SamplingParams(max_tokens=2)] * 40, say=said.append)
+    assert len(said) > 1
+    assert said[-1].startswith("40 of 40 answers, ")

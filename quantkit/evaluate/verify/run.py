@@ -156,16 +156,18 @@ class _Verification:
         llm = load_llm(str(path), **engine)
         data, text, note = _find_text(original, self.options)
         windows = fixed_windows(original, text)
-        self.progress(f"distributions on {data}, {sum(map(len, windows)):,} tokens")
-        distances = fidelity(llm, original, windows, data=data)
-        baseline = self._evaluate(original, "original")
-        ours = self._evaluate(llm, "checkpoint")
+        subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
+        self.progress(subject)
+        distances = fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
+        count = 3 if self.options.noise else 2
+        baseline = self._evaluate(original, f"original (1 of {count})")
+        ours = self._evaluate(llm, f"checkpoint (2 of {count})")
         noise = noise_fidelity = None
         if self.options.noise:
             dtype = other_arithmetic(str(original.model.dtype).removeprefix("torch."))
             self.progress(f"noise: the original again, in {dtype}")
             other = load_llm(str(source), **{**plain, "dtype": dtype})
-            noise = self._evaluate(other, f"original in {dtype}")
+            noise = self._evaluate(other, f"original in {dtype} (3 of 3)")
             noise_fidelity = fidelity(other, original, windows, data=data)
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
@@ -177,7 +179,7 @@ class _Verification:
             comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
             fidelity=distances,
             noise_fidelity=noise_fidelity,
-            notes=(*pair.notes, *note, *llm.notes),
+            notes=(*pair.notes, *note, *(ours.parts_read if ours else ()), *llm.notes),
         )
         # Judged before anything is timed: a failed gate about accuracy decides whether a map is made.
         report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
@@ -240,7 +242,7 @@ class _Verification:
             comparisons=_compared(ours, original, noise),
             fidelity=top_fidelity(ours.reading, original.reading, data=data),
             noise_fidelity=top_fidelity(noise.reading, original.reading, data=data) if noise else None,
-            notes=(*pair.notes, *note, *ours.notes),
+            notes=(*pair.notes, *note, *(ours.evaluation.parts_read if ours.evaluation else ()), *ours.notes),
         )
         return replace(report, gates=tuple(evaluate_gates(report, pair.gates))), text
 

@@ -72,6 +72,18 @@ def test_gates_judge_it_and_a_failed_one_has_a_remedy(report):
     assert "ignore" in remedy
 
 
+def test_models_are_counted_and_a_text_that_is_read_in_part_is_noted(models):
+    said: list[str] = []
+    evaluation = EvaluationOptions(texts=(str(models / "text.txt"),), window=64, text_tokens=100)
+    pair = check_pair(models / "out", None, ("kl<=9",))
+    made = verify_pair(pair, options(models, evaluation=evaluation), progress=said.append)
+    text = made.evaluation.perplexity[0]
+    assert text.part.startswith("the first 12")
+    assert f"Perplexity of {text.data} is of {text.part}." in made.notes
+    for name in ("original (1 of 3)", "checkpoint (2 of 3)", "(3 of 3)"):
+        assert any(f"{name}: perplexity of" in line for line in said)
+
+
 def test_it_survives_the_file(report, tmp_path):
     files, problem = write_files(report, tmp_path / "new")
     assert set(files) >= {"json", "junit", "card"}
