@@ -50,7 +50,10 @@ class LinearRecord(Record):
         rounding_error: relative error of plain rounding with the covering range, of the columns as they were before a
             step folded scales into them; a rotated model is taken as it was rotated.
         error: relative error of what was written.
-        measure: "output": ||X dW|| / ||X W|| on calibration inputs X; "weight": ||dW|| / ||W|| without data.
+        measure: "held-out": of the linear's outputs, against those that it has in the original model, on tokens that no
+            statistic has seen, with the inputs that the quantized model feeds it, for both errors; "calibration":
+            likewise on calibration tokens, no others being left; "weight": ||dW|| / ||W||, without data; "output", in
+            documents of before: ||X dW|| / ||X W|| on calibration inputs X.
     """
 
     name: str
@@ -119,16 +122,19 @@ class CalibrationRecord(Record):
         num_samples: sequences.
         num_tokens: in all of them; places of images count.
         num_with_images: sequences that had images in them.
+        num_held_out: tokens beside these, which no statistic has seen and errors are measured on.
     """
 
     num_samples: int
     num_tokens: int
     num_with_images: int = 0
+    num_held_out: int = 0
 
     def describe(self) -> str:
         """For tables."""
         images = f", {self.num_with_images} of them with images" if self.num_with_images else ""
-        return f"{self.num_samples} samples of {self.num_tokens:,} tokens{images}"
+        held_out = f", and {self.num_held_out:,} held out" if self.num_held_out else ""
+        return f"{self.num_samples} samples of {self.num_tokens:,} tokens{images}{held_out}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

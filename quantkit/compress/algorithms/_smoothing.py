@@ -56,7 +56,7 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
         layer.block.get_parameter(name).data.copy_(values)
     for name in (*group.linears, group.source or ""):
         layer.chosen.ranges.pop(name, None)  # they were chosen for other values
-    layer.rescale_sample(group, scales)
+    layer.divide_inputs(group, scales)
 
 
 def spread(scales: Tensor) -> Tensor:

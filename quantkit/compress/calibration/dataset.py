@@ -30,12 +30,15 @@ class Samples:
         warnings: the linter's findings, one sentence each.
         digest: SHA-256 over the token ids, the identity of the data.
         images: the last of the samples, which have images in them.
+        held_out: further samples of one length from the same text, which errors are measured on; empty where no text
+            was left.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     warnings: tuple[str, ...]
     digest: str
     images: ImageSamples | None = None
+    held_out: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_images(self) -> int:
@@ -51,7 +54,12 @@ class Samples:
     def record(self) -> CalibrationRecord:
         """For reports."""
         tokens = sum(map(len, self.token_ids))
-        return CalibrationRecord(num_samples=len(self.token_ids), num_tokens=tokens, num_with_images=self.num_images)
+        return CalibrationRecord(
+            num_samples=len(self.token_ids),
+            num_tokens=tokens,
+            num_with_images=self.num_images,
+            num_held_out=sum(map(len, self.held_out)),
+        )
 
     def with_images(self, images: ImageSamples) -> "Samples":
         """These and samples with images."""
@@ -60,6 +68,7 @@ class Samples:
             warnings=(*self.warnings, *images.warnings),
             digest=hashlib.sha256((self.digest + images.digest).encode()).hexdigest(),
             images=images,
+            held_out=self.held_out,
         )
 
 
@@ -93,13 +102,27 @@ def load_samples(
         records = _read_objectl(path, field)
     else:
         records = _read_hub(str(data).removeprefix("hub:"), field, split, limit=samples * 8)
-    token_ids = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data)))
+    extra = num_held_out(samples, sequence_length)
+    drawn = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data), extra))
+    token_ids, held_out = drawn[:samples], _not_among(drawn[samples:], drawn[:samples])
     if not token_ids:
         raise DataError(f"calibration data {data}: not one usable sample of text in it")
-    _check_vocabulary(token_ids, vocab_size, str(data))
+    _check_vocabulary(drawn, vocab_size, str(data))
     warnings = lint(token_ids, samples, sequence_length, tokenizer)
     digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
-    return Samples(token_ids=tuple(map(tuple, token_ids)), warnings=warnings, digest=digest)
+    return Samples(token_ids=tuple(map(tuple, token_ids)), warnings=warnings, digest=digest, held_out=held_out)
+
+
+def num_held_out(samples: int, sequence_length: int) -> int:
+    """Sequences to hold out: one in 64, at least one, and no more than 1,024 tokens if they are several."""
+    return max(1, min(samples // 64, 1024 // sequence_length))
+
+
+def _not_among(extra: list[list[int]], samples: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Samples that are none of the others, as many as have the length of the longest."""
+    new = [sample for sample in extra if sample not in samples]
+    longest = max(map(len, new), default=0)
+    return tuple(tuple(sample) for sample in new if len(sample) == longest)
 
 
 def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
@@ -130,9 +153,9 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
 
 
 def _tokenize(
-    records: Iterable[Any], tokenizer: Any, samples: int, length: int, generator: random.Random, where: str
+    records: Iterable[Any], tokenizer: Any, samples: int, length: int, generator: random.Random, where: str, extra: int
 ) -> Iterator[list[int]]:
-    """Chats and token ids one by one, text cut into windows; at most `samples`."""
+    """Chats and token ids one by one, text cut into windows; at most `samples`, then at most `extra` more."""
     texts: list[str] = []
     whole: list[list[int]] = []
     for record in records:
@@ -146,11 +169,14 @@ def _tokenize(
             break
     whole = [sample for sample in whole if len(sample) > 1]
     generator.shuffle(whole)
-    yield from whole[:samples]
-    yield from islice(_windows(texts, tokenizer, samples, length, generator), max(0, samples - len(whole)))
+    yield from whole[: samples + extra]
+    windows = _windows(texts, tokenizer, samples, length, generator, extra)
+    yield from islice(windows, max(0, samples + extra - len(whole)))
 
 
-def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, generator: random.Random) -> list[list[int]]:
+def _windows(
+    texts: list[str], tokenizer: Any, samples: int, length: int, generator: random.Random, extra: int
+) -> list[list[int]]:
     """Windows of `length` tokens, BOS first, out of documents in random order joined by blank lines."""
     prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     step = length - len(prefix)
@@ -165,7 +191,7 @@ def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, genera
     # A text shorter than one window is a sample all the same.
     starts = list(range(0, len(stream) - step + 1, step)) or [0]
     generator.shuffle(starts)
-    windows = [prefix + stream[start : start + step] for start in starts[:samples]]
+    windows = [prefix + stream[start : start + step] for start in starts[: samples + extra]]
     return [window for window in windows if len(window) > len(prefix) + 1]
 
 

@@ -9,27 +9,23 @@ from torch import Tensor
 _ERROR_BLOCK = 1 << 21
 
 
-def row_blocks(weight: Tensor) -> Iterator[slice]:
+def row_blocks(rows: int, width: int) -> Iterator[slice]:
     """Rows of a weight (N, K) to work on at once."""
-    step = max(1, _ERROR_BLOCK // weight.shape[1])
-    return (slice(start, start + step) for start in range(0, weight.shape[0], step))
+    step = max(1, _ERROR_BLOCK // width)
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def relative_error(weight: Tensor, decoded: Callable[[slice], Tensor], sample: Tensor | None) -> float:
-    """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs; a block of rows at a time.
+def weight_error(weight: Tensor, decoded: Callable[[slice], Tensor]) -> float:
+    """||W - D|| / ||W||; a block of rows at a time.
 
     Args:
         weight: (N, K).
         decoded: makes these rows of D.
-        sample: (T, K) float32 inputs, or None.
     """
     wrong = total = 0.0
-    for rows in row_blocks(weight):
+    for rows in row_blocks(*weight.shape):
         reference = weight[rows].float()
-        difference = decoded(rows).float() - reference
-        if sample is not None:
-            difference, reference = sample @ difference.T, sample @ reference.T
-        wrong += difference.square().sum().item()
+        wrong += (decoded(rows).float() - reference).square().sum().item()
         total += reference.square().sum().item()
     return math.sqrt(wrong / total) if total > 0 else 0.0
 

@@ -96,7 +96,11 @@ def token_rows(args: tuple[Any, ...]) -> Tensor:
 
 
 def show_all_tokens(
-    block: nn.Module, modules: Sequence[str], on_call: OnCall, then: Callable[[], None]
+    block: nn.Module,
+    modules: Sequence[str],
+    on_call: OnCall,
+    then: Callable[[], None],
+    choose: Callable[[Tensor], Tensor] = lambda tokens: tokens,
 ) -> RemovableHandle:
     """Have experts look at every token, just before tokens are routed to some of them.
 
@@ -105,13 +109,14 @@ def show_all_tokens(
         modules: linears of experts.
         on_call: called with (name, args, kwargs) before each of them, for all tokens at once.
         then: called after the last of them.
+        choose: which of all tokens (T, K) they are shown.
     """
     first = find_expert(modules[0])
     assert first is not None
     experts = dict.fromkeys(f"{first.container}.{other.number}" for name in modules if (other := find_expert(name)))
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        tokens = token_rows(args)
+        tokens = choose(token_rows(args))
         for expert in experts:
             inside = [name for name in modules if name.startswith(f"{expert}.")]
             # Hooked for this call alone: when the router calls the expert afterwards, its tokens are not seen twice.

@@ -24,12 +24,17 @@ def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) ->
     """
     assert group.source is not None, "nothing can absorb the scale"
     outputs = block.get_parameter(f"{group.source}.weight").shape[0]
-    divisor = scales
-    if outputs != scales.shape[0]:
-        # Equal in all query heads of a value head, so the first of them speaks for it.
-        divisor = scales.view(outputs // head_dim, -1, head_dim)[:, 0].reshape(-1)
+    divisor = output_divisor(scales, outputs, head_dim)
     for name, parameter in block.get_submodule(group.source).named_parameters(recurse=False):
         rows = divisor if name == "bias" or parameter.dim() == 1 else divisor.unsqueeze(1)
         yield f"{group.source}.{name}", parameter.data.float() / rows
     for name in (*group.linears, *group.beside):
         yield f"{name}.weight", block.get_parameter(f"{name}.weight").data.float() * scales
+
+
+def output_divisor(scales: Tensor, outputs: int, head_dim: int) -> Tensor:
+    """What the outputs of a source are divided by, (outputs,), where those of its readers' inputs are `scales` (K,)."""
+    if outputs == scales.shape[0]:
+        return scales
+    # Equal in all query heads of a value head, so the first of them speaks for it.
+    return scales.view(outputs // head_dim, -1, head_dim)[:, 0].reshape(-1)

@@ -26,12 +26,12 @@ from quantkit.compress.calibration.expert_inputs import (
     probe,
     token_rows,
 )
+from quantkit.compress.calibration.folding import output_divisor
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
-from quantkit.compress.calibration.observers import CrossGram, Gram, Observer, Sample
+from quantkit.compress.calibration.observers import CrossGram, Gram, Observer
 from quantkit.compress.calibration.records import measured
 from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
-from quantkit.distributed import broadcast, gather, rank, share_out, world
-from quantkit.errors import CheckpointError
+from quantkit.distributed import broadcast, gather, share_out, world
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import WeightGrid
@@ -135,16 +135,14 @@ class LayerContext:
         With several processes an observer sees them where its set has its `owner`; see `known`, and `Gram`.
 
         Args:
-            observers: by relative name of a linear. Rows for error measurements are kept on the way.
+            observers: by relative name of a linear.
             errors: of some of them that see every token; each is shown the linear's inputs too, with those of the
                 original model, divided by what has been folded into their source since.
         """
-        samples = {name: Sample() for name in observers}
         inputs: dict[str, Tensor] = {}
 
         def update(name: str, rows: Tensor) -> None:
             observers[name].update(rows)
-            samples[name].update(rows)
             if name in errors:
                 inputs[name] = rows
 
@@ -158,12 +156,6 @@ class LayerContext:
 
         rows = Deliveries({"input": update, "original": compare}, recipients, self.device)
         self._run_batches(rows, observers, errors)
-        for name, sample in samples.items():
-            if self.owner(name) != rank():
-                continue
-            if not torch.isfinite(sample.rows).all():
-                raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
-            self.data.samples[self.set_key(name)] = sample.rows
 
     def _run_batches(self, rows: Deliveries, observed: Collection[str], compared: Collection[str]) -> None:
         changing = {name for name in self.schemes if name not in self.chosen.quantized}
@@ -334,7 +326,7 @@ class LayerContext:
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
         self.chosen.records[name], self.chosen.quantized[name] = record, weight
-        for rows in row_blocks(current):
+        for rows in row_blocks(*current.shape):
             current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
@@ -353,13 +345,14 @@ class LayerContext:
         inside = [other for other in self._set(name).linears if other.rpartition(".")[0] == module]
         return [other for other in inside if other in self.schemes and self.schemes[other].weight == scheme]
 
-    def rescale_sample(self, group: LinearSet, scales: Tensor) -> None:
-        """Keep the rows for error measurements in step with inputs that are now divided by `scales` (K,)."""
+    def divide_inputs(self, group: LinearSet, scales: Tensor) -> None:
+        """Note that the inputs of a set, and so the outputs of its source, are now divided by `scales` (K,)."""
         self.forget_runs()
-        key, divisors = group.linears[0], self.data.divisors
+        key, divisors, outputs = group.linears[0], self.data.divisors, self.data.output_divisors
         divisors[key] = divisors.get(key, 1.0) * scales
-        if key in self.data.samples:
-            self.data.samples[key] /= scales
+        if group.source in self.schemes:
+            rows = output_divisor(scales, len(self.weight(group.source)), self.head_dim)
+            outputs[group.source] = outputs.get(group.source, 1.0) * rows
 
     def set_key(self, name: str) -> str:
         """The first linear of the set that a linear belongs to, by which the set's data are kept."""

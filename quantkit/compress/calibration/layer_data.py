@@ -24,8 +24,8 @@ class LayerData:
         all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
             computes is not affected.
         tokens_per_expert: how many tokens are routed to each; set by `LayerContext.count_tokens`.
-        samples: (T, K) float32 rows to measure errors on, of the inputs of a set, by its first linear.
         divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
+        output_divisors: (N,) what the outputs of a linear have been divided by since then, by its name.
         streams: runs of the layer, and of the layer as it was, once a run is worth keeping something of.
     """
 
@@ -35,8 +35,8 @@ class LayerData:
     targets: ActivationStore | None = None
     all_tokens: bool = True
     tokens_per_expert: tuple[int, ...] = ()
-    samples: dict[str, Tensor] = field(default_factory=dict)
     divisors: dict[str, Tensor] = field(default_factory=dict)
+    output_divisors: dict[str, Tensor] = field(default_factory=dict)
     streams: tuple[Stream, ...] = ()
 
 

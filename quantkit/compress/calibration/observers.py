@@ -228,30 +228,6 @@ class Magnitude:
         return self._square / max(self.num_tokens, 1)
 
 
-class Sample:
-    """A few input rows, spread evenly over each batch, to measure errors on.
-
-    Args:
-        rows_per_batch: rows kept of each update.
-        limit: rows kept in all.
-    """
-
-    def __init__(self, rows_per_batch: int = 16, limit: int = 64) -> None:
-        self._rows_per_batch, self._limit = rows_per_batch, limit
-        self._kept: list[Tensor] = []
-
-    def update(self, inputs: Tensor) -> None:
-        """Keep some of (T, K) inputs."""
-        free = self._limit - sum(map(len, self._kept))
-        if free > 0 and len(inputs):
-            self._kept.append(spread_rows(inputs, min(free, self._rows_per_batch)))
-
-    @property
-    def rows(self) -> Tensor:
-        """(at most `limit`, K) float32."""
-        return torch.cat(self._kept)
-
-
 def spread_rows(inputs: Tensor, count: int) -> Tensor:
     """At most `count` > 0 of the rows of (T > 0, K) inputs in float32, spread evenly over them."""
     count = min(count, len(inputs))

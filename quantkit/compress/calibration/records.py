@@ -1,7 +1,8 @@
-"""What the codes of a linear cost, on the rows of its inputs that were kept for that."""
+"""What the codes of a linear cost, as far as its weights alone tell; `held_out` measures it on data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantkit.compress.calibration.errors import relative_error
+from quantkit.compress.calibration.errors import weight_error
 from quantkit.errors import SchemeError
 from quantkit.numerics import affine
 from quantkit.numerics.affine import Ranges
@@ -35,29 +36,34 @@ def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearR
             f"{layer.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}; "
             "the weights are broken, or too large for scales of this dtype: set format=compressed-tensors"
         )
-    current, sample = layer.weight(name), layer.data.samples.get(layer.set_key(name))
+    current, has_data = layer.weight(name), layer.data.store is not None
     return LinearRecord(
         name=name,
         scheme=layer.schemes[name].describe(),
         shape=weight.shape,
         bits_per_weight=8 * weight.stored_bytes / current.numel(),
-        rounding_error=relative_error(current, _plainly_rounded(layer, name), sample),
-        error=relative_error(current, weight.decoded, sample),
-        measure="weight" if sample is None else "output",
+        # With data these are measured once the layer is finished.
+        rounding_error=math.nan if has_data else weight_error(current, plainly_rounded(layer, name, current)),
+        error=math.nan if has_data else weight_error(current, weight.decoded),
+        measure="weight",
     )
 
 
-def _plainly_rounded(layer: LayerContext, name: str) -> Callable[[slice], Tensor]:
-    """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
-    current, grid, divisor = layer.weight(name), layer.grid(name), layer.data.divisors.get(layer.set_key(name))
-    before = current if divisor is None else current / divisor
-    if divisor is not None:
-        grid = replace(grid, tensor_largest=None).completed(before)  # that of the folded weights is another one
-    scale, zero = affine.minmax_parameters(before, grid)
+def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[[slice], Tensor]:
+    """A function that gives rows of a linear's weight, rounded to its scheme in the covering range.
+
+    Args:
+        layer: with the scheme.
+        name: relative name.
+        weight: (N, K) before a scale was folded into its columns.
+    """
+    grid = layer.grid(name)
+    if layer.set_key(name) in layer.data.divisors:  # that of the folded weights is another one
+        grid = replace(grid, tensor_largest=None).completed(weight)
+    scale, zero = affine.minmax_parameters(weight, grid)
 
     def rounded(rows: slice) -> Tensor:
         ranges = Ranges(scale[rows], None if zero is None else zero[rows])
-        values = affine.round_to_nearest(before[rows], grid, ranges).dequantize()
-        return values if divisor is None else values * divisor
+        return affine.round_to_nearest(weight[rows], grid, ranges).dequantize()
 
     return rounded

@@ -24,7 +24,7 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
     if not bool(((scale != 0) & torch.isfinite(scale)).all()):
         raise AuditError(f"{prefix}: a scale is zero or not finite")
     dtype = weight.scheme.dtype
-    for rows in row_blocks(weight.codes):
+    for rows in row_blocks(*weight.codes.shape):
         low, high = weight.codes[rows].float().aminmax()
         if not dtype.minimum <= low <= high <= dtype.maximum:  # NaN is not
             raise AuditError(f"{prefix}: a code is outside {dtype.name}")

@@ -65,7 +65,7 @@ def round_layers(plan: Plan, state: RunState, work: WorkFolder, listener: Listen
         for _ in range(0, len(todo), world()):
             for layer in gather(next(finished, None)):
                 if layer is not None and is_writer():
-                    state.add_layer(*layer, [])
+                    state.add_layer(*layer)
                     state.save(work.path)
                     listener.layer_finished(layer[0])
 

@@ -16,7 +16,8 @@ from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.checkpoints.towers import with_tower_names
 from quantkit.compress.algorithms.base import follows_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
-from quantkit.compress.calibration.dataset import NO_TEXT, Samples, load_samples
+from quantkit.compress.calibration.dataset import NO_TEXT, Samples, load_samples, num_held_out
+from quantkit.compress.calibration.held_out import HeldOut
 from quantkit.compress.calibration.images import ImageSamples, load_images
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
@@ -120,7 +121,7 @@ def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch
     table = plan.reader.gather_rows(name, used)
     row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
     row_of[used] = torch.arange(len(used))
-    ordered = sorted(samples, key=len, reverse=True)  # errors are measured on the first batches
+    ordered = sorted(samples, key=len, reverse=True)
     tokens = _BATCH_TOKENS_ON_CPU if plan.skeleton.device.type == "cpu" else _BATCH_TOKENS
     for length, group in itertools.groupby(ordered, key=len):
         ids = torch.tensor(list(group))  # (B, T)
@@ -158,6 +159,38 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
             shutil.rmtree(folder / name, ignore_errors=True)
     barrier()
     return [ActivationStore(folder / name, kind, embed(plan, samples)) for name, kind in modes.items()]
+
+
+def open_held_out(
+    plan: Plan, samples: Samples, state: RunState, stores: Sequence[ActivationStore], mode: Mode, folder: Path
+) -> HeldOut:
+    """The held-out tokens before the next layer, or a few of the calibration's where no text was left for them.
+
+    Args:
+        plan, samples, state, mode, folder: as for `open_stores`.
+        stores: what it has opened.
+    """
+    same = plan.recipe.has_original_inputs
+    names = ["held-out-original", *([] if same else ["held-out"])]
+    tokens = sum(map(len, samples.token_ids))
+    layer = 0 if same else len(state.records)
+    opened = []
+    for number, name in enumerate(names):
+        if layer:
+            opened.append(ActivationStore.restore(folder / name, mode, layer, [state.held_out[number]]))
+            continue
+        if is_writer():
+            shutil.rmtree(folder / name, ignore_errors=True)
+        barrier()
+        count = num_held_out(len(samples.token_ids), max(map(len, samples.token_ids)))
+        batches = _embed_texts(plan, samples.held_out) if samples.held_out else iter([stores[0][0][:count]])
+        opened.append(ActivationStore(folder / name, mode, itertools.islice(batches, 1)))
+    return HeldOut(
+        original=opened[0],
+        quantized=None if same else opened[1],
+        measure="held-out" if samples.held_out else "calibration",
+        num_tokens=tokens,
+    )
 
 
 def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor | None) -> list[str]:

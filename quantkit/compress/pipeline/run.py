@@ -22,6 +22,7 @@ from quantkit.compress.algorithms.base import keeps_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
+from quantkit.compress.calibration.held_out import HeldOut
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData
@@ -29,7 +30,7 @@ from quantkit.compress.pipeline.data_free import round_layers
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import refuse_changes, run_identity, with_threads_of
-from quantkit.compress.pipeline.inputs import advance, open_stores, read_samples
+from quantkit.compress.pipeline.inputs import advance, open_held_out, open_stores, read_samples
 from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
 from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
@@ -256,27 +257,37 @@ def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mod
     first = runs[done.index(min(done))]
     plan, original = first.plan, first.plan.recipe.has_original_inputs
     stores = open_stores(plan, samples, first.state, mode, first.work.path)
+    held_out = open_held_out(plan, samples, first.state, stores, mode, first.work.path) if stores else None
     for index in range(0 if original and stores else min(done), plan.skeleton.num_layers):
         kind: Callable[..., LayerContext] = partial(SharedLayer, shared={}) if runs[1:] else LayerContext
         for run in (run for run, layers in zip(runs, done, strict=True) if layers <= index):
             with writing(run.work.path):
-                _run_layer(run, index, stores, kind)
+                _run_layer(run, index, stores, held_out, kind)
             release_freed_memory()
             barrier()  # what is forgotten lies where the next layer keeps things too
         if original and index + 1 < plan.skeleton.num_layers:
             with _phase(first.listener, {}, "original"):
-                stores[0].advance(_layer_context(plan, index, stores).advance)
-            if is_writer():
-                stores[0].forget_previous()
+                layer = _layer_context(plan, index, stores)
+                for store in (stores[0], *(held_out.stores if held_out else ())):
+                    store.advance(layer.advance)
+                    if is_writer():
+                        store.forget_previous()
             barrier()  # before a layer that asks for more of the original opens streams there
 
 
 def _run_layer(
-    run: CompressionRun, index: int, stores: Sequence[ActivationStore], kind: Callable[..., LayerContext]
+    run: CompressionRun,
+    index: int,
+    stores: Sequence[ActivationStore],
+    held_out: HeldOut | None,
+    kind: Callable[..., LayerContext],
 ) -> None:
     """Quantize, check, write and record one layer, and advance the hidden states past it, unless others need them."""
+    assert held_out is not None, "layers are left to be done"
+    is_last = index + 1 == run.plan.skeleton.num_layers
     plan, state, work, listener = run.plan, run.state, run.work, run.listener
     moved: Sequence[ActivationStore] = () if plan.recipe.has_original_inputs else stores
+    tested: Sequence[ActivationStore] = () if plan.recipe.has_original_inputs else held_out.stores
     name = plan.skeleton.layer_name(index)
     listener.layer_started(index, name)
     seconds: dict[str, float] = {}
@@ -285,16 +296,19 @@ def _run_layer(
         layer = _layer_context(plan, index, stores, kind)
         if layer.data.targets is not None:  # as long as the layer is the original's
             layer.data.targets.advance(layer.advance)
+        held_out.aim(layer, is_last=is_last)
         keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
         # One sequence is enough to measure the layer's noise on, before any step spends time on one that is broken.
         reference = _first_output(layer, name)
     cache = _choose(plan, layer, phase)
+    with phase("errors"):
+        held_out.judge(layer, lambda linear: plan.skeleton.read_finite(f"{name}.{linear}.weight"), is_last=is_last)
     with phase("write"):
         written = write_layer(plan, index, layer, work.checkpoint) if is_writer() else None
     with phase("advance"):
         output = _first_output(layer, f"{name}, quantized")
-        states = advance(moved, layer, output) if index + 1 < plan.skeleton.num_layers else []
+        states = [] if is_last else advance(moved, layer, output)
     if written is not None and reference is not None and output is not None:
         record = LayerRecord(
             index=index,
@@ -307,10 +321,10 @@ def _run_layer(
             kv_cache=cache,
             tokens_per_expert=layer.data.tokens_per_expert,
         )
-        state.add_layer(record, *written, states)
+        state.add_layer(record, *written, states, [digest for store in tested for digest in store.digests])
         state.save(work.path)
         # Only now: a run that is killed before progress is recorded needs the states before this layer.
-        for store in moved:
+        for store in (*moved, *tested):
             store.forget_previous()
         listener.layer_finished(record)
 

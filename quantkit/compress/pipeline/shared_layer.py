@@ -44,14 +44,12 @@ class SharedLayer(LayerContext):
         asked = _form(dict(observers))
         if asked not in self.shared:
             LayerContext.observe(self, observers)
-            rows = {self.set_key(name): self.data.samples[self.set_key(name)] for name in observers}
-            self.shared[asked] = copy.deepcopy((dict(observers), rows))
+            self.shared[asked] = copy.deepcopy(dict(observers))
             return
         # Copies: who has asked works in what it was given.
-        seen, rows = copy.deepcopy(self.shared[asked])
+        seen = copy.deepcopy(self.shared[asked])
         for name, observer in observers.items():
             vars(observer).update(vars(seen[name]))
-        self.data.samples |= rows
 
 
 def _form(value: object) -> object:

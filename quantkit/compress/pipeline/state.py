@@ -5,6 +5,7 @@ the next layer, and `progress.json`. A layer counts as done once `progress.json`
 atomically after everything it names is on disk.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class RunState(Record):
         weight_map: tensor name to file name.
         activations: digests of the saved hidden states, see `ActivationStore`; of both models in one list, the
             original's last.
+        held_out: likewise of the held-out states, the original's first.
     """
 
     identity: dict[str, Any]
@@ -38,13 +40,22 @@ class RunState(Record):
     shards: dict[str, str]
     weight_map: dict[str, str]
     activations: tuple[str, ...]
+    held_out: tuple[str, ...] = ()
 
-    def add_layer(self, record: LayerRecord, shard: str, digest: str, names: list[str], states: list[str]) -> None:
+    def add_layer(
+        self,
+        record: LayerRecord,
+        shard: str,
+        digest: str,
+        names: list[str],
+        states: Sequence[str] = (),
+        held_out: Sequence[str] = (),
+    ) -> None:
         """Count a layer as done; before this is saved, its shard and the states after it must be on disk."""
         self.records += (record,)
         self.shards[shard] = digest
         self.weight_map |= dict.fromkeys(names, shard)
-        self.activations = tuple(states)
+        self.activations, self.held_out = tuple(states), tuple(held_out)
 
     def save(self, folder: Path) -> None:
         """Write `progress.json` into the `.partial` folder, atomically."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from quantkit.compress.algorithms._smoothing import fold
-from quantkit.compress.calibration.errors import relative_error, signal_to_noise_db
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.errors import signal_to_noise_db, weight_error
+from quantkit.compress.calibration.held_out import HeldOut, output_error
 from quantkit.compress.calibration.observers import Magnitude
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT8
@@ -51,6 +53,7 @@ def test_capture_takes_whole_sequences_up_to_a_budget(make_layer):
 
 def test_commit_puts_decoded_values_into_the_layer(make_layer):
     layer = make_layer()
+    layer.data.store = None
     weight, scheme = layer.weight("mlp.up_proj").clone(), layer.schemes["mlp.up_proj"].weight
     tensor = round_to_nearest(weight, WeightGrid(scheme, torch.float32))
     layer.commit({"mlp.up_proj": tensor})
@@ -71,24 +74,50 @@ def test_plain_rounding_is_that_of_the_weights_before_scales_were_folded_in(make
     records = []
     for smooths in (False, True):
         layer = make_layer()
+        held_out, weights = held_out_of(layer)
         with torch.inference_mode():
-            layer.observe({"mlp.gate_proj": Magnitude(64, layer.device)})
+            held_out.aim(layer, is_last=True)
             if smooths:
                 group = next(group for group in layer.sets if "mlp.gate_proj" in group.linears)
                 fold(layer, group, scales)
             layer.finish()
+            held_out.judge(layer, weights.__getitem__, is_last=True)
         records.append(layer.chosen.records["mlp.gate_proj"])
     assert records[1].rounding_error == pytest.approx(records[0].rounding_error, rel=0.02)
     assert records[1].error > 1.2 * records[0].error  # these scales do harm, which the column beside it must show
 
 
+def test_scales_that_only_move_cost_nothing(make_layer):
+    """Of a source whose outputs are divided as well as of the linears that read them."""
+    layer = make_layer(dtype="int8", group_size=None)
+    held_out, weights = held_out_of(layer)
+    with torch.inference_mode():
+        held_out.aim(layer, is_last=True)
+        group = next(group for group in layer.sets if group.source == "mlp.up_proj")
+        fold(layer, group, torch.linspace(0.2, 5, layer.weight("mlp.up_proj").shape[0]))
+        layer.finish()
+        held_out.judge(layer, weights.__getitem__, is_last=True)
+    assert all(record.error < 0.03 for record in layer.chosen.records.values())
+
+
+def held_out_of(layer):
+    """Held-out tokens of a layer alone, and its weights as they are."""
+    stores = [ActivationStore(None, "ram", iter([layer.data.store[0]])) for _ in range(2)]
+    held_out = HeldOut(original=stores[0], quantized=stores[1], measure="held-out", num_tokens=10_000)
+    return held_out, {name: layer.weight(name).clone() for name in layer.schemes}
+
+
 def test_errors_are_measured_on_outputs_when_there_is_data(make_layer):
     layer = make_layer()
+    held_out, weights = held_out_of(layer)
     with torch.inference_mode():
-        layer.observe({"mlp.gate_proj": Magnitude(64, layer.device)})
+        held_out.aim(layer, is_last=True)
+        del held_out.targets["mlp.down_proj"]  # as of a module that was never called
         layer.finish()
-    assert layer.chosen.records["mlp.up_proj"].measure == "output"
+        held_out.judge(layer, weights.__getitem__, is_last=True)
+    assert layer.chosen.records["mlp.up_proj"].measure == "held-out"
     assert layer.chosen.records["mlp.down_proj"].measure == "weight"
+    assert all(0 < record.error <= 2 * record.rounding_error for record in layer.chosen.records.values())
 
 
 def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
@@ -107,9 +136,11 @@ def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
 def test_relative_error_and_signal_to_noise():
     weight = torch.eye(2)
     decoded, zeros = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 2)
-    assert relative_error(weight, lambda rows: weight[rows] * 1.5, None) == pytest.approx(0.5)
-    assert relative_error(weight, lambda rows: decoded[rows], torch.tensor([[3.0, 4.0]])) == pytest.approx(0.8)
-    assert relative_error(zeros, lambda rows: zeros[rows], None) == 0
+    assert weight_error(weight, lambda rows: weight[rows] * 1.5) == pytest.approx(0.5)
+    assert weight_error(zeros, lambda rows: zeros[rows]) == 0
+    inputs = torch.tensor([[3.0, 4.0]])
+    assert output_error(inputs, inputs, lambda rows: decoded[rows]) == pytest.approx(0.8)
+    assert output_error(2 * inputs, inputs, lambda rows: weight[rows]) == pytest.approx(0.5)  # what inputs bring along
     assert signal_to_noise_db(torch.ones(4), torch.ones(4) * 1.1) == pytest.approx(20, abs=1e-3)
     assert signal_to_noise_db(torch.ones(4), torch.ones(4)) == 200
     assert math.isfinite(signal_to_noise_db(torch.zeros(4), torch.ones(4)))

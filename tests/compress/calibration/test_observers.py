@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.compress.calibration import observers
-from quantkit.compress.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Sample, Workspace
+from quantkit.compress.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Workspace
 
 
 @pytest.fixture
@@ -79,14 +79,3 @@ def test_magnitudes(batches, device):
     torch.testing.assert_close(seen.mean, everything.abs().mean(0))
     torch.testing.assert_close(seen.mean_square, everything.square().mean(0))
     assert torch.equal(seen.largest, everything.abs().amax(0))
-
-
-def test_sample_is_spread_and_bounded(batches):
-    sample = Sample(rows_per_batch=4, limit=7)
-    for batch in batches:
-        sample.update(batch)
-    rows = sample.rows
-    assert rows.shape == (7, 24)
-    assert torch.equal(rows[0], batches[0][0])
-    assert torch.equal(rows[3], batches[0][-1])
-    assert torch.equal(rows[4], batches[1][0])

@@ -292,5 +292,12 @@ def test_the_listener_hears_everything(tiny_llama, tmp_path, text_file):
     kinds = [name for name, _ in heard if name != "warning"]
     assert kinds[0] == "plan"
     assert kinds.count("layer_started") == kinds.count("layer_finished") == 2
-    assert [args[0] for name, args in heard if name == "phase"][:5] == ["load", "gptq", "round", "write", "advance"]
+    assert [args[0] for name, args in heard if name == "phase"][:6] == [
+        "load",
+        "gptq",
+        "round",
+        "errors",
+        "write",
+        "advance",
+    ]
     assert any("few" in args[0] for name, args in heard if name == "warning")

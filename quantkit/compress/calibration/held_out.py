@@ -1,0 +1,183 @@
+"""Errors of a layer's linears on tokens that no statistic has seen, against the outputs of the original model.
+
+For a linear with the weight W, let o be its inputs in the original model, and x its inputs in the model being
+quantized, for the same tokens. x comes from the layers before and from the linears before it in its layer, all in
+their codes.
+
+    error           ||Q x - W o|| / ||W o||    Q: what the chosen codes decode to
+    rounding_error  ||R x - W o|| / ||W o||    R: W, plainly rounded to the same scheme in the covering range
+
+Both have one target and see one input, so they can be compared; both contain the error that x brings along, so neither
+is 0 where the layers before lose something. Biases are left out, and x is taken before it is rounded itself where
+activations are quantized. Scales that a step has folded into W, or into its outputs, are taken out again.
+Not here: which tokens are held out (`dataset`), the errors of recipes without data (`records`).
+Shapes: T tokens, N outputs, K inputs of a linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.layer_call import Batch
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.errors import row_blocks, weight_error
+from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, removed_after, show_all_tokens, token_rows
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.observers import spread_rows
+from quantkit.compress.calibration.records import plainly_rounded
+from quantkit.errors import CheckpointError
+from quantkit.models.linear_sets import find_expert
+from quantkit.results import LinearRecord
+
+# Tokens that errors are measured on, and the share of the calibration tokens that they are where these limits allow it.
+_LEAST_ROWS, _MOST_ROWS, _SHARE = 64, 512, 128
+# Elements of the targets of a layer, held while it is compressed: 64 MiB. Experts by the hundred get fewer rows.
+_TARGETS = 1 << 24
+
+
+@dataclass(kw_only=True, slots=True)
+class HeldOut:
+    """The held-out tokens on their way through both models, and the targets of the present layer. *Mutable*.
+
+    Args:
+        original: what enters the layer in the original model: one batch, of the process that writes.
+        quantized: what enters it in the model being quantized; None = the same (`calibration.inputs: original`).
+        measure: "held-out"; "calibration" where no text was left to hold out, so that the tokens are of the statistics.
+        num_tokens: of the calibration.
+        layer: whose targets there are.
+        targets: (T, N) float32 W o of each linear.
+    """
+
+    original: ActivationStore
+    quantized: ActivationStore | None
+    measure: str
+    num_tokens: int
+    layer: str = ""
+    targets: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def stores(self) -> list[ActivationStore]:
+        """Of both models."""
+        return [self.original] if self.quantized is None else [self.original, self.quantized]
+
+    def aim(self, layer: LayerContext, *, is_last: bool) -> None:
+        """Find the targets of a layer that nothing has been done to yet, and pass the original's states through it.
+
+        Args:
+            layer: as it was read.
+            is_last: nothing comes after it.
+        """
+        if layer.name == self.layer:  # of another recipe's run
+            return
+        rows = self._pass(layer, self.original, advances=not is_last and self.quantized is not None)
+        self.layer, self.targets = layer.name, {}
+        for group in layer.sets:
+            inputs = rows.get(group.linears[0])
+            for name in (name for name in group.linears if inputs is not None and name in layer.schemes):
+                self.targets[name] = inputs @ layer.weight(name).float().T
+
+    def inputs(self, layer: LayerContext) -> dict[str, Tensor]:
+        """(T, K) float32 inputs x of each set as the layer computes now, by its first linear."""
+        return self._pass(layer, self.quantized or self.original, advances=False)
+
+    def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> None:
+        """Put the errors of a layer in codes into its records, and pass the quantized states through it.
+
+        Args:
+            layer: finished.
+            original: gives the weight W of a linear as the layer was read.
+            is_last: nothing comes after it.
+        """
+        rows = self._pass(layer, self.quantized or self.original, advances=not is_last and self.quantized is not None)
+        for name, record in layer.chosen.records.items() if self.original.own else ():
+            if math.isnan(record.error):  # not of codes that the source has
+                weight = original(name).to(layer.device, layer.weight(name).dtype)
+                layer.chosen.records[name] = self._judged(layer, record, weight, rows.get(layer.set_key(name)))
+
+    def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
+        """A record with errors; those of the weight alone where no held-out token has come by (unused modules)."""
+        name, now, target = record.name, layer.weight(record.name), self.targets.get(record.name)
+        plain, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)
+        columns = layer.data.divisors.get(layer.set_key(name), one)
+        outputs = layer.data.output_divisors.get(name, one.expand(len(now)))
+
+        def unscaled(rows: slice) -> Tensor:
+            return now[rows].float() * outputs[rows].unsqueeze(1)
+
+        if inputs is None or target is None or len(inputs) != len(target):
+            error, rounding_error = (
+                weight_error(weight, lambda rows: unscaled(rows) / columns),
+                weight_error(weight, plain),
+            )
+            return replace(record, error=error, rounding_error=rounding_error, measure="weight")
+        return replace(
+            record,
+            error=output_error(target, inputs, unscaled),
+            rounding_error=output_error(target, inputs * columns, plain),
+            measure=self.measure,
+        )
+
+    def _pass(self, layer: LayerContext, store: ActivationStore, *, advances: bool) -> dict[str, Tensor]:
+        """Run the layer on the states of a store; what its sets are fed, in the process that has the batch."""
+        rows: dict[str, Tensor] = {}
+        count = self._num_rows(layer)
+
+        def keep(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+            if name not in rows:
+                rows[name] = spread_rows(token_rows(args), count)
+                if not torch.isfinite(rows[name]).all():
+                    raise CheckpointError(
+                        f"{layer.name}: the input of {name} is not finite; the model's weights are broken"
+                    )
+
+        def run(_: int, batch: Batch) -> Batch:
+            with self._watched(layer, keep, count):
+                # A call is only handed on where a layer comes next; runs of the calibration's batches are not replayed.
+                return layer.advance(0, batch) if advances and not isinstance(batch, Tensor) else layer.forward(batch)
+
+        if advances:
+            store.advance(run)
+        else:
+            for number in store.own:
+                run(number, store[number])
+        return rows
+
+    def _watched(self, layer: LayerContext, keep: OnCall, count: int) -> AbstractContextManager[None]:
+        names = [group.linears[0] for group in layer.sets if any(name in layer.schemes for name in group.linears)]
+        experts = [name for name in names if find_expert(name) is not None]
+        handles = hook_modules(layer.block, [name for name in names if name not in experts], keep)
+        if experts:  # of which any sees but some tokens, and others than in the original model
+            handles.append(
+                show_all_tokens(
+                    layer.block, experts, keep, lambda: None, lambda tokens: spread_rows(tokens, count).to(tokens.dtype)
+                )
+            )
+        return removed_after(handles)
+
+    def _num_rows(self, layer: LayerContext) -> int:
+        outputs = sum(len(layer.weight(name)) for name in layer.schemes)
+        asked = min(max(self.num_tokens // _SHARE, _LEAST_ROWS), _MOST_ROWS)
+        return max(1, min(asked, _TARGETS // max(1, outputs)))
+
+
+def output_error(target: Tensor, inputs: Tensor, weight: Callable[[slice], Tensor]) -> float:
+    """||X W' - Y|| / ||Y||, a block of rows of W at a time.
+
+    Args:
+        target: (T, N) float32 Y: what the original model's linear gives.
+        inputs: (T, K) float32 X.
+        weight: gives these rows of W (N, K).
+    """
+    wrong = total = 0.0
+    for rows in row_blocks(target.shape[1], inputs.shape[1]):
+        aim = target[:, rows]
+        wrong += torch.addmm(aim, inputs, weight(rows).float().T, beta=-1).square().sum().item()
+        total += aim.square().sum().item()
+    return math.sqrt(wrong / total) if total > 0 else 0.0
