@@ -149,6 +149,7 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
             except BlockingIOError:
                 raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
             if _is_at(descriptor, path / MARKER):  # or another run has removed the marker since
+                _check_owner(path, option)
                 known = _read_marker(descriptor, path, option)
                 # From here on the caller closes the descriptor, and with it gives up the lock.
                 stack.pop_all()
@@ -176,6 +177,16 @@ def _create(path: Path, option: str) -> bool:
         if names and (MARKER not in names or not stat.S_ISREG((path / MARKER).lstat().st_mode)):
             raise _foreign(path, option)
     return False
+
+
+def _check_owner(path: Path, option: str) -> None:
+    """Refuse another user's folder where all may make one, as in /tmp: a run would take over weights found there."""
+    parent, owner = path.parent.stat(), path.lstat().st_uid
+    # The rule of Linux for links in such folders: the folder's owner, or root, could replace anything there anyway.
+    if parent.st_mode & stat.S_ISVTX and owner not in (os.geteuid(), parent.st_uid, 0):
+        raise OutputError(
+            f"{path} belongs to another user (uid {owner}), whose work is not taken over; choose another {option}"
+        )
 
 
 def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:

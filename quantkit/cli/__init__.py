@@ -7,6 +7,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -47,6 +48,7 @@ class _Commands(CommandGroup):
             return super().main(words, standalone_mode=False, **extra)
         open_streams()
         guard_imports()
+        _keep_torch_out_of_tmp()
         stdout = sys.stdout
         failure: BaseException | None = None
         result: Any = 0
@@ -66,6 +68,18 @@ class _Commands(CommandGroup):
         flags = words[: words.index("--")] if "--" in words else words
         # From the raw words, because a usage error comes before options are parsed.
         sys.exit(report_error(failure, as_json="--json" in flags, verbose="--verbose" in flags))
+
+
+def _keep_torch_out_of_tmp() -> None:
+    """Give torch's compiler a cache in the user's own folder, where there is one.
+
+    Its default is a folder in /tmp with a name that anybody can guess, made on import: another user may have put a file
+    there, or a folder with compiled code.
+    """
+    # Not Path.expanduser, which raises where this user has no home.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
+    if os.access(cache if cache.is_dir() else cache.parent, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "quantkit" / "torchinductor"))
 
 
 def _mended(error: BaseException) -> BaseException:

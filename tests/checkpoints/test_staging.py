@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from quantkit.errors import OutputError
 from tests import forked
 from tests.helpers import tree
 
+OTHER = os.getuid() or 20001  # a user who is not root
 MANIFEST = {"schema_version": 1, "converted_from": "gptq"}
 
 
@@ -110,6 +112,31 @@ def test_a_link_inside_the_folder_is_refused(tmp_path, name):
     with pytest.raises(OutputError, match=rf"out\.partial/{name} is a symbolic link"):
         write(tmp_path / "out")
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "whose", "refused"),
+    [
+        (0o41777, 0, True),  # /tmp
+        (0o40777, 0, False),  # a folder of colleagues
+        (0o41777, OTHER, False),  # who owns the folder around it may do anything there
+    ],
+)
+def test_work_that_another_user_left_in_a_shared_folder_is_not_taken_over(tmp_path, monkeypatch, mode, whose, refused):
+    with work_folder(tmp_path / "out.partial", "quantize") as work:
+        (work.path / "progress.json").write_text("{}")
+    if os.getuid() == 0:
+        os.chown(tmp_path / "out.partial", OTHER, -1)
+    real = Path.stat
+    shared = SimpleNamespace(st_mode=mode, st_uid=whose)
+    monkeypatch.setattr(Path, "stat", lambda self, **how: shared if self == tmp_path else real(self, **how))
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER + 1)
+    if refused:
+        with pytest.raises(OutputError, match=f"another user .uid {OTHER}.*choose another --output"):
+            work_folder(tmp_path / "out.partial", "quantize").__enter__()
+    else:
+        with work_folder(tmp_path / "out.partial", "quantize") as work:
+            assert work.known["kind"] == "quantize"
 
 
 def test_an_empty_folder_is_adopted(tmp_path):

@@ -124,3 +124,15 @@ def test_without_standalone_mode_errors_are_raised():
     with pytest.raises(click.UsageError):
         main(["nonsense"], standalone_mode=False)
     assert main(["recipes", "list", "--json"], standalone_mode=False) is None
+
+
+def test_a_file_that_another_user_put_where_torch_keeps_its_cache_is_no_obstacle(tmp_path):
+    place = f"TMPDIR={tmp_path} HOME={tmp_path} XDG_CACHE_HOME= USER=somebody LOGNAME=somebody"
+    (tmp_path / "torchinductor_somebody").touch()
+    code = (
+        "import contextlib\n"
+        "from quantkit.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['--version'])\n"
+        "import torch._dynamo"  # as transformers does
+    )
+    assert piped(f"export {place}; {shlex.quote(sys.executable)} -c {shlex.quote(code)}") == (0, "")
