@@ -12,7 +12,7 @@ from quantkit.untrusted import bounded
 Messages = Sequence[dict[str, Any]]
 
 # Characters that are tokenized at a time where only their number of tokens matters.
-_PIECE, _SMALLEST_PIECE = 1 << 16, 1 << 12
+_BLOCK, _SMALLEST_BLOCK = 1 << 16, 1 << 12
 # So many more tokens may the pieces of a text have, each, than the text has: words are cut in two.
 _CUT_TOKENS = 8
 
@@ -68,7 +68,7 @@ class Prompts:
         """
         if len(text) <= 4 * most:
             return
-        size, count = min(_PIECE, max(_SMALLEST_PIECE, 4 * most)), 0
+        size, count = min(_BLOCK, max(_SMALLEST_BLOCK, 4 * most)), 0
         for number, start in enumerate(range(0, len(text), size), 1):
             count += len(self._tokenized(text[start : start + size], add_special_tokens=False))
             if count > most + number * _CUT_TOKENS:

@@ -170,7 +170,7 @@ class Server:
             if ask.stream and ask.echo and ask.logprobs is not None:
                 raise Refused("echo with logprobs is not streamed; set stream to false", "echo")
             vocabulary = self.vocabulary  # first: without a tokenizer nothing is to be computed
-            self.bridge.check_room(len(ask.prompts))
+            self.bridge.check_capacity(len(ask.prompts))
             prompts = await self._encoded(ask.prompts, run)
             texts = await run(partial(self._shown, ask.prompts)) if ask.echo else [""] * len(prompts)
             mailbox = self.bridge.submit([(ids, ask.params_for(len(ids))) for ids in prompts])
@@ -183,7 +183,7 @@ class Server:
         async with self._opened(request, ChatRequest) as (ask, run):
             params = ask.chat_params()
             self._check_variables(ask.chat_template_kwargs)
-            self.bridge.check_room(1)
+            self.bridge.check_capacity(1)
             ids = await run(partial(self._encoded_chat, ask.messages, ask.variables, self._most_tokens))
             if params.json_schema is not None:
                 await self.bodies.try_out(partial(self.bridge.engine.schemas.try_out, params.json_schema))
@@ -267,8 +267,8 @@ class Server:
         if encoded is None:
             most = self._most_tokens
             encoded = await run(lambda: [self._encoded_text(text, most) for text in texts])
-        found = iter(encoded)
-        return [self._bounded(next(found) if isinstance(prompt, str) else prompt) for prompt in prompts]
+        of_texts = iter(encoded)
+        return [self._bounded(next(of_texts) if isinstance(prompt, str) else prompt) for prompt in prompts]
 
     def _encoded_text(self, text: str, most: int) -> list[int]:
         self.bridge.llm.check_length(text, most)

@@ -150,7 +150,7 @@ class Bridge:
         if self._thread.is_alive():
             self._thread.join()
 
-    def check_room(self, count: int) -> None:
+    def check_capacity(self, count: int) -> None:
         """Refuse prompts that would not be taken now.
 
         Args:
@@ -172,10 +172,10 @@ class Bridge:
         Args:
             prompts: tokens, and how to continue them.
         Raises:
-            RequestError: see `Engine.add` and `check_room`.
-            Busy: see `check_room`.
+            RequestError: see `Engine.add` and `check_capacity`.
+            Busy: see `check_capacity`.
         """
-        self.check_room(len(prompts))
+        self.check_capacity(len(prompts))
         for ids, params in prompts:
             self.engine.check(ids, params)
         mailbox, arrived_s = Mailbox(num_open=len(prompts)), time.perf_counter()
