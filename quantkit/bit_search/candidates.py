@@ -67,8 +67,8 @@ def base_groups(base: Recipe) -> int | str:
         raise RecipeError(
             f"recipe {base.name!r} has no weights to search numbers for; start from one such as gptq-int4"
         )
-    size: Any = weights["group_size"]
-    size = size["size"] if isinstance(size, dict) else size
+    given: Any = weights["group_size"]
+    size: int | str = given["size"] if isinstance(given, dict) else given
     if isinstance(size, str) and size != "channel":
         raise RecipeError(
             f"recipe {base.name!r} has weights.group_size {size}, and candidates have groups of inputs; "

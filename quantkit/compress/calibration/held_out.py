@@ -80,8 +80,11 @@ class HeldOut:
         self.layer, self.targets = layer.name, {}
         for group in layer.sets:
             inputs = rows.get(group.linears[0])
-            for name in (name for name in group.linears if inputs is not None and name in layer.schemes):
-                self.targets[name] = inputs @ layer.weight(name).float().T
+            if inputs is None:
+                continue
+            for name in group.linears:
+                if name in layer.schemes:
+                    self.targets[name] = inputs @ layer.weight(name).float().T
 
     def inputs(self, layer: LayerContext) -> dict[str, Tensor]:
         """(T, K) float32 inputs x of each set as the layer computes now, by its first linear."""

@@ -350,7 +350,7 @@ class LayerContext:
         self.forget_runs()
         key, divisors, outputs = group.linears[0], self.data.divisors, self.data.output_divisors
         divisors[key] = divisors.get(key, 1.0) * scales
-        if group.source in self.schemes:
+        if group.source is not None and group.source in self.schemes:
             rows = output_divisor(scales, len(self.weight(group.source)), self.head_dim)
             outputs[group.source] = outputs.get(group.source, 1.0) * rows
 

@@ -167,8 +167,8 @@ class Engine:
         if min(given) < 0 or max(given) >= self.model.vocab_size:
             wrong = min(given) if min(given) < 0 else max(given)
             raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
-        if wrong := [token for token in params.stop_token_ids if not 0 <= token < self.model.vocab_size]:
-            raise RequestError(f"stop_token_ids holds {wrong[0]}; the model knows 0 to {self.model.vocab_size - 1}")
+        if outside := [token for token in params.stop_token_ids if not 0 <= token < self.model.vocab_size]:
+            raise RequestError(f"stop_token_ids holds {outside[0]}; the model knows 0 to {self.model.vocab_size - 1}")
         if params.json_schema is not None:
             self.schemas.start(params.json_schema)
         if params.stop_texts and self._decode is None:

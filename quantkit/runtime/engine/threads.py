@@ -103,7 +103,7 @@ def measure_threads(counts: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
     token, tokens = torch.ones(1, _GEMV_WIDTH), torch.ones(_GEMM_TOKENS, _GEMV_WIDTH)
     small = weight[:_GEMM_ROWS]
     share = _BUDGET_S / len(counts) / 2
-    timings = {}
+    timings: dict[int, tuple[float, ...]] = {}
     for count in counts:
         torch.set_num_threads(count)
         gemv = _median_time(lambda: functional.linear(token, weight), share)
@@ -114,7 +114,7 @@ def measure_threads(counts: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
 def measure_products(counts: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
     """Return the seconds of a product of many tokens by number of threads; changes torch's setting."""
     weight, tokens = torch.ones(_GEMM_ROWS, _GEMV_WIDTH), torch.ones(_PROMPT_TOKENS, _GEMV_WIDTH)
-    timings = {}
+    timings: dict[int, tuple[float, ...]] = {}
     for count in counts:
         torch.set_num_threads(count)
         timings[count] = (_median_time(lambda: functional.linear(tokens, weight), _BUDGET_S / len(counts)),)
