@@ -6,10 +6,13 @@ Commands on the bundled demo model, with as many threads as there are cores, run
 that loop in Python, and beside a torch process with as many threads as there are cores; all at nice 0. `python` is
 `quantkit.quantize` in a process that has imported torch before. Each row is the median of the rounds, as JSON.
 
-Fair time: n threads on c cores beside h busy threads get min(1, c / (n + h)) of a core each, so work that takes
-t(n) seconds alone takes t(n) * max(1, (n + h) / c). The best n counts, of 1 and c: `fair_s`. `ratio` is the wall time
-over it; the target is at most 1.3. The machine should be quiet otherwise: `others` says how many cores other processes
-took, the neighbours included.
+`fair_s` is the fair wall time, and `ratio` the measured one over it, at most 1.3 as the target. It is the smaller of:
+
+- one thread: its CPU seconds, over the share of a core that each of the neighbour's threads got meanwhile;
+- n threads on n cores beside h busy threads: their wall time alone, times (n + h) / n.
+
+So other processes slow down both sides of the ratio. `others` says how many cores they took, the neighbours included;
+wall times alone mean something only on a quiet machine, CPU seconds on any.
 """
 
 from __future__ import annotations
@@ -61,9 +64,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as work:
         for command in options.only.split(","):
-            for row in measure(command, options.beside.split(","), codes, options.rounds, Path(work)):
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+            for measured in measure(command, options.beside.split(","), codes, options.rounds, Path(work)):
+                rows.append(measured)
+                print(json.dumps(measured), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
@@ -72,50 +75,59 @@ def measure(
     command: str, beside: list[str], codes: dict[str, str], rounds: int, work: Path
 ) -> Iterator[dict[str, Any]]:
     """Rows of one command: first alone with one thread and with all, then beside each of the neighbours."""
-    alone = {}
+    alone: dict[tuple[str, int], list[Usage]] = {}
     for threads in (1, CORES):
-        for code, usages in turns(command, threads, "none", codes, rounds, work).items():
-            alone[code, threads] = wall = median(usages, "wall_s")
-            yield {"code": code, "command": command, "threads": threads, "beside": "none", "wall_s": wall} | rest(
-                usages
-            )
+        for code, runs in turns(command, threads, "none", codes, rounds, work).items():
+            alone[code, threads] = [usage for usage, _ in runs]
+            yield row(code, command, threads, "none", alone[code, threads])
     for name in beside:
         busy = NEIGHBOURS[name][1]
         if not busy:
             continue
-        for code, usages in turns(command, CORES, name, codes, rounds, work).items():
-            wall = median(usages, "wall_s")
-            fair = min(alone[code, n] * max(1, (n + busy) / CORES) for n in (1, CORES))
-            row = {"code": code, "command": command, "threads": CORES, "beside": name, "wall_s": wall} | rest(usages)
-            yield row | {"fair_s": round(fair, 2), "ratio": round(wall / fair, 2)}
+        for code, runs in turns(command, CORES, name, codes, rounds, work).items():
+            share = statistics.median(share for _, share in runs)
+            one, all_of_them = median(alone[code, 1], "cpu_s"), median(alone[code, CORES], "wall_s")
+            fair = min(one / share, all_of_them * (CORES + busy) / CORES)
+            usages = [usage for usage, _ in runs]
+            ratio = median(usages, "wall_s") / fair
+            more = {"share": round(share, 2), "fair_s": round(fair, 2), "ratio": round(ratio, 2)}
+            yield row(code, command, CORES, name, usages) | more
 
 
 def turns(
     command: str, threads: int, beside: str, codes: dict[str, str], rounds: int, work: Path
-) -> dict[str, list[Usage]]:
-    """What the command took in each round, by checkout."""
-    usages: dict[str, list[Usage]] = {code: [] for code in codes}
+) -> dict[str, list[tuple[Usage, float]]]:
+    """What the command took in each round, and the share of a core that a neighbour's thread got, by checkout."""
+    runs: dict[str, list[tuple[Usage, float]]] = {code: [] for code in codes}
     for _ in range(rounds):
         for code, path in codes.items():
             words = command_line(command, threads, work)
             environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-            with neighbours(beside):
+            with neighbours(beside) as pids:
+                before, started = cpu_seconds(pids), time.monotonic()
                 usage = run_measured(words, work / "log", environment=environment, folder=work, limit_s=LIMIT_S)
+                share = (cpu_seconds(pids) - before) / (time.monotonic() - started)
             if usage.code not in (0, -signal.SIGKILL):
                 raise SystemExit(f"{command}: exit code {usage.code}: {usage.said}")
-            usages[code].append(usage)
-    return usages
+            runs[code].append((usage, share / max(1, NEIGHBOURS[beside][1])))
+    return runs
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Of these processes together, so far."""
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def neighbours(name: str) -> Iterator[None]:
-    """While open, these processes are busy, each in a session of its own as a stranger's would be."""
+def neighbours(name: str) -> Iterator[list[int]]:
+    """Keep these processes busy while open, each in a session of its own as a stranger's would be; gives their ids."""
     own = {**os.environ, "OMP_NUM_THREADS": ""}
     words = ([sys.executable, "-c", code] for code in NEIGHBOURS[name][0])
     busy = [subprocess.Popen(command, start_new_session=True, env=own) for command in words]
     time.sleep(2 if TORCH in NEIGHBOURS[name][0] else 0)  # until torch is imported
     try:
-        yield
+        yield [process.pid for process in busy]
     finally:
         for process in busy:
             process.kill()
@@ -175,10 +187,11 @@ def median(usages: list[Usage], name: str) -> float:
     return round(statistics.median(getattr(usage, name) for usage in usages), 2)
 
 
-def rest(usages: list[Usage]) -> dict[str, float]:
-    """The other figures of a row."""
+def row(code: str, command: str, threads: int, beside: str, usages: list[Usage]) -> dict[str, Any]:
+    """One row, but for what is fair."""
     others = statistics.median(usage.others_cpu_s / max(usage.wall_s, 0.01) for usage in usages)
-    return {"cpu_s": median(usages, "cpu_s"), "others": round(others, 2)}
+    names = {"code": code, "command": command, "threads": threads, "beside": beside}
+    return names | {figure: median(usages, figure) for figure in ("wall_s", "cpu_s")} | {"others": round(others, 2)}
 
 
 if __name__ == "__main__":
