@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", type=Path, help="checkout of an earlier quantkit, which takes turns with this one")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--client", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--client", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
         serve(options.client)
@@ -149,7 +149,9 @@ def command_line(command: str, threads: int, work: Path) -> list[str]:
             f"import torch; torch.ones(999, 999) @ torch.ones(999, 999); import quantkit; {call}",
         ]
     if command == "eval":
-        return [*quantkit, "eval", "--limit", "20", *count]
+        (work / "text.txt").write_text(PROMPT * 100, encoding="utf-8")
+        text = ["--text", str(work / "text.txt"), "--window", "256", "--through", "decode"]
+        return [*quantkit, "eval", "--suite", "none", *text, *count]
     if command == "generate":
         return [*quantkit, "generate", "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos", *count]
     return [sys.executable, __file__, "--client", *quantkit, "serve", "--port", str(PORT), *count]
@@ -175,9 +177,9 @@ def serve(words: list[str]) -> None:
 
 
 def is_up(address: str) -> bool:
-    """Whether the server answers."""
+    """Whether the server takes requests."""
     try:
-        return bool(urllib.request.urlopen(f"{address}/health").status == 200)
+        return bool(urllib.request.urlopen(f"{address}/ready").status == 200)
     except OSError:
         return False
 
