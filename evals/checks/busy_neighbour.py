@@ -122,7 +122,7 @@ def cpu_seconds(pids: list[int]) -> float:
 @contextmanager
 def neighbours(name: str) -> Iterator[list[int]]:
     """Keep these processes busy while open, each in a session of its own as a stranger's would be; gives their ids."""
-    own = {**os.environ, "OMP_NUM_THREADS": ""}
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     words = ([sys.executable, "-c", code] for code in NEIGHBOURS[name][0])
     busy = [subprocess.Popen(command, start_new_session=True, env=own) for command in words]
     time.sleep(2 if TORCH in NEIGHBOURS[name][0] else 0)  # until torch is imported
