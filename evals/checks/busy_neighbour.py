@@ -186,7 +186,7 @@ def is_up(address: str) -> bool:
 
 def median(usages: list[Usage], name: str) -> float:
     """Of one figure."""
-    return round(statistics.median(getattr(usage, name) for usage in usages), 2)
+    return round(float(statistics.median(getattr(usage, name) for usage in usages)), 2)
 
 
 def row(code: str, command: str, threads: int, beside: str, usages: list[Usage]) -> dict[str, Any]:
