@@ -121,6 +121,11 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= _LONGEST_LINE else line.partition(". ")[0]
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether Rust code of a library has panicked; the class that says so is no Exception, and each library has one."""
+    return type(error).__name__ == "PanicException"
+
+
 def suggestion(name: str, options: Iterable[str]) -> str:
     """` (did you mean X?)` for the nearest option, or an empty string.
 

@@ -88,6 +88,8 @@ def tokenizers_tried_once() -> Iterator[None]:
     ends_well, passed = tokenizer.ends_well, set()
 
     def ends_well_once(work: Any, **limits: Any) -> bool:
+        if work.func is not tokenizer._try_out:
+            return ends_well(work, **limits)
         made = work.args[0]
         backend = made.backend_tokenizer.to_str() if hasattr(made, "backend_tokenizer") else repr(made)
         key = type(made), backend, *(path.read_bytes() for path in sorted(Path(made.name_or_path).glob("*token*.json")))

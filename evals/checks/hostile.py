@@ -24,9 +24,19 @@ STRANGE: tuple[Any, ...] = (
     *(
         "{% for i in range(10**9) %}x{% endfor %}",
         "{{ ''.__class__.__mro__ }}",
+        "{{ 7 ** (10 ** 9) }}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ ([[]] * 10 ** 8) | tojson }}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "{% include 'chat_template.jinja' %}",
         "a" * 100_000,
         "none/such",
         "2024-13-01",
+    ),
+    *(
+        {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}] * 40},
+        {"type": "Split", "pattern": {"Regex": "(h+h+)+!"}, "behavior": "Isolated", "invert": False},
+        {"type": "Replace", "pattern": {"Regex": "( *)*!"}, "content": " " * 10**6},
     ),
     *([], [[]], {}, {"a": {}}, [0], [-1, 2], ["a"], [["a"]], {"bits": 4}, [2**40, 2**40], [0, 2**50], [None] * 5000),
 )

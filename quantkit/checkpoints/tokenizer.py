@@ -1,16 +1,27 @@
-"""The tokenizer of a model's folder, tried out before it is trusted with a text."""
+"""The tokenizer of a model's folder and its chat template, tried out before they are trusted with a text."""
 
+import base64
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from quantkit.child import ends_well
 from quantkit.errors import ModelError, first_line
+from quantkit.untrusted import bounded
 
 _TIMEOUT_S, _MAX_BYTES = 20.0, 1 << 30
+_CHAT_S, _CHAT_BYTES = 10.0, 1 << 30
+_CHAT_CHARACTERS, _CHAT_GROWTH = 1 << 20, 8
+# tokenizers takes 0.2 ms for each; the most that a published model adds are 65,536, told in both files.
+_MAX_ADDED_TOKENS, _MAX_FILE_BYTES = 1 << 18, 1 << 28
+# Of characters. Unicode's own normal forms make 18 of one at most.
+_MAX_GROWTH = 1000
 # Digits, accents, an emoji, another script, spaces and a run: what tokenizers have steps of their own for.
 _SAMPLE = "The quick brown fox, 12.5 km/h: à l'été — \U0001f98a 狐狸\n\tdef f(x):  return x_1**2  # aaaaaaaa\n"
 
@@ -25,6 +36,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    _check_size(folder)
     try:
         with quiet_stdout():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -33,6 +45,7 @@ def load_tokenizer(folder: Path) -> Any:
     except BaseException as error:  # many classes for missing and broken files, and Rust's panics are no Exception
         raise ModelError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
+    _check_growth(folder, getattr(tokenizer, "backend_tokenizer", None))
     # A step that replaces nothing by something, thirty times, turns a line into gigabytes.
     if not ends_well(partial(_try_out, tokenizer), seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
         raise ModelError(
@@ -40,6 +53,92 @@ def load_tokenizer(folder: Path) -> Any:
             "download or copy it again"
         )
     return tokenizer
+
+
+def render_chat(renderer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """Return a conversation as text in a chat template, which a stranger wrote.
+
+    Args:
+        renderer: a tokenizer or processor of transformers that has a template.
+        messages: [{"role": "user", "content": "..."}, ...].
+        options: what else the template may use.
+    Raises:
+        TimeoutError: it takes more time or memory than any should.
+        ValueError: it makes far more text of the conversation than any should.
+        Exception: whatever the template raises.
+    """
+    render = partial(renderer.apply_chat_template, list(messages), **options, tokenize=False)
+    template = str(renderer.chat_template)
+    # Only a process can be ended in the middle of one operation such as 10**10**10. A child for every conversation
+    # would cost a server with a large model too much, so the later ones are looked at between operations.
+    if _TRIED_TEMPLATES.get(renderer) != template:
+        if not ends_well(partial(_try_template, render), seconds=_CHAT_S, num_bytes=_CHAT_BYTES):
+            raise TimeoutError(f"it takes more than {_CHAT_S:.0f} s or {_CHAT_BYTES >> 20} MiB")
+        _TRIED_TEMPLATES[renderer] = template
+    with bounded(_CHAT_S, _CHAT_BYTES):
+        text = str(render())
+    given = len(repr((messages, options)))
+    if len(text) > _CHAT_CHARACTERS + _CHAT_GROWTH * given:  # minutes of a tokenizer's time
+        raise ValueError(f"it makes {len(text)} characters of {given}")
+    return text
+
+
+_TRIED_TEMPLATES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def _try_template(render: Any) -> None:
+    try:
+        render()
+    except MemoryError:
+        raise
+    except Exception:  # to be raised by the parent, which can read it
+        return
+
+
+def _check_size(folder: Path) -> None:
+    """Refuse what would take minutes or gigabytes to load, before it is loaded."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
+        file = folder / name
+        with suppress(OSError):  # not there, or for the loader to say
+            if file.stat().st_size > _MAX_FILE_BYTES:
+                raise ModelError(
+                    f"{file}: has {file.stat().st_size} bytes, over the limit of {_MAX_FILE_BYTES}; download it again"
+                )
+            count = file.read_bytes().count(b'"content"') if file.is_file() else 0
+            if count > _MAX_ADDED_TOKENS:
+                raise ModelError(
+                    f"{file}: adds {count} tokens, over the limit of {_MAX_ADDED_TOKENS}; download it again"
+                )
+
+
+def _check_growth(folder: Path, steps: Any) -> None:
+    """Refuse steps that together blow a text up, also one that only some texts have."""
+    for kind in ("normalizer", "decoder"):
+        step = getattr(steps, kind, None)
+        growth = 1 if step is None else _growth(json.loads(step.__getstate__()))
+        if growth > _MAX_GROWTH:
+            raise ModelError(
+                f"{folder}/tokenizer.json: its {kind} may make a text {min(growth, 10**9):.0f} times as long, over the "
+                f"limit of {_MAX_GROWTH}; download it again"
+            )
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """Return how many times as long a text may become by a step, or the steps in it."""
+    inner = step.get("normalizers") or step.get("decoders")
+    if inner:
+        # Bounded after each: the product of very many is no float.
+        return min(prod(_growth(one) for one in inner[:_MAX_GROWTH]), 1e300)
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        # A regular expression may match nothing, in front of every character.
+        return max(1, len(step["content"]) / len(pattern)) if pattern else 1 + len(step["content"])
+    if step["type"] == "Precompiled":
+        # A table of the texts that characters become, behind an index whose size is in front; as in sentencepiece.
+        table = base64.b64decode(step["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :]
+        return max([1, *(len(text) for text in texts.split(b"\0"))])
+    return 1
 
 
 def _try_out(tokenizer: Any) -> None:

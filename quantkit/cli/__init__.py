@@ -15,7 +15,7 @@ import click
 from quantkit.cli._errors import end_output, open_streams, report_error
 from quantkit.cli._memory import guard_imports
 from quantkit.cli._output import CommandGroup
-from quantkit.errors import suggestion
+from quantkit.errors import is_panic, suggestion
 from quantkit.registry import Registry
 
 __all__ = ["main"]
@@ -59,7 +59,9 @@ class _Commands(CommandGroup):
             if sys.stdout is stdout:
                 raise
             failure = BrokenPipeError()  # click's answer to one is to wrap the streams and to leave
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
+            if not isinstance(error, Exception | KeyboardInterrupt) and not is_panic(error):
+                raise
             failure = _mended(error)
         failure = end_output() or failure
         if failure is None:

@@ -18,7 +18,7 @@ from typing import TextIO
 
 import click
 
-from quantkit.errors import QuantkitError, ResourceError
+from quantkit.errors import InputError, QuantkitError, ResourceError, is_panic
 
 _LONGEST_LINE = 2000
 INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell says of what SIGINT and SIGPIPE end
@@ -105,6 +105,8 @@ def explain(error: BaseException) -> tuple[int, str]:
         what = _one_line(str(shortage))[:200] or type(shortage).__name__
         advice = "when compressing see `quantkit plan --recipe`, and on a GPU try --activations disk"
         return ResourceError.exit_code, f"out of memory: {what}; {advice}; when running try a smaller --kv-memory"
+    if is_panic(error):  # on what a file says, such as a tokenizer's regular expression that gives up on a text
+        return InputError.exit_code, f"a library written in Rust fails on a file or text: {_one_line(str(error))}"
     what = f"{type(error).__name__}: {_one_line(str(error))}"
     return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
 

@@ -16,7 +16,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from quantkit.errors import RequestError
+from quantkit.checkpoints.tokenizer import render_chat
+from quantkit.errors import RequestError, first_line
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.shares import generate_in_turns, score_in_turns
 from quantkit.runtime.llm import LLM
@@ -104,16 +105,20 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as one text, by the model's template."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._chat_template_args,
-            )
-        )
+        """A conversation as one text, by the model's template.
+
+        Raises:
+            RequestError: the template fails, or takes more time or memory than any should.
+        """
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+            **self._chat_template_args,
+        }
+        try:
+            return render_chat(self.tokenizer, chat_history, **options)
+        except Exception as error:  # templates raise whatever their author chose
+            raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval notes about the model."""

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.tokenizer import load_tokenizer
-from quantkit.errors import ModelError, RequestError, first_line
-from quantkit.untrusted import bounded
+from quantkit.checkpoints.tokenizer import load_tokenizer, render_chat
+from quantkit.errors import ModelError, RequestError, first_line, is_panic
 
 Messages = Sequence[dict[str, Any]]
 
@@ -95,10 +94,7 @@ class Prompts:
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
         try:
-            # A template comes with the checkpoint; the sandbox it runs in bounds neither its time nor its memory.
-            with bounded():
-                options = {"add_generation_prompt": True, **variables, "tokenize": False}
-                return str(tokenizer.apply_chat_template(list(messages), **options))
+            return render_chat(tokenizer, messages, **{"add_generation_prompt": True, **variables})
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
 
@@ -109,7 +105,12 @@ class Prompts:
         except UnicodeEncodeError:  # from a terminal or a pipe may come bytes that are no text, kept as half characters
             raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
         with self._lock:  # not verbose: that a prompt is too long is for the engine to say
-            return list(tokenizer(text, verbose=False, **options)["input_ids"])
+            try:
+                return list(tokenizer(text, verbose=False, **options)["input_ids"])
+            except BaseException as error:  # a regular expression may give up, and Rust's panics are no Exception
+                if not is_panic(error):
+                    raise
+                raise RequestError(f"the tokenizer fails on this text: {first_line(error)}") from error
 
     def need_tokenizer(self) -> Any:
         """The tokenizer.

@@ -12,10 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.tokenizer import render_chat
 from quantkit.compress.calibration.images import ImageSamples
 from quantkit.errors import DataError, first_line
 from quantkit.results import CalibrationRecord
-from quantkit.untrusted import MAX_TEXT_BYTES, bounded, parse_object, read_text
+from quantkit.untrusted import MAX_TEXT_BYTES, parse_object, read_text
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -200,8 +201,7 @@ def _chat_ids(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> lis
         # A tokenizer would leave a mark in the place of the image, and the model never see one.
         raise DataError(f"calibration data {where}: a chat has images in it; give them as calibration.images")
     try:
-        with bounded():
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = render_chat(tokenizer, messages)
     except Exception as error:  # templates raise whatever their author chose
         raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
     # Special tokens are the template's business; adding them here would double the BOS token.

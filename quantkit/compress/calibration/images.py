@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from quantkit.checkpoints.tokenizer import load_tokenizer, quiet_stdout
+from quantkit.checkpoints.tokenizer import load_tokenizer, quiet_stdout, render_chat
 from quantkit.compress.calibration.pictures import QUESTION, draw_pictures
 from quantkit.errors import DataError, InputError, ModelError, first_line
-from quantkit.untrusted import MAX_TEXT_BYTES, bounded, parse_object, read_text
+from quantkit.untrusted import MAX_TEXT_BYTES, parse_object, read_text
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # What processors return that are no images.
@@ -167,8 +167,7 @@ def _process(processor: Any, chat: ImageChat) -> dict[str, Any]:
 
 def _text(processor: Any, chat: ImageChat, template: Any) -> str:
     if template:
-        with bounded():
-            return str(processor.apply_chat_template(chat.messages, tokenize=False))
+        return render_chat(processor, chat.messages)
     mark = str(getattr(processor, "boi_token", None) or getattr(processor, "image_token", ""))
     parts = [part for message in chat.messages for part in message["content"]]
     return "\n".join(mark if part["type"] == "image" else part["text"] for part in parts)
