@@ -170,4 +170,4 @@ def test_usage_mistakes_exit_with_2(invoke, args):
 def test_a_misspelt_option_is_only_taken_for_one_like_it(invoke, args, meant):
     answer = invoke(*args)
     assert answer.exit_code == 2
-    assert re.findall("(?i)did you mean '(.*?)'", answer.stderr) == ([meant] if meant else [])
+    assert re.findall(r"(?i)did you mean '?(--[a-z]+)", answer.stderr) == ([meant] if meant else [])
