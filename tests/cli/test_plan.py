@@ -108,7 +108,11 @@ def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
         (("--kv-cache", "int5"), 4, "unknown KV cache type 'int5'"),
         (("--set", "a=b"), 4, "give --recipe too"),
         (("--recipe", "awq-int5"), 4, r"recipe 'awq-int5' is neither .*did you mean 'awq-int4'"),
-        (("--recipe", "rtn-int4", "--set", "weights.group_size=48"), 4, "cannot be used .*group_size 48 .*nearest"),
+        (
+            ("--recipe", "rtn-int4", "--set", "weights.group_size={size: 48, strict: true}"),
+            4,
+            "group_size 48",
+        ),
         (("--recipe", "rtn-int8", "--set", "ignore=['*.fc1']"), 4, r"pattern '\*\.fc1' matches no linear"),
         (("--params", "much"), 4, "parameters 'much' is not an amount"),
         (("--shape", "nowhere.yaml"), 4, "nowhere.yaml: cannot be read as text"),
