@@ -3,7 +3,7 @@
 import base64
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def render_chat(renderer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """Return a conversation as text in a chat template, which a stranger wrote.
 
     Args:
