@@ -125,14 +125,6 @@ CASES = {
         ),
         files=_in("q", OURS),
     ),
-    "tune": Case(
-        arguments=(
-            *("tune", "q", "-o", "tuned.json", "--rows", "1", "--batch", "1", "--kv-cache", "int8", "--seconds", "5"),
-        ),
-        files=(*_in("q", OURS), *["tuned.json"] * 6),
-        weight=2,
-    ),
-    "tune list": Case(arguments=("tune", "--list"), files=("home/quantkit/tune/*.json",)),
     "kernels": Case(
         arguments=("generate", "c", "--prompt", "The"),
         files=("home/quantkit/native/*.so",),
@@ -201,16 +193,11 @@ def prepare(material: Path, cases: list[str]) -> None:
     config = json.loads((material / "m/config.json").read_text())
     (material / "shape.yaml").write_text(json.dumps({**config, "name": "a shape"}))
     run_command(material, "recipes", "show", "rtn-int4", to="recipe.yaml")
-    if needed & {"q", "q/report.json", "home/quantkit/tune/*.json"}:
+    if needed & {"q", "q/report.json"}:
         run_command(material, *["quantize", "m", "--recipe", "rtn-int4", "-o", "q"])
     if needed & {"g", "m.gguf"}:
         run_command(material, *["quantize", "m", "--recipe", "rtn-int4", "--set", "format=gptq", "-o", "g"])
         run_command(material, *["convert", "g", "--to", "gguf", "-o", "m.gguf"])
-    if needed & {"tuned.json", "home/quantkit/tune/*.json"}:
-        run_command(material, *CASES["tune"].arguments)
-        tuned = material / "home/quantkit/tune/stand-in.json"
-        tuned.parent.mkdir(parents=True)
-        shutil.copyfile(material / "tuned.json", tuned)
     if "kernels" in cases:
         run_command(material, *CASES["kernels"].arguments)
     if "q/report.json" in needed:
@@ -332,7 +319,6 @@ OUTPUTS = {
     "quantize data": ("out", "out.partial"),
     "resume": ("half", "half.partial"),
     "verify": ("out",),
-    "tune": ("tuned.json",),
     "search": ("found.yaml", "found.yaml.partial", "found.yaml.search"),
 }
 

@@ -117,32 +117,11 @@ def _main(arguments: tuple[str, ...]) -> None:
 
 
 def _stand_in(command: str) -> None:
-    """For what takes long or is not here: a machine measured on little, a GPU on which all choices are equal."""
+    """Measure the machine on little, as that takes long."""
     if command == "bench":
         from quantkit.benchmark import ceilings
 
         vars(ceilings).update(_BUFFER_BYTES=1 << 20, _GEMM_ROWS=64)
-    if command == "tune":
-        import torch
-
-        from quantkit.benchmark import tune_device
-
-        torch.cuda.get_device_name = lambda *_: "Stand-in"
-        torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc]
-        tune_device.gpu.capability = lambda *_: 90
-        vars(tune_device).update(
-            find_gpu=lambda _: torch.device("cpu"), opener=lambda *_: lambda _: contextlib.nullcontext(_Equal())
-        )
-
-
-class _Equal:
-    """A kernel that takes as long with every choice."""
-
-    def check(self, _choice: object) -> str:
-        return ""
-
-    def times(self, among: Sequence[object], samples: int) -> list[list[float]]:
-        return [[10.0] * samples for _ in among]
 
 
 def _plant(name: str) -> None:

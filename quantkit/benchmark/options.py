@@ -1,13 +1,11 @@
-"""What a user can ask of a benchmark and of `tune`. No torch: `--help` is answered from it."""
+"""What a user can ask of a benchmark. No torch: `--help` is answered from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import RequestError
-from quantkit.runtime.config import KV_TYPES
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
@@ -86,44 +84,3 @@ class BenchmarkOptions:
         loads += [poisson(rate, **requests) for rate in dict.fromkeys(self.rates)]
         limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
         return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions:
-    """What is tuned, and for how long. What each means stands beside it.
-
-    Args:
-        model: directory or hub id of a checkpoint; None = an 8B Llama, unless `shapes` says something else.
-    """
-
-    model: str | None = None
-    shapes: tuple[str, ...] = setting(
-        (), "Layers of a Llama of that size.", flag="--shapes", choices=("1B", "8B", "70B")
-    )
-    bits: int = setting(4, "Weights of --shapes.", flag="--bits", choices=("4", "8"), read=int)
-    group: int = setting(128, "Group size of --shapes; 0 = a scale per output.", flag="--group", minimum=0)
-    asymmetric: bool = setting(False, "Weights of --shapes with zero points.", flag="--asymmetric")
-    rows: tuple[int, ...] = setting((1, 4, 16, 64), "Rows of inputs.", flag="--rows N,...", minimum=1, commas=True)
-    batches: tuple[int, ...] = setting(
-        (1, 8, 32), "Sequences of decode steps.", flag="--batch N,...", minimum=1, commas=True
-    )
-    context: int = setting(4000, "Tokens per sequence.", flag="--context", minimum=2)
-    kv_types: tuple[str, ...] = setting(
-        ("auto", "fp8", "int8", "int4"),
-        "Number types of keys and values.",
-        flag="--kv-cache TYPE,...|none",
-        choices=(*KV_TYPES, "none"),
-        commas=True,
-    )
-    seconds: float = setting(
-        300, "Stop after this long; the same command goes on.", flag="--seconds", above=0, kind=float
-    )
-    again: bool = setting(False, "Measure also what has been measured.", flag="--again")
-    output: Path | None = setting(
-        None, "File to write.", flag="-o --output FILE", kind=Path, shown="in the cache folder, where kernels look"
-    )
-    device: str = setting("auto", "Which GPU.", flag="--device auto|cuda[:i]")
-
-    def __post_init__(self) -> None:
-        if self.kv_types == ("none",):
-            object.__setattr__(self, "kv_types", ())

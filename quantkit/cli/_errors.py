@@ -93,7 +93,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return (
             INTERRUPTED,
-            "interrupted; quantize, search and tune go on where they stopped when the same command is given again",
+            "interrupted; quantize and search go on where they stopped when the same command is given again",
         )
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 @click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint", required=False)
 @click.argument("other", required=False)
-@click.option("--device", is_flag=False, flag_value="auto", metavar="[cuda:i]", help="Show how a GPU's kernels did.")
+@click.option("--device", is_flag=False, flag_value="auto", metavar="[cuda:i]", help="Compare its kernels with torch.")
 def command(output_to: Output, *, checkpoint: str | None, other: str | None, device: str | None) -> None:
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, per-layer errors, and who reads it.
 
     Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
-    quantkit wrote. With a second one, show what differs between the two. With --device, show in place of a checkpoint
-    what came of the kernels' first run on a GPU of this machine.
+    quantkit wrote. With a second one, show what differs between the two. With --device, compare the kernels with torch
+    on a GPU of this machine, as the first load there does, and keep the verdicts.
 
     \b
     Examples:
@@ -52,10 +52,10 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
 
 def _show_kernels(output_to: Output, device: str) -> None:
     from quantkit.devices import pick_device
-    from quantkit.runtime.engine.first_run import identity, read_verdicts, verdict_file
+    from quantkit.runtime.engine.first_run import identity, self_test, verdict_file
 
     chosen = pick_device(device)
-    about, verdicts = {**identity(chosen), "kept in": str(verdict_file(chosen))}, read_verdicts(chosen)
+    about, verdicts = {**identity(chosen), "kept in": str(verdict_file(chosen))}, self_test(chosen)
     checks = [(key, f"{'kernels' if verdict.passed else 'torch'}: {verdict.text}") for key, verdict in verdicts.items()]
     output_to.result(
         lambda: {"about": about, "checks": {key: verdict._asdict() for key, verdict in verdicts.items()}},

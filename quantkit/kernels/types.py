@@ -1,12 +1,12 @@
-"""What flows between a model and its kernels: linears, options of attention, quantized activations, logits.
+"""What flows between a model and its kernels: linears, attention options, quantized activations.
 
 Protocols here are what `kernels.torch`, `kernels.cpu` and `kernels.gpu` implement and what `kernels.ops` hands out.
-Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rotate, V vocabulary.
+Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rotate.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -243,19 +243,3 @@ class PagedAttention(Protocol):
             (T, Hq, D), dtype of the queries.
         """
         ...
-
-
-class Logits(NamedTuple):
-    """What a step gives.
-
-    Args:
-        values: (R, V) float32.
-        best: (R,) int64, the first token with the largest logit of each row; None = not looked for.
-    """
-
-    values: Tensor
-    best: Tensor | None = None
-
-    def first(self, count: int) -> "Logits":
-        """Of the first rows."""
-        return Logits(self.values[:count], None if self.best is None else self.best[:count])

@@ -73,9 +73,7 @@ class LLM(Prompts):
             watch_neighbours(choice.threads)
             guard_forks()
             self._threads = f"{choice.threads} ({choice.reason})"
-        check_kernels(self.path, config, self.device)
-        if self._draft is not None:
-            check_kernels(self._draft, config, self.device, draft=True)
+        check_kernels(self.device)
         load = partial(load_model, dtype=config.dtype, device=self.device)
         return build_engine(
             load(self.path, head_dtype=config.head_dtype, backend=config.backend),

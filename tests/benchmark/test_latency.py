@@ -13,7 +13,6 @@ import torch
 from quantkit.benchmark.latency import run_load
 from quantkit.benchmark.workload import closed_loop, make_load, poisson
 from quantkit.errors import RequestError
-from quantkit.kernels.types import Logits
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 from tests.benchmark.fakes import Clock, FakeEngine
@@ -97,7 +96,7 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
 
     def slow(batch, cache):
         time.sleep(0.05 if set(batch.query_lengths) == {1} else 0.12)
-        return Logits(torch.zeros(len(batch.logit_rows), demo.model.vocab_size))
+        return torch.zeros(len(batch.logit_rows), demo.model.vocab_size)
 
     monkeypatch.setattr(demo.model, "forward", slow)
     load = make_load(closed_loop(1, prompt_tokens=16, new_tokens=9, num_requests=1), 1000, avoid=(0, 1))

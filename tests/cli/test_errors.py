@@ -74,7 +74,7 @@ def wrapped(error: BaseException) -> Exception:
         (ModelError("config.json is missing"), 4, "error: config.json is missing"),
         (ResourceError("disk is full"), 5, "error: disk is full"),
         (AuditError("a tensor differs"), 1, "error: a tensor differs"),
-        (KeyboardInterrupt(), 130, "error: interrupted; quantize, search and tune go on where they stopped"),
+        (KeyboardInterrupt(), 130, "error: interrupted; quantize and search go on where they stopped"),
         (MemoryError("no"), 5, "error: out of memory: no; when compressing see `quantkit plan --recipe`"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 5, "error: out of memory: CUDA"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 5, "error: out of memory"),

@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from quantkit.benchmark.options import BenchmarkOptions, TuneOptions
+from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.cli._options import as_arguments, option_group, runtime_options, settings_of
 from quantkit.evaluate.options import EvaluationOptions
@@ -116,7 +116,7 @@ def test_names_of_recipe_fields_arrive_as_they_are():
 
 @pytest.mark.parametrize(
     "kind",
-    [EngineConfig, SamplingParams, BenchmarkOptions, EvaluationOptions, SearchOptions, SearchTarget, TuneOptions],
+    [EngineConfig, SamplingParams, BenchmarkOptions, EvaluationOptions, SearchOptions, SearchTarget],
 )
 def test_every_option_of_a_class_fills_a_field_and_has_a_sentence(kind):
     settings = settings_of(kind)

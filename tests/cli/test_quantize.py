@@ -167,7 +167,7 @@ def test_an_interrupted_run_exits_with_130_and_the_same_command_resumes(invoke, 
     assert forked.run(interrupted, ["quantize", *options], tmp_path / "stdout") == 130
     assert (
         json.loads((tmp_path / "stdout").read_text())["error"]
-        == "interrupted; quantize, search and tune go on where they stopped when the same command is given again"
+        == "interrupted; quantize and search go on where they stopped when the same command is given again"
     )
     assert not (tmp_path / "out").exists()
     answer = invoke("quantize", *options)

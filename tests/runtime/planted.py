@@ -1,4 +1,4 @@
-"""Work of checks that is right, wrong, or has no end; in a module of its own, from which a child unpickles it."""
+"""Cases of the kernels' self-test that are right, wrong, or have no end; a child plants them."""
 
 from __future__ import annotations
 
@@ -9,47 +9,59 @@ import time
 import torch
 
 from quantkit.kernels import gpu
+from quantkit.runtime.engine import first_run
 
 
 def is_kernel() -> bool:
-    """Whether it is the kernels' turn, as `Check.error` says it."""
+    """Whether it is the kernels' turn, as `first_run.error_of` says it."""
     return os.environ["QUANTKIT_TRITON"] == "1"
 
 
-def right(device):
+def right(device, dtype):
     yield torch.ones(3)
     yield torch.arange(4)
 
 
-def chatty(device):
+def chatty(device, dtype):
     """As libraries that greet, in Python and in C."""
-    print('a library greets\n["ops: chatty", 1.0]')
+    print('a library greets\n["chatty", 1.0]')
     os.write(1, b"and does not end its line")
     yield torch.ones(3)
 
 
-def wrong(device):
+def wrong(device, dtype):
     yield torch.ones(3)
     yield torch.tensor([1.0, 2.0, 4.0 if is_kernel() else 5.0])
 
 
-def infinite(device):
+def infinite(device, dtype):
     yield torch.tensor([1.0, float("nan") if is_kernel() else 1.0])
 
 
-def crash(device):
+def crash(device, dtype):
     yield torch.ones(3)
     if is_kernel():
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def fail(device):
-    """As what Triton refuses, for which torch stands in elsewhere."""
+def fail(device, dtype):
+    """As Triton's refusal, for which torch stands in elsewhere."""
     yield torch.ones(3)
     if gpu._measuring:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def hang(device):
+def hang(device, dtype):
     time.sleep(100)
     yield torch.ones(3)
+
+
+def plant(families: dict[str, str]) -> None:
+    """Replace the cases of the self-test.
+
+    Args:
+        families: by family, names of functions here with commas between them.
+    """
+    first_run.CASES.clear()
+    for family, names in families.items():
+        first_run.CASES[family] = {name: globals()[name] for name in names.split(",")}

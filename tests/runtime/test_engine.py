@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.kernels.types import Logits
 from quantkit.runtime.types import SamplingParams
 from tests.runtime.toy import VOCAB, ToyModel, build_engine, generate, greedy, prompts, run
 
@@ -250,7 +249,7 @@ def test_requests_without_a_seed_get_one_from_the_engines():
 def test_its_own_time_per_decode_step_is_small():
     """Far above what it takes (20 us here), far below what per-step tensors or detokenizing everything would."""
     engine = build_engine(num_pages=512, page_size=64)
-    engine.model.forward = lambda batch, cache: Logits(torch.zeros(len(batch.logit_rows), VOCAB))
+    engine.model.forward = lambda batch, cache: torch.zeros(len(batch.logit_rows), VOCAB)
     engine.add([1] * 50, SamplingParams(max_tokens=2000))
     for _ in range(20):
         engine.step()

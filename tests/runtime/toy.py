@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.sizing import kv_budget
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
@@ -71,7 +71,7 @@ class ToyModel:
         logits[np.arange(len(tokens)), (3 * tokens + 1) % VOCAB] += 4
         return logits
 
-    def forward(self, batch: ForwardBatch, cache: ToyCache) -> Logits:
+    def forward(self, batch: ForwardBatch, cache: ToyCache) -> Tensor:
         self.num_forwards += 1
         if self.num_forwards == self.fail_at:
             raise RuntimeError("out of luck")
@@ -83,7 +83,7 @@ class ToyModel:
             pages = batch.page_table[index].numpy().astype(np.int64)
             history = cache.tokens[pages[positions // cache.page_size] * cache.page_size + positions % cache.page_size]
             logits.append(self.logits_of(history)[length - count :])
-        return Logits(torch.from_numpy(np.concatenate(logits))[batch.logit_rows])
+        return torch.from_numpy(np.concatenate(logits))[batch.logit_rows]
 
 
 def check(batch: ForwardBatch, cache: ToyCache) -> None:

@@ -21,10 +21,8 @@ from quantkit.errors import first_line
 FAMILIES = {
     "attention": "attention over pages",
     "experts": "mixtures of experts",
-    "head": "logits",
-    "ops": "norms, rotation and gates",
+    "ops": "norms and gates",
     "quantized_linear": "products with quantized weights",
-    "sampling": "sampling",
 }
 """Kernels that torch replaces together, by their module: what they do."""
 

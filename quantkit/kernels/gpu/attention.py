@@ -1,5 +1,5 @@
-"""Paged attention of a layer on a CUDA device: what comes before it in one launch, then sequences with one new token,
-and those with more, each in one; last the latter's keys, where those are quantized per channel."""
+"""Paged attention of a layer on a CUDA device, in up to four launches: heads normed, rotated and stored; sequences with
+one new token; sequences with more; keys that are quantized per channel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.kernels import gpu
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.gpu import kv_store, paged_decode, paged_prefill, power_of_two, residual_store
+from quantkit.kernels.gpu import kv_store, paged_attention, power_of_two
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.reference.attention import attend, store_residuals
 from quantkit.kernels.types import Angles, AttentionOptions, PagedAttention, States
@@ -53,9 +53,8 @@ class TritonAttention:
         out = attempt(_attend, states, views, batch, options)
         if out is None:
             out = attend(states, views, batch, options)
-        has_chunks = views.key_residual is not None and any(new > 1 for new in batch.query_lengths)
-        if has_chunks and attempt(residual_store.store_chunks, key, views, batch) is None:
-            store_residuals(key, views, batch, least=2)
+        if len(key) and views.key_residual is not None and attempt(kv_store.store_keys, key, views, batch) is None:
+            store_residuals(key, views, batch)
         return out
 
 
@@ -67,7 +66,7 @@ def _launch(family: str, device: torch.device, launch: Callable[..., Any], *argu
 def _attend(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions) -> Tensor:
     out = states[0].new_empty(states[0].shape)
     if any(new == 1 for new in batch.query_lengths):
-        paged_decode.attend_tokens(states, views, batch, options, out)
+        paged_attention.attend(states, views, batch, options, out, single=True)
     if any(new > 1 for new in batch.query_lengths):
-        paged_prefill.attend_chunks(states, views, batch, options, out)
+        paged_attention.attend(states, views, batch, options, out, single=False)
     return out

@@ -1,17 +1,23 @@
-"""What can be chosen about a kernel without changing what it computes, and what is chosen where nobody has measured.
+"""Tiles that kernels run with: a default for each shape; on request Triton times other warps and stages.
 
-The values here are guesses, not yet run on a GPU; they compile for every chip without spilling. Values measured on
-a GPU are data: `tuned` reads and writes them, `configs` finds the one for a launch.
+The defaults are guesses that no GPU has confirmed; they compile for every chip without spilling. `QUANTKIT_AUTOTUNE=1`
+lets `triton.autotune` time a few warps and stages of a kernel at its first launch with a shape, and keeps the result in
+Triton's cache on disk. Decode steps run twice before they are captured as a graph, so nothing is timed in a capture.
 Shapes: M rows, N outputs, K inputs.
 """
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import triton
 
 TILE_LIMIT = 256
-"""Rows up to which the weight is dequantized inside the product, by each tile of rows anew."""
+"""Most rows that meet a packed weight; for more, the weight is dequantized into memory and cuBLAS multiplies."""
 
-ROW_BUCKETS = (1, 4, 16, 32, 64, 128, 256)
-"""Numbers of rows that are measured; one between two of them counts as the higher, one above them all is not tuned."""
+IS_TUNING = os.environ.get("QUANTKIT_AUTOTUNE", "0") != "0"
+_TIMED = tuple((warps, stages) for warps in (4, 8) for stages in (2, 3, 4))
 
 _HOPPER = 90
 _ROOMY = (80, 87, 90, 100, 103)  # chips with more than 160 KiB of shared memory
@@ -19,111 +25,89 @@ _ROOMY = (80, 87, 90, 100, 103)  # chips with more than 160 KiB of shared memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A product on tensor cores that dequantizes the weight on its way to them.
+    """Part of a product, or of attention, that one program computes.
 
     Args:
-        block_m, block_n: rows and outputs of a program.
+        rows: inputs of a product; of attention, new tokens times the query heads of a key head.
+        columns: outputs of a product; of attention, cached tokens that are read at once, a page at most.
         warps, stages: of a program.
-        programs: per multiprocessor, that K is split for.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    programs: int
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """What every kernel of tiles is compiled for, rows aside."""
-        return {"BLOCK_N": self.block_n, "STAGES": self.stages, "num_warps": self.warps, "num_stages": self.stages}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cublas:
-    """The weight is dequantized into memory, and cuBLAS multiplies with that."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decode:
-    """Attention of one new token per sequence.
-
-    Args:
-        tile: tokens of a tile, a page at most.
-        warps, stages: of a program.
-        programs: per multiprocessor, that sequences are split for.
-        least_tiles: tiles of a split at least.
-        most_splits: of a sequence.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    programs: int
-    least_tiles: int
-    most_splits: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prefill:
-    """Attention of several new tokens per sequence.
-
-    Args:
-        rows: of a program: tokens times the query heads of a key head.
-        tile: keys of a tile, a page at most.
-        warps, stages: of a program.
+        programs: programs per multiprocessor that K, or a sequence, is split for.
     """
 
     rows: int
-    tile: int
+    columns: int
     warps: int
     stages: int
+    programs: int = 2
+
+    def options(self, *, staged: bool) -> dict[str, int]:
+        """Return the launch options, none where Triton chooses them.
+
+        Args:
+            staged: the kernel takes its stages as the constant STAGES too.
+        """
+        if IS_TUNING:
+            return {}
+        constants = {"STAGES": self.stages} if staged else {}
+        return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
 
-Product = Tile | Cublas
-Choice = Tile | Cublas | Decode | Prefill
-
-# By rows; 64 of them are as many as registers hold the sums of, and those of one group beside them.
+# 64 rows are as many as registers hold the sums of, and those of one group beside them.
 _TILES = {
-    8: Tile(block_m=8, block_n=128, warps=4, stages=3, programs=2),
-    16: Tile(block_m=16, block_n=128, warps=4, stages=3, programs=2),
-    32: Tile(block_m=32, block_n=128, warps=8, stages=3, programs=2),
-    64: Tile(block_m=64, block_n=128, warps=8, stages=3, programs=1),
+    8: Tile(rows=8, columns=128, warps=4, stages=3),
+    16: Tile(rows=16, columns=128, warps=4, stages=3),
+    32: Tile(rows=32, columns=128, warps=8, stages=3),
+    64: Tile(rows=64, columns=128, warps=8, stages=3, programs=1),
 }
 # Where the tensor cores take their second operand from registers too.
-_TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(block_m=64, block_n=64, warps=4, stages=3, programs=2)}
+_TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(rows=64, columns=64, warps=4, stages=3)}
 MOST_TILE_ROWS = max(_TILES)
 
 
-def default_tile(count: int, chip: int) -> Tile:
-    """The tile for this many rows on a chip of this compute capability, whether or not a tile is best."""
+def autotuned(*key: str, staged: bool) -> Callable[[Any], Any]:
+    """Let Triton time warps and stages of a kernel for each value of `key`, if the user asks for it.
+
+    Args:
+        key: arguments of the kernel.
+        staged: see `Tile.options`.
+    """
+
+    def wrap(kernel: Any) -> Any:
+        if not IS_TUNING:
+            return kernel
+        timed = [
+            triton.Config({"STAGES": stages} if staged else {}, num_warps=warps, num_stages=stages)
+            for warps, stages in _TIMED
+        ]
+        return triton.autotune(timed, key=list(key), cache_results=True)(kernel)
+
+    return wrap
+
+
+def product_tile(count: int, chip: int) -> Tile:
+    """Return the tile for this many rows on a chip of this compute capability."""
     tiles = _TILES if chip == 0 or chip >= _HOPPER else _TILES_BEFORE_HOPPER
     return tiles[next((size for size in tiles if count <= size), MOST_TILE_ROWS)]
 
 
-def default_product(count: int, chip: int) -> Product:
-    """How `count` rows are multiplied with a packed weight."""
-    return Cublas() if count > TILE_LIMIT else default_tile(count, chip)
+def page_tile(
+    head_dim: int, page_size: int, chip: int, *, single: bool, quantized: bool = False, halved: bool = False
+) -> Tile:
+    """Return the tile of attention over pages.
 
-
-def default_decode(head_dim: int, page_size: int, chip: int) -> Decode:
-    """For keys or values of so many channels: what the registers hold, and what is under way beside it."""
+    Args:
+        head_dim: channels of a key or a value.
+        page_size: tokens of a page.
+        chip: compute capability.
+        single: each sequence has one new token.
+        quantized, halved: keys or values are quantized; two of their channels share a byte.
+    """
     wide = head_dim > 128
-    return Decode(
-        tile=min(page_size, 32 if wide else 64),
-        warps=8 if wide else 4,
-        # Two tiles on their way while one is worked on, where shared memory holds them and a second program.
-        stages=3 if chip in _ROOMY else 2,
-        programs=2,
-        least_tiles=4,
-        most_splits=64,
-    )
-
-
-def default_prefill(head_dim: int, page_size: int, quantized: bool, halved: bool, chip: int) -> Prefill:
-    """For keys or values of so many channels, quantized or not, `halved` if two share a byte."""
-    # What the registers hold: the sums of all rows, and of codes also the numbers made of them.
-    crowded = head_dim > 128 if quantized and not halved else head_dim > 64 and halved
-    like = default_decode(head_dim, page_size, chip)
-    stages = 2 if head_dim > 128 else like.stages
-    return Prefill(rows=32 if crowded else 64, tile=like.tile, warps=8 if head_dim > 64 else 4, stages=stages)
+    # Two tiles on their way while one is worked on, where shared memory holds them and a second program.
+    stages = 3 if chip in _ROOMY and (single or not wide) else 2
+    columns = min(page_size, 32 if wide else 64)
+    if single:
+        return Tile(rows=16, columns=columns, warps=8 if wide else 4, stages=stages)
+    # The registers hold the sums of all rows, and of codes also the numbers made of them.
+    crowded = wide if quantized and not halved else head_dim > 64 and halved
+    return Tile(rows=32 if crowded else 64, columns=columns, warps=8 if head_dim > 64 else 4, stages=stages)

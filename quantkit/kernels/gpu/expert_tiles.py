@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, ANN202, RET505  of branches on constants one is compiled
+# ruff: noqa: ANN001, ANN202, RET505  of branches on constants one is compiled
 """Products of rows with the weights of experts that were chosen for them: no host is asked how many rows each has.
 
 A pair is a token with one of its experts; pair p is of token p / k. Pairs come sorted by expert, and each program takes
 up to BLOCK_M rows of one; how many programs there are follows from the numbers of pairs and experts alone, and those
 without rows end at once. The first product gathers its rows by token and ends in activation(gate) * up, whose columns
 lie side by side in a tile; the second weighs its rows. Weights are packed as in `packing`, or as they are, in 16 bits.
-Not here: few tokens, see `expert_rows`. Source: as `w4a16`; Gale et al. 2022, MegaBlocks.
+Source: as `w4a16`; Gale et al. 2022, MegaBlocks.
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs, K inputs.
 """
 
@@ -19,18 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu import capability, power_of_two
-from quantkit.kernels.gpu.choices import MOST_TILE_ROWS, Tile, default_tile
+from quantkit.kernels.gpu.choices import MOST_TILE_ROWS, Tile, autotuned, product_tile
 from quantkit.kernels.gpu.floats import load_scale
 from quantkit.kernels.gpu.gates import GATES, outputs_of, store_gated
 from quantkit.kernels.gpu.packed_blocks import add_tile_packed
 from quantkit.kernels.gpu.packing import Packing
 
-# Guesses, not yet run on a GPU; packed weights have the tiles of `choices`.
+# Guesses; packed weights have the tiles of `choices`.
 _DENSE_TILES = (
-    Tile(block_m=16, block_n=64, warps=4, stages=4, programs=0),
-    Tile(block_m=32, block_n=64, warps=4, stages=4, programs=0),
-    Tile(block_m=64, block_n=128, warps=8, stages=3, programs=0),
-    Tile(block_m=128, block_n=128, warps=8, stages=3, programs=0),
+    Tile(rows=16, columns=64, warps=4, stages=4),
+    Tile(rows=32, columns=64, warps=4, stages=4),
+    Tile(rows=64, columns=128, warps=8, stages=3),
+    Tile(rows=128, columns=128, warps=8, stages=3),
 )
 _DENSE_SPAN = 64
 _BLOCKS_AT_ONCE = 8  # of rows, that go through all outputs before the next ones: what they read stays in the L2 cache
@@ -89,22 +89,13 @@ class ExpertWeights:
 
 
 @triton.jit
-def scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP: tl.constexpr, SCALES: tl.constexpr):
+def _scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP: tl.constexpr, SCALES: tl.constexpr):
     """Sums (M, N) of one expert times what was not applied to them block by block."""
     if GROUP == 0:
         sums *= load_scale(scale + outputs, kept, SCALES)[None, :]
     if SCALES == 1:  # `packing.E4M3_BYTES`
         sums = sums / tl.load(outer + expert)
     return sums
-
-
-@triton.jit
-def shared_of(shared, shared_score, at, rows, T, mask, HAS_SCORE: tl.constexpr):
-    """What the expert that sees every token adds."""
-    value = tl.load(shared + at, mask=mask, other=0.0).to(tl.float32)
-    if HAS_SCORE:
-        value *= tl.sigmoid(tl.load(shared_score + rows, mask=rows < T, other=0.0).to(tl.float32))[:, None]
-    return value
 
 
 @triton.jit
@@ -122,13 +113,13 @@ def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def beginning_of(expert, rows, columns):
+def _beginning_of(expert, rows, columns):
     """How far into an array over experts the (rows, columns) of one begin."""
     return expert.to(tl.int64) * rows * columns
 
 
 @triton.jit
-def add_tile(
+def _add_tile(
     total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, OUT: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
@@ -148,6 +139,7 @@ def add_tile(
         return tl.dot(value, tl.trans(a), total, input_precision="ieee")
 
 
+@autotuned("BLOCK_M", "E", "N", "K", "BITS", "GROUP", "KIND", "SCALES", "IS_LAST", staged=True)
 @triton.jit
 def _expert_tile_kernel(
     x, words, scale, zero, outer, order, starts, weights, out, E, N, K, num_words, num_groups, num_blocks, num_tiles,
@@ -168,20 +160,20 @@ def _expert_tile_kernel(
     has_row = sorted_at < end
     pairs = tl.load(order + sorted_at, mask=has_row, other=0)
     inputs_at = x + (pairs if IS_LAST else pairs // TOP_K).to(tl.int64) * K
-    words += beginning_of(expert, N, num_words)
+    words += _beginning_of(expert, N, num_words)
     if BITS < 16:
-        scale += beginning_of(expert, N, num_groups)
+        scale += _beginning_of(expert, N, num_groups)
     if HAS_ZERO:
-        zero += beginning_of(expert, N, num_groups)
+        zero += _beginning_of(expert, N, num_groups)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in tl.range(0, num_blocks, num_stages=STAGES):
-        total = add_tile(
+        total = _add_tile(
             total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, out.dtype.element_ty,
             BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO,
         )  # fmt: skip
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
     if BITS < 16:
-        sums = scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP, SCALES)
+        sums = _scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP, SCALES)
     if IS_LAST:
         sums *= tl.load(weights + pairs, mask=has_row, other=0.0)[:, None]
         at = out + pairs.to(tl.int64)[:, None] * N + outputs[None, :]
@@ -214,33 +206,25 @@ def multiply_tiles(
         (P, I) or (P, N), rows by pair, dtype of x.
     """
     num_experts, outputs = weight.words.shape[0], weight.shape[0]
-    choice = _tile(-(-len(order) // num_experts), weight)
-    block_m = choice.block_m
+    tile = _tile(-(-len(order) // num_experts), weight)
+    block_m = tile.rows
     # The last block of each expert may not be full.
     blocks = min(len(order) // block_m + min(num_experts, len(order)), len(order))
-    at_once, tiles = min(_BLOCKS_AT_ONCE, blocks), -(-outputs // choice.block_n)
+    at_once, tiles = min(_BLOCKS_AT_ONCE, blocks), -(-outputs // tile.columns)
     out = x.new_empty(len(order), outputs if activation is None else outputs // 2)
     _expert_tile_kernel[(-(-blocks // at_once) * at_once * tiles,)](
         x, *weight.arguments, order, starts, weights, out, num_experts, *weight.sizes, weight.num_blocks, tiles,
         **weight.constants, TOP_K=num_chosen, GATE=GATES.get(activation or "", 0), IS_LAST=activation is None,
-        EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, AT_ONCE=at_once, **choice.constants,
+        EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, BLOCK_N=tile.columns, AT_ONCE=at_once,
+        **tile.options(staged=True),
     )  # fmt: skip
     return out
 
 
-def tile_rows(dense: bool) -> tuple[int, ...]:
-    """How many rows a tile can have.
-
-    Args:
-        dense: of weights in 16 bits.
-    """
-    return tuple(choice.block_m for choice in _DENSE_TILES) if dense else (16, 32, MOST_TILE_ROWS)
-
-
 def _tile(rows: int, weight: ExpertWeights) -> Tile:
-    """The smallest tile that holds this many rows, which an expert has on average; else the largest."""
+    """Return the smallest tile that holds this many rows, which an expert has on average; else the largest."""
     if weight.scale is not None:
         chip = capability(weight.words.device)
         # Before Hopper the gathered rows of 64 need more registers than there are.
-        return default_tile(min(rows, 32 if 0 < chip < 90 else MOST_TILE_ROWS), chip)
-    return next((choice for choice in _DENSE_TILES if rows <= choice.block_m), _DENSE_TILES[-1])
+        return product_tile(min(rows, 32 if 0 < chip < 90 else MOST_TILE_ROWS), chip)
+    return next((tile for tile in _DENSE_TILES if rows <= tile.rows), _DENSE_TILES[-1])

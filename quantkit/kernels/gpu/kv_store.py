@@ -1,35 +1,29 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""What comes before attention, in one launch: norm and rotation of heads, and fresh keys and values into the cache.
+"""Fresh keys and values on their way into the cache: heads normed, rotated and stored in one launch before attention.
 
-Numbers are rounded as `reference.kv_codes` says, bit for bit. Everything per token goes straight to its page. Keys that
-are quantized per channel go to the residual window of their sequence in 16 bits, and the program that stores the last
-token of a page quantizes the whole page. E4M3 is rounded in integers, so that it works on every device.
+`reference.kv_codes` says how numbers are rounded, bit for bit. E4M3 is rounded in integers, so that it works on every
+device. Keys that are quantized per channel are stored by a second launch, after attention.
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, R that rotate, S tokens per page.
 
-Storing before attending is right because attention of a step never reads what the step stores:
+Attention of a step never reads from the cache what the step stores, so storing before it is right: it reads positions
+before the step's first one, and new tokens where they lie in `key` and `value`. Pages that others may read are never
+written. Drafts that were taken back are positions from the step's first on as well. A batch that is filled up under a
+graph has slots of -1, and nothing is stored.
 
-- Of the cache it reads positions before the step's first, at most up to `cached`; new tokens are read where they lie in
-  `key` and `value`, unquantized. Stored are positions from `cached` on, in pages of that sequence alone: pages that
-  others may read are never written. A window only makes attention read less.
-- Keys per channel: pages are read up to the last complete one, `cached // S * S`, and the page that this token
-  completes begins there. The others are read from the residual window, at most S - 1 back, while the slot that is
-  overwritten, of a ring of S + MAX_ROLLBACK, held a position at least S + MAX_ROLLBACK back.
-- Drafts that were taken back are positions from `cached` on as well. The page that is quantized anew takes its older
-  keys from the residual window, which still has them: it was not written further than MAX_ROLLBACK beyond.
-- The one case in which it would be wrong is left out here: several new tokens with keys per channel, whose last may
-  overwrite slots of the residual window that the first still read (from S + MAX_ROLLBACK tokens on, or fewer where the
-  page is open). Those keys are stored after attention, by `reference.attention.store_residuals`.
-- What fills a batch up under a graph has slot -1, and nothing is stored.
+Keys per channel wait in the residual window of their sequence, in 16 bits, until their page is complete. Attention
+reads that window as it was, hence the launch after it. A program quantizes a page that its sequence completes. Only
+the page that was open has older keys, which its program reads from the window before it puts the newest keys there;
+the other programs read fresh keys alone. So nothing is read after it has been overwritten, however many tokens came.
 """
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import power_of_two
 from quantkit.kernels.gpu.floats import round_even, to_e4m3
-from quantkit.kernels.gpu.heads import turn_head
 from quantkit.kernels.gpu.page_arguments import fixed, page_constants, page_tensors, residual_strides, strides
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.types import Angles, AttentionOptions, States
@@ -97,86 +91,57 @@ def _store_token(
 
 
 @triton.jit
-def _page_half(
-    key, residual, position, channel, real, scale, zero, lanes,
-    PAGE: tl.constexpr, RESIDUAL: tl.constexpr, slot_stride,
+def _turn_head(
+    at, weight, cos, sin, token, eps, offset,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """INT4 codes (PAGE, BLOCK) of some channels of a page that `position` completes; their scales are stored."""
-    positions = position - (PAGE - 1) + lanes
-    # The page's last key is the fresh one; the window does not have it yet.
-    older = tl.load(
-        residual + (positions % RESIDUAL).to(tl.int64)[:, None] * slot_stride + channel[None, :],
-        mask=(lanes < PAGE - 1)[:, None] & real[None, :],
-        other=0.0,
-    )
-    fresh = tl.load(key + channel, mask=real, other=0.0).to(residual.dtype.element_ty)
-    x = tl.where((lanes == PAGE - 1)[:, None], fresh[None, :], older).to(tl.float32)
-    step, origin = _int4_grid(tl.min(x, 0), tl.max(x, 0))
-    tl.store(scale + channel, step, mask=real)
-    tl.store(zero + channel, origin, mask=real)
-    return _int4_codes(x, step.to(tl.float32)[None, :], origin.to(tl.float32)[None, :])
-
-
-@triton.jit
-def _store_residual(
-    source, token, head, residual, residual_rows, query_starts, positions, page_table, codes, scale, zero,
-    residual_strides, table_stride, code_strides, scale_strides, num_sequences,
-    SEQUENCES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """A key per channel, if it is its sequence's only new one: into the residual window; its page once that is full."""
-    # With one new token each, tokens and sequences have the same numbers.
-    sequence = token.to(tl.int32)
-    if SEQUENCES > 0:
-        numbers = tl.arange(0, SEQUENCES)
-        starts = tl.load(query_starts + numbers, mask=numbers < num_sequences, other=2147483647)
-        sequence = tl.sum((starts <= token).to(tl.int32), 0) - 1
-    CHANNELS: tl.constexpr = BLOCK if BLOCK < 16 else 16
-    if tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence) == 1:
-        position = tl.load(positions + token).to(tl.int32)
+    """Norm the channels of one head of one token, round, and rotate the first 2 HALF; in place."""
+    factor = 1.0
+    if HAS_NORM:
         channels = tl.arange(0, BLOCK)
         real = channels < WIDTH
-        own = residual + tl.load(residual_rows + sequence) * residual_strides[0] + head * residual_strides[1]
-        if (position + 1) % PAGE == 0:
-            page = tl.load(page_table + sequence * table_stride + position // PAGE).to(tl.int64)
-            lanes = tl.arange(0, PAGE)
-            base = page * scale_strides[0] + head * scale_strides[1]
-            target = codes + page * code_strides[0] + head * code_strides[1]
-            # Some channels at a time: a page is seldom complete, and all heads pay for registers.
-            for start in range(0, WIDTH, CHANNELS):
-                some = start + tl.arange(0, CHANNELS)
-                low = _page_half(
-                    source, own, position, some, some < WIDTH, scale + base, zero + base, lanes, PAGE, RESIDUAL,
-                    residual_strides[2],
-                )  # fmt: skip
-                high = _page_half(
-                    source + WIDTH, own + WIDTH, position, some, some < WIDTH, scale + base + WIDTH,
-                    zero + base + WIDTH, lanes, PAGE, RESIDUAL, residual_strides[2],
-                )  # fmt: skip
-                at = lanes.to(tl.int64)[:, None] * code_strides[2] + some[None, :]
-                tl.store(target + at, low | (high << 4), mask=(some < WIDTH)[None, :])
-        slot = own + (position % RESIDUAL).to(tl.int64) * residual_strides[2]
-        for half in tl.static_range(2):
-            fresh = tl.load(source + half * WIDTH + channels, mask=real, other=0.0)
-            tl.store(slot + half * WIDTH + channels, fresh.to(residual.dtype.element_ty), mask=real)
+        x = tl.load(at + channels, mask=real, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        tl.debug_barrier()  # every thread has read before one writes
+        if 2 * HALF < WIDTH:
+            scale = tl.load(weight + channels, mask=real, other=0.0).to(tl.float32) + offset
+            tl.store(at + channels, (x * factor * scale).to(at.dtype.element_ty), mask=real & (channels >= 2 * HALF))
+    if HALF > 0:
+        pairs = tl.arange(0, HALF_BLOCK)
+        kept = pairs < HALF
+        one, other = pairs, HALF + pairs
+        if INTERLEAVED:
+            one, other = 2 * pairs, 2 * pairs + 1
+        c = tl.load(cos + token * HALF + pairs, mask=kept, other=0.0)
+        s = tl.load(sin + token * HALF + pairs, mask=kept, other=0.0)
+        a = tl.load(at + one, mask=kept, other=0.0).to(tl.float32)
+        b = tl.load(at + other, mask=kept, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = tl.load(weight + one, mask=kept, other=0.0).to(tl.float32) + offset
+            a = (a * factor * scale).to(at.dtype.element_ty).to(tl.float32)
+            scale = tl.load(weight + other, mask=kept, other=0.0).to(tl.float32) + offset
+            b = (b * factor * scale).to(at.dtype.element_ty).to(tl.float32)
+        tl.store(at + one, (a * c - b * s).to(at.dtype.element_ty), mask=kept)
+        tl.store(at + other, (b * c + a * s).to(at.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def _enter_kernel(
-    query, key, value, query_weight, key_weight, cos, sin, slots, residual, residual_rows, query_starts, positions,
-    page_table, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
-    query_strides, key_strides, value_strides, residual_strides, table_stride,
-    kc_strides, ks_strides, vc_strides, vs_strides, k_fixed, v_fixed, num_sequences, eps, offset,
+    query, key, value, query_weight, key_weight, cos, sin, slots,
+    k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, query_strides, key_strides, value_strides,
+    kc_strides, ks_strides, vc_strides, vs_strides, k_fixed, v_fixed, eps, offset,
     HAS_NORM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
     K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: HEADS of keys, as many of values, and those of queries. A slot below 0 is nowhere."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if head >= 2 * HEADS:
         at = query + token * query_strides[0] + (head - 2 * HEADS) * query_strides[1]
-        turn_head(
+        _turn_head(
             at, query_weight, cos, sin, token, eps, offset,
             HAS_NORM, HALF, HALF_BLOCK, INTERLEAVED, HEAD_DIM, HEAD_BLOCK,
         )  # fmt: skip
@@ -192,19 +157,13 @@ def _enter_kernel(
             )  # fmt: skip
         return
     source = key + token * key_strides[0] + head * key_strides[1]
-    turn_head(
+    _turn_head(
         source, key_weight, cos, sin, token, eps, offset,
         HAS_NORM, HALF, HALF_BLOCK, INTERLEAVED, HEAD_DIM, HEAD_BLOCK,
     )  # fmt: skip
-    tl.debug_barrier()  # the key is read again, by other threads than wrote it
-    if slot >= 0:
-        if K_GRANULARITY == 2:
-            _store_residual(
-                source, token, head, residual, residual_rows, query_starts, positions, page_table, k_codes, k_scale,
-                k_zero, residual_strides, table_stride, kc_strides, ks_strides, num_sequences,
-                SEQUENCES, K_WIDTH, K_BLOCK, PAGE, RESIDUAL,
-            )  # fmt: skip
-        else:
+    if K_GRANULARITY != 2:  # keys per channel come after attention
+        tl.debug_barrier()  # the key is read again, by other threads than wrote it
+        if slot >= 0:
             _store_token(
                 source, k_codes, k_scale, k_zero, page, head, inside, kc_strides, ks_strides, tl.load(k_fixed + head),
                 K_KIND, K_GRANULARITY, K_WIDTH, K_BLOCK,
@@ -230,18 +189,106 @@ def enter(
     half = 0 if cos is None else cos.shape[1]
     # Queries that are neither normed nor rotated need no programs.
     turned = query.shape[1] if half or norms is not None else 0
-    alone, count = all(new == 1 for new in batch.query_lengths), len(batch.query_lengths)
     weights = (
         (None, None, 0.0, 0.0) if norms is None else (norms.query, norms.key, float(norms.eps), float(norms.offset))
     )
+    constants = page_constants(views)
+    constants.pop("RESIDUAL")
     _enter_kernel[len(key), 2 * layout.num_heads + turned](
-        *states, *weights[:2], cos, sin, batch.slots, views.key_residual, batch.residual_rows,
-        batch.query_starts, batch.positions, batch.page_table, *page_tensors(views),
-        *(one.stride()[:2] for one in states), residual_strides(views),
-        batch.page_table.stride(0), *strides(views), fixed(views.key), fixed(views.value), count, *weights[2:],
+        *states, *weights[:2], cos, sin, batch.slots, *page_tensors(views),
+        *(one.stride()[:2] for one in states), *strides(views), fixed(views.key), fixed(views.value), *weights[2:],
         HAS_NORM=norms is not None, HALF=half, HALF_BLOCK=power_of_two(half), INTERLEAVED=options.interleaved,
         HEADS=layout.num_heads, HEAD_DIM=layout.head_dim, HEAD_BLOCK=power_of_two(layout.head_dim),
-        SEQUENCES=0 if alone or not layout.has_residual else power_of_two(count), **page_constants(views),
-        num_warps=4 if layout.has_residual else 1,
+        **constants, num_warps=1,
     )  # fmt: skip
     return states
+
+
+@triton.jit
+def _half_of_page(
+    fresh, window, positions, cached, channel, real, scale, zero, token_stride, slot_stride, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """INT4 codes (PAGE, CHANNELS) of some channels of a page; their scales are stored."""
+    is_old = (positions < cached)[:, None]
+    slots, tokens = (positions % RESIDUAL).to(tl.int64), (positions - cached).to(tl.int64)
+    older = tl.load(window + slots[:, None] * slot_stride + channel[None, :], mask=is_old & real[None, :], other=0.0)
+    at = fresh + tokens[:, None] * token_stride + channel[None, :]
+    newer = tl.load(at, mask=(is_old == 0) & real[None, :], other=0.0).to(window.dtype.element_ty)
+    x = tl.where(is_old, older, newer).to(tl.float32)
+    step, origin = _int4_grid(tl.min(x, 0), tl.max(x, 0))
+    tl.store(scale + channel, step, mask=real)
+    tl.store(zero + channel, origin, mask=real)
+    return _int4_codes(x, step.to(tl.float32)[None, :], origin.to(tl.float32)[None, :])
+
+
+@triton.jit
+def _store_keys_kernel(
+    key, residual, residual_rows, query_starts, positions, page_table, codes, scale, zero,
+    key_strides, residual_strides, table_stride, code_strides, scale_strides,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """One page of a sequence, of one head. WIDTH: half the channels, which share bytes with the others."""
+    number, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    start = tl.load(query_starts + sequence)
+    count = tl.load(query_starts + sequence + 1) - start
+    if count < 1:
+        return
+    cached = tl.load(positions + start).to(tl.int32)
+    fresh = key + start.to(tl.int64) * key_strides[0] + head * key_strides[1]
+    window = residual + tl.load(residual_rows + sequence) * residual_strides[0] + head * residual_strides[1]
+    index = cached // PAGE + number
+    if (index + 1) * PAGE <= cached + count:
+        page = tl.load(page_table + sequence * table_stride + index).to(tl.int64)
+        lanes = tl.arange(0, PAGE)
+        base = page * scale_strides[0] + head * scale_strides[1]
+        target = codes + page * code_strides[0] + head * code_strides[1]
+        # Some at a time, because all tokens of a page are in registers, for both halves of the bytes.
+        CHANNELS: tl.constexpr = 16
+        for first in range(0, WIDTH, CHANNELS):
+            some = first + tl.arange(0, CHANNELS)
+            low = _half_of_page(
+                fresh, window, index * PAGE + lanes, cached, some, some < WIDTH, scale + base, zero + base,
+                key_strides[0], residual_strides[2], RESIDUAL,
+            )  # fmt: skip
+            high = _half_of_page(
+                fresh + WIDTH, window + WIDTH, index * PAGE + lanes, cached, some, some < WIDTH, scale + base + WIDTH,
+                zero + base + WIDTH, key_strides[0], residual_strides[2], RESIDUAL,
+            )  # fmt: skip
+            at = lanes.to(tl.int64)[:, None] * code_strides[2] + some[None, :]
+            tl.store(target + at, low | (high << 4), mask=(some < WIDTH)[None, :])
+    if number == 0:
+        tl.debug_barrier()  # every thread has read the window before one writes there
+        channels = tl.arange(0, BLOCK)
+        # Earlier tokens would lose their slots to later ones of this step.
+        for first in range(tl.maximum(count - RESIDUAL, 0), count, 16):
+            tokens = first + tl.arange(0, 16)
+            mask = (tokens < count)[:, None] & (channels < WIDTH)[None, :]
+            slots = ((cached + tokens) % RESIDUAL).to(tl.int64)[:, None] * residual_strides[2]
+            at = fresh + tokens.to(tl.int64)[:, None] * key_strides[0]
+            for half in tl.static_range(2):
+                newest = tl.load(at + half * WIDTH + channels[None, :], mask=mask, other=0.0)
+                here = window + slots + half * WIDTH + channels[None, :]
+                tl.store(here, newest.to(residual.dtype.element_ty), mask=mask)
+
+
+def store_keys(key: Tensor, views: KVViews, batch: ForwardBatch) -> Tensor:
+    """Store keys that are quantized per channel, as `reference.attention.store_residuals` does.
+
+    Args:
+        key: (T, H, D), rotated, channels contiguous.
+        views: the layer's pages and residual windows; modified.
+        batch: what belongs to whom.
+    Returns:
+        The keys.
+    """
+    layout, constants = views.layout, page_constants(views)
+    size, lengths = layout.page_size, zip(batch.context_lengths, batch.query_lengths, strict=True)
+    # One at least, whose program stores the newest keys where no page becomes complete.
+    pages = max(max(length // size - (length - new) // size, 1) for length, new in lengths)
+    _store_keys_kernel[pages, layout.num_heads, len(batch.query_lengths)](
+        key, views.key_residual, batch.residual_rows, batch.query_starts, batch.positions, batch.page_table,
+        *page_tensors(views)[:3], key.stride()[:2], residual_strides(views), batch.page_table.stride(0),
+        *strides(views)[:2], WIDTH=constants["K_WIDTH"], BLOCK=constants["K_BLOCK"], PAGE=size,
+        RESIDUAL=constants["RESIDUAL"], num_warps=4,
+    )  # fmt: skip
+    return key

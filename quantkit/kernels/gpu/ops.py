@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""The small operations of a block in one launch each: norms with the residual's addition, rotation, gates.
+"""The small operations of a block in one launch each: norms with the residual's addition, gates.
 
 Norms and gates also quantize their outputs to 8 bits in that launch, where only linears that want it read them.
 They compute in float32 and round where `reference.block` rounds. `None` means: not for these tensors.
-Shapes: T tokens, K features, H heads, D channels, R that rotate.
+Shapes: T tokens, K features, H heads.
 """
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from quantkit.kernels.gpu import power_of_two
 from quantkit.kernels.gpu.gates import GATES, load_gated
-from quantkit.kernels.gpu.heads import turn_head
 from quantkit.kernels.gpu.quantize_activations import empty_rows, is_broken, quantize_rows, row_codes, scale_of_row
 from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
 
@@ -52,20 +51,6 @@ def _norm_kernel(
         scale = scale_of_row(tl.max(tl.abs(value), 0), broken == 0, step, CODES == 2, IS_FIXED)
         tl.store(row_scale + row, scale)
         tl.store(out + at, row_codes(value, scale, CODES == 2), mask=kept)
-
-
-@triton.jit
-def _rotate_kernel(
-    query, key, cos, sin, query_strides, key_strides, query_heads, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """One head of one token, queries first."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if head < query_heads:
-        at = query + token * query_strides[0] + head * query_strides[1]
-    else:
-        at = key + token * key_strides[0] + (head - query_heads) * key_strides[1]
-    turn_head(at, None, cos, sin, token, 0.0, 0.0, False, HALF, BLOCK, INTERLEAVED, 0, 0)
 
 
 @triton.jit
@@ -107,20 +92,6 @@ def rms_norm(
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return normed, total
-
-
-def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
-    """`ops.rotary_`; False where this kernel does not apply."""
-    fits = query.stride(-1) == key.stride(-1) == 1 and query.dtype == key.dtype and cos.is_contiguous()
-    if not fits or not sin.is_contiguous() or cos.dtype != torch.float32:
-        return False
-    half = cos.shape[-1]
-    if len(query):
-        _rotate_kernel[(len(query), query.shape[1] + key.shape[1])](
-            query, key, cos, sin, query.stride()[:2], key.stride()[:2], query.shape[1],
-            HALF=half, BLOCK=power_of_two(half), INTERLEAVED=interleaved, num_warps=1,
-        )  # fmt: skip
-    return True
 
 
 def gated(

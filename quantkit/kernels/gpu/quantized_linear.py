@@ -2,7 +2,7 @@
 
 | weight, inputs                 | up to 16 rows | above                                                      |
 |--------------------------------|---------------|------------------------------------------------------------|
-| INT8 per output, INT8          | packed        | `torch._int_mm`; `int8_product` for shapes that it refuses |
+| INT8 per output, INT8          | packed        | `torch._int_mm` where it takes the shape                   |
 | FP8 per output, FP8            | packed        | `torch._scaled_mm` where there is one for chip and shape   |
 | all others, these without one  | packed        | packed up to 256, then dequantized, inputs as 16 bits      |
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, is_int8_by_output, scaled_mm
-from quantkit.kernels.gpu import attempt, int8_product, packing, w4a16
-from quantkit.kernels.gpu.linear import PackedLinear
+from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, int_mm_rows, is_int8_by_output, scaled_mm
+from quantkit.kernels.gpu import attempt, packing, w4a16
+from quantkit.kernels.gpu.choices import TILE_LIMIT
+from quantkit.kernels.gpu.gates import GATES
 from quantkit.kernels.gpu.packing import PackedWeight
 from quantkit.kernels.gpu.quantize_activations import PACKED_ROWS, dequantize_rows, quantize_rows, scale_sums
 from quantkit.kernels.types import (
@@ -51,6 +52,40 @@ def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> Ac
     return ActivationQuantization(name=activation.dtype.name, step=step)
 
 
+class PackedLinear(LinearFacts):
+    """Integer weights of 2 to 8 bits, FP8 and FP4, 16-bit inputs.
+
+    Few rows are multiplied with the packed weight; for more, where nothing is to be won by that, it is dequantized into
+    memory that lives as long as the product, which is then that of cuBLAS.
+    """
+
+    def __init__(self, source: LinearSource) -> None:
+        self.packed = packing.pack(source.weight, source.device)
+        self.bias = source.bias_in(source.dtype)
+        self._dtype = source.dtype
+        num_bytes = self.packed.num_bytes + nbytes(self.bias)
+        super().__init__(source.weight.shape, num_bytes, f"{source.weight.scheme.describe()} (Triton)")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
+            return x.new_empty(0, self.out_features)
+        inputs = x.to(self._dtype).contiguous()
+        if len(x) <= TILE_LIMIT:
+            product = attempt("quantized_linear", x.device, w4a16.multiply, inputs, self.packed, self.bias)
+            if product is not None:
+                return product.to(x.dtype)
+        return functional.linear(inputs, w4a16.dequantize_weight(self.packed, self._dtype), self.bias).to(x.dtype)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor | None:
+        """`ops.gated` of the product, in its launch; None where that takes two."""
+        # cuBLAS has no gates, so with it they are a launch of their own whoever asks.
+        if activation not in GATES or not 0 < len(x) <= TILE_LIMIT:
+            return None
+        inputs = x.to(self._dtype).contiguous()
+        opened = attempt("quantized_linear", x.device, w4a16.multiply, inputs, self.packed, self.bias, activation)
+        return None if opened is None else opened.to(x.dtype)
+
+
 class _QuantizedInputsLinear(LinearFacts, ABC):
     """A weight whose inputs are quantized with a scale per row; those of few rows meet it packed.
 
@@ -78,10 +113,8 @@ class _QuantizedInputsLinear(LinearFacts, ABC):
     @abstractmethod
     def _multiply(self, rows: QuantizedActivations) -> Tensor: ...
 
-    def _multiply_packed(self, rows: QuantizedActivations, weight: PackedWeight | None) -> Tensor | None:
-        """The product with a packed weight; None where there is none, or Triton refuses."""
-        if weight is None:
-            return None
+    def _multiply_packed(self, rows: QuantizedActivations, weight: PackedWeight) -> Tensor | None:
+        """Return the product with a packed weight; None where Triton refuses."""
         return attempt("quantized_linear", rows.scale.device, w4a16.multiply, rows, weight, self._bias)
 
 
@@ -90,20 +123,17 @@ class Int8Linear(_QuantizedInputsLinear):
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
         weight = source.weight
-        # Four codes are a word, and each row begins with one.
-        self._packed = packing.unpacked(weight) if weight.shape[1] % 4 == 0 else None
+        self._packed = packing.unpacked(weight)
         self._codes, self._scale = weight.codes, weight.scale.view(-1)
-        self._fits_cublas = fits_int_mm(weight)
         super().__init__(source, quantization, nbytes(weight.codes, weight.scale), torch.float32)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        are_few = len(rows) <= PACKED_ROWS
-        if are_few and (product := self._multiply_packed(rows, self._packed)) is not None:
+        if len(rows) <= PACKED_ROWS and (product := self._multiply_packed(rows, self._packed)) is not None:
             return product
-        # Few rows get here where Triton refused the packed product; `torch._int_mm` does not take them.
-        if are_few or not self._fits_cublas:
-            return int8_product.multiply_int8(rows, self._codes, self._scale, self._bias)
-        sums = torch._int_mm(rows.codes, self._codes.t())[: len(rows)]
+        # Few rows come without the padding where Triton refused the packed product.
+        missing = int_mm_rows(len(rows)) - len(rows.codes)
+        codes = functional.pad(rows.codes, (0, 0, 0, missing)) if missing > 0 else rows.codes
+        sums = torch._int_mm(codes, self._codes.t())[: len(rows)]
         return scale_sums(sums, rows.scale, self._scale, self._bias, rows.dtype)
 
 
@@ -130,7 +160,7 @@ class PackedQuantizedLinear(_QuantizedInputsLinear):
         super().__init__(source, quantization, self._packed.num_bytes, source.dtype)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        is_tile = w4a16.is_best(self._packed, len(rows), rows.scale.device)
+        is_tile = len(rows) <= TILE_LIMIT
         if is_tile and (product := self._multiply_packed(rows, self._packed)) is not None:
             return product
         weight = w4a16.dequantize_weight(self._packed, self._dtype)
@@ -153,7 +183,7 @@ def linear_of(source: LinearSource) -> Linear | None:
     quantization, group = quantization_of(weight, activation), activation.group_size
     if quantization is None or weight.group_index is not None:
         return None
-    is_int8 = is_int8_by_output(weight, quantization.name) and weight.shape[1] <= _WIDEST
+    is_int8 = is_int8_by_output(weight, quantization.name) and fits_int_mm(weight) and weight.shape[1] <= _WIDEST
     if group is None and (is_int8 or fits_scaled_mm(source)):
         codes, scale = weight.codes.to(source.device).contiguous(), weight.scale.float().to(source.device)
         there = dataclasses.replace(source, weight=dataclasses.replace(weight, codes=codes, scale=scale))

@@ -16,8 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu import num_processors, power_of_two
-from quantkit.kernels.gpu.choices import Decode
+from quantkit.kernels.gpu.choices import Tile
 from quantkit.kernels.gpu.splits import counters, is_last_to_come
+
+_LEAST_TILES = 4  # of a split
+_MOST_SPLITS = 64  # of a sequence
 
 
 @triton.jit
@@ -50,7 +53,7 @@ def _store_partials(
 @triton.jit
 def _add_partials(
     partial_out, partial_sums, first, num_active, rows, kept,
-    SLOTS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums of all splits, CHUNK at a time, in order. Not by way of the L1 cache."""
     channels = tl.arange(0, BLOCK)
@@ -58,7 +61,7 @@ def _add_partials(
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     for begin in range(0, num_active, CHUNK):
         splits = begin + tl.arange(0, CHUNK)
-        slots = (first + splits)[:, None] * SLOTS + rows[None, :]  # (CHUNK, ROWS)
+        slots = (first + splits)[:, None] * ROWS + rows[None, :]  # (CHUNK, ROWS)
         mask = (splits < num_active)[:, None] & kept[None, :]
         tops = tl.load(partial_sums + 2 * slots, mask=mask, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(partial_sums + 2 * slots + 1, mask=mask, other=0.0, cache_modifier=".cg")
@@ -92,16 +95,16 @@ def store_out(at, kept, state, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK:
 
 @triton.jit
 def merge_splits(
-    partial_out, partial_sums, counter, first, split, num_active, rows, kept, state, out_at, lanes, real,
-    SLOTS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, HALVED: tl.constexpr, HALF: tl.constexpr,
+    partial_out, partial_sums, counter, first, split, num_active, rows, kept, state,
+    out_at, merged, real, MERGED: tl.constexpr, CHUNK: tl.constexpr, HALVED: tl.constexpr, HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store a split's sums (ROWS, HALF_BLOCK), in halves where HALVED; the last one makes outputs of all splits."""
-    slot = (first + split) * SLOTS + rows
+    slot = (first + split) * MERGED + rows
     _store_partials(partial_out, partial_sums, slot, kept, state, HALVED, HALF, HALF_BLOCK)
     if is_last_to_come(counter, num_active):
         whole = _add_partials(
-            partial_out, partial_sums, first, num_active, lanes, real, SLOTS, LANES, CHUNK, WIDTH, BLOCK
+            partial_out, partial_sums, first, num_active, merged, real, MERGED, CHUNK, WIDTH, BLOCK
         )  # fmt: skip
         store_out(out_at, real, whole, False, WIDTH, BLOCK)
 
@@ -112,11 +115,11 @@ def chunk(rows: int, block: int) -> int:
     return max(1, min(16, 8192 // (rows * block)))
 
 
-def splits_of_cache(programs: int, tokens: int, choice: Decode, device: torch.device) -> int:
+def splits_of_cache(programs: int, tokens: int, tile: Tile, device: torch.device) -> int:
     """Splits of a sequence, so that the chip is full and a split has some tiles; a power of two."""
-    filling = -(-choice.programs * num_processors(device) // programs)
-    longest = power_of_two(-(-tokens // (choice.least_tiles * choice.tile)))
-    return min(power_of_two(filling), longest, choice.most_splits)
+    filling = -(-tile.programs * num_processors(device) // programs)
+    longest = power_of_two(-(-tokens // (_LEAST_TILES * tile.columns)))
+    return min(power_of_two(filling), longest, _MOST_SPLITS)
 
 
 def empty_partials(tiles: int, splits: int, rows: int, width: int, device: torch.device) -> tuple[Tensor | None, ...]:

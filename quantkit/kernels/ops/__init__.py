@@ -4,12 +4,12 @@
 |----------------|----------------------------------------------|-----------|----------------|-----------------|
 | `rms_norm`     | x / rms(x) * weight, of x + residual too     | reference | bf16, fp32     | all floats      |
 | `layer_norm`   | (x - mean) / deviation * weight + bias       | reference | -              | -               |
-| `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | all floats      |
+| `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | in `attention`  |
 | `activate`     | activation by name                           | reference | -              | -               |
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
 | `gated_linear` | the same of what a linear gives              | -         | -              | packed weights  |
 
-Layers that carry state or a layout have rooms of their own: `attention`, `linear`, `experts`, `head`, `sampling`.
+Layers that carry state or a layout have rooms of their own: `attention`, `linear`, `experts`.
 Triton versions are in `kernels.gpu` and imported when the first tensor on a CUDA device comes by. Some linears want
 quantized inputs: norms and gates quantize in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
@@ -77,8 +77,7 @@ def rotary_(
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
     """
-    rotate = (_on_gpu(query) or on_cpu).rotary_
-    if gpu.attempt("ops", query.device, rotate, query, key, cos, sin, interleaved):
+    if on_cpu.rotary_(query, key, cos, sin, interleaved):
         return query, key
     return reference.rotary_(query, key, cos, sin, interleaved=interleaved)
 

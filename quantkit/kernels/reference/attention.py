@@ -186,18 +186,16 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
     store_residuals(key, views, batch)
 
 
-def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch, least: int = 1) -> None:
+def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch) -> None:
     """The part of `store` for keys that are quantized per channel.
 
     Args:
         key: (T, Hkv, D), rotated.
         views: the layer's pages and residual windows; modified.
         batch: what belongs to whom.
-        least: sequences with fewer new tokens are left out.
     """
     for span in spans(batch):
-        if span.new.stop - span.new.start >= least:
-            _store_residual(key[span.new].transpose(0, 1), views, batch, span)
+        _store_residual(key[span.new].transpose(0, 1), views, batch, span)
 
 
 def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:

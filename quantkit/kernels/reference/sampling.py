@@ -52,12 +52,21 @@ class Draw(NamedTuple):
 
 
 def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
-    """One token for each row; see `ops.sampling.choose`."""
+    """Choose one token for each row, where the logits are.
+
+    Args:
+        logits: (R, V) float32; not modified.
+        draws: how each row is drawn; None = take the largest logit, the first of equals.
+    Returns:
+        (R,) int64.
+    """
     drawn = [index for index, draw in enumerate(draws) if draw is not None]
     asked = [draw for draw in draws if draw is not None]
-    if len(drawn) == len(draws):
+    if asked and len(drawn) == len(draws):
         return _draw(logits, asked)
     tokens = largest(logits)
+    if not asked:
+        return tokens
     (rows,) = send(logits.device, np.array(drawn, dtype=np.int64))
     tokens[rows] = _draw(logits[rows], asked)
     return tokens
@@ -88,7 +97,9 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
         size = logits.shape[-1]
         limits = [min(draw.top_k or size, size) for draw in draws]
         counts, shares = _column(device, limits, np.int64), _column(device, [draw.top_p for draw in draws])
-        width = min(size, max([_FEW, *(limit + 1 for limit in limits if limit < size)]))
+        # Whether few were enough is a question to the device, and the host does not wait for a GPU here.
+        few = size if not logits.is_cpu else max([_FEW, *(limit + 1 for limit in limits if limit < size)])
+        width = min(size, few)
         return _nucleus(scaled, bound, counts, shares, width)
     return scaled if bound is None else scaled.masked_fill(scaled < bound, -torch.inf), None
 

@@ -18,7 +18,6 @@ from quantkit.errors import first_line
 from quantkit.kernels import gpu
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.transfer import aligned
-from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, table_width
 from quantkit.runtime.model.model import NativeModel
@@ -27,7 +26,7 @@ from quantkit.runtime.model.model import NativeModel
 _LEAST_PAGES = 16
 _ROWS = 5  # numbers of each sequence in a step's inputs
 
-Capture = Callable[[Callable[[], Logits]], Callable[[], Logits]]
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
@@ -71,7 +70,7 @@ class DecodeGraphs:
         self._max_sequences, self._max_pages = max_sequences, max_pages
         self._max_length = max_length or max_pages * cache.page_size
         self._capture = capture or _CudaCapture(model.device)
-        self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Logits]]] = {}  # inputs, and what replays
+        self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Tensor]]] = {}  # inputs, and what replays
         # What Triton raises is no RuntimeError; either means only that decode steps go on without graphs.
         self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
@@ -83,7 +82,7 @@ class DecodeGraphs:
         """Graphs captured so far."""
         return len(self._steps)
 
-    def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Logits | None:
+    def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
         """Logits of a decode step; nothing is waited for.
 
         Args:
@@ -109,9 +108,9 @@ class DecodeGraphs:
         if tokens is not None:
             # Behind the copy from the host, which brings placeholders for tokens that only the device knows.
             inputs.batch.token_ids[:count].copy_(tokens)
-        return replay().first(count)
+        return replay()[:count]
 
-    def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Logits]]:
+    def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Tensor]]:
         inputs = _Inputs(sequences, pages, self._cache.page_size, self._max_length, self._model.device)
         inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
         inputs.send()
@@ -215,7 +214,7 @@ class _CudaCapture:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, step: Callable[[], Logits]) -> Callable[[], Logits]:
+    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Capture`; the step is run twice before, which compiles its kernels."""
         current = torch.cuda.current_stream(self._device)
         side = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -230,7 +229,7 @@ class _CudaCapture:
             logits = step()
         self._pool = self._pool or graph.pool()
 
-        def replay() -> Logits:
+        def replay() -> Tensor:
             graph.replay()
             return logits
 

@@ -13,10 +13,10 @@ from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.devices import entered
 from quantkit.errors import RequestError
-from quantkit.kernels.types import Logits
 from quantkit.models.kv_budget import DEFAULT_POLICY, KVBudget
 from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.eviction import Evictor
@@ -238,7 +238,7 @@ class Engine:
             self._proposer.propose(decoding, count)
         return count
 
-    def _accept(self, work: Work, chunks: list[ScheduledChunk], logits: Logits, outputs: list[StepOutput]) -> int:
+    def _accept(self, work: Work, chunks: list[ScheduledChunk], logits: Tensor, outputs: list[StepOutput]) -> int:
         """Score prompts, choose tokens and give each sequence its own; how many were chosen."""
         counts: list[int] = []
         rows: Rows = []
@@ -251,11 +251,11 @@ class Engine:
                 rows.append((sequence, ahead))
             is_scored |= sequence.scores is not None
         if is_scored:
-            collect_scores(logits.values, ((s, chunk) for (s, _), chunk in zip(work, chunks, strict=True)))
-            if 0 < len(rows) < len(logits.values):
+            collect_scores(logits, ((s, chunk) for (s, _), chunk in zip(work, chunks, strict=True)))
+            if 0 < len(rows) < len(logits):
                 logits = select_rows(logits, _last_rows(chunks, counts))
         tokens = sample(logits, rows) if rows else []
-        logprobs = log_probabilities(logits.values, rows, tokens)
+        logprobs = log_probabilities(logits, rows, tokens)
         now = time.perf_counter()
         at = 0
         for (sequence, count), num_drawn in zip(work, counts, strict=True):

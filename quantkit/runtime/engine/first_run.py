@@ -1,7 +1,7 @@
-"""GPU kernels where they have never run: tried by children before a model is loaded; what came of it is kept.
+"""GPU kernels beside plain torch, before the first load on a device and by `quantkit inspect --device`.
 
-A child per family, all at once: what crashes or hangs ends its child only. What gave no result is tried again at the
-next load, which has the kernels that were compiled by then; after that torch does its work for good.
+Each family runs on small random numbers in a child of its own, so a crash or a hang ends that child only. Torch does
+the work of a family that fails. The verdicts are kept for this device, driver, and versions.
 """
 
 import contextlib
@@ -10,75 +10,95 @@ import itertools
 import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quantkit.child import python
 from quantkit.devices import entered
 from quantkit.errors import InputError
-from quantkit.kernels import gpu
+from quantkit.kernels import gpu, ops
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import kv_scheme, layer_layout
+from quantkit.kernels.ops import experts
+from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.reference import experts as reference_experts
+from quantkit.kernels.reference.block import gated
+from quantkit.kernels.types import AttentionOptions, HeadNorms, Linear
 from quantkit.native.build import cache_folder
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from quantkit.registry import installed_version
-from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.engine.kernel_checks import Check, checks_of
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 from quantkit.untrusted import read_object
 
 TOLERANCE = 0.03
-"""Of the largest number: what 16 bits round to is less, a tile or a page that was left out is more."""
+"""Share of the largest number: rounding to 16 bits is less, a tile or a page that was left out is more."""
 
-_SECONDS = 13.0
+WIDTH = 512
+"""Inputs of the products."""
+
+_ROWS = (1, 20, 260)  # each way to multiply
+_SECONDS = 60.0
 _CHILD = "from quantkit.runtime.engine.first_run import main; main()"
 _LOG = logging.getLogger(__name__)
 
+Outputs = Iterator[Tensor]
+Case = Callable[[torch.device, torch.dtype], Outputs]
+
 
 class Verdict(NamedTuple):
-    """What is known about a check.
+    """The result of a family of kernels.
 
     Args:
         passed: whether the kernels do what they should.
         text: how far they are from torch, or why that is not known.
-        is_final: whether it need not be tried again.
     """
 
     passed: bool
     text: str
-    is_final: bool
 
 
-def check_kernels(path: Path, config: EngineConfig, device: torch.device, *, draft: bool = False) -> None:
-    """Let torch do the work of families that are wrong on a device; `QUANTKIT_TRITON=force` lets all of them be right.
-
-    Args:
-        path, config, device, draft: what is going to be loaded, see `checks_of`.
-    """
-    if not gpu.is_used(device) or os.environ.get("QUANTKIT_TRITON") == "force":
+def check_kernels(device: torch.device) -> None:
+    """Let torch do the work of families that fail on a device; `QUANTKIT_TRITON=force` skips this."""
+    if not gpu.is_used(device) or _is_forced():
         return
-    checks = {check.key: check for check in checks_of(path, config, device, draft=draft)}
-    verdicts = read_verdicts(device)
-    waiting = [check for key, check in checks.items() if key not in verdicts or not verdicts[key].is_final]
-    if waiting:
-        families = [[check for check in waiting if check.family == family] for family in gpu.FAMILIES]
-        _LOG.warning("first run of GPU kernels on %s: comparing them with torch, %.0f s at most", device, _SECONDS)
-        with ThreadPoolExecutor(len(families)) as pool:
-            results = pool.map(partial(_try, device=device, known=frozenset(verdicts)), filter(None, families))
-        verdicts |= dict(itertools.chain.from_iterable(results))
-        _write(device, verdicts)
-    for key, check in checks.items():
-        if not verdicts[key].passed and gpu.why_replaced(check.family, device) is None:
-            gpu.replace(check.family, device, f"{check.label}: {verdicts[key].text}")
+    verdicts = read_verdicts(device) or self_test(device)
+    for family, (passed, text) in verdicts.items():
+        if not passed and gpu.why_replaced(family, device) is None:
+            gpu.replace(family, device, text)
+
+
+def self_test(device: torch.device) -> dict[str, Verdict]:
+    """Compare every family of kernels with torch and keep the verdicts.
+
+    Raises:
+        InputError: the kernels are not for this device.
+    """
+    path = verdict_file(device)
+    _LOG.warning("comparing the GPU kernels with torch on %s, %.0f s at most", device, _SECONDS)
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        verdicts = dict(zip(CASES, pool.map(partial(_try, device), CASES), strict=True))
+    partial_file = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # a folder that cannot be written costs another test at the next load
+        partial_file.write_text(json.dumps(verdicts, indent=1))
+        partial_file.replace(path)
+    return verdicts
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """What verdicts are about: on another device, driver or version, or launched otherwise, nothing has run yet.
+    """Return what verdicts hold for: on another device, driver or version nothing has run yet.
 
     Raises:
         InputError: the kernels are not for this device.
@@ -92,72 +112,190 @@ def identity(device: torch.device) -> dict[str, str]:
         "driver": driver.read_text().partition("\n")[0] if driver.is_file() else "unknown",
         "torch": str(torch.__version__),
         "triton": installed_version("triton", "unknown"),
-        "dependent launches": os.environ.get("QUANTKIT_PDL", "0"),
         "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16],
     }
 
 
-def read_verdicts(device: torch.device) -> dict[str, Verdict]:
-    """Verdicts by check; those of other devices, drivers and versions are not read."""
-    with contextlib.suppress(InputError, TypeError):
-        return {key: Verdict(*entry) for key, entry in read_object(verdict_file(device), InputError).items()}
-    return {}
-
-
 def verdict_file(device: torch.device) -> Path:
-    """Where they are kept, if there are any."""
+    """Return the path of the kept verdicts, there or not."""
     about = json.dumps(identity(device)).encode()
     return cache_folder() / f"kernel-checks-{hashlib.sha256(about).hexdigest()[:16]}.json"
 
 
+def read_verdicts(device: torch.device) -> dict[str, Verdict]:
+    """Return the kept verdicts by family; empty where there are none, or not of every family."""
+    with contextlib.suppress(InputError, TypeError):
+        verdicts = {key: Verdict(*entry) for key, entry in read_object(verdict_file(device), InputError).items()}
+        return verdicts if verdicts.keys() == CASES.keys() else {}
+    return {}
+
+
 def describe_kernels(device: torch.device) -> str:
-    """What users should know about the kernels of a device."""
+    """Tell users which kernels of a device are replaced by torch."""
     reasons = {what: gpu.why_replaced(family, device) for family, what in gpu.FAMILIES.items()}
     replaced = "; ".join(f"torch in place of {what}: {reason}" for what, reason in reasons.items() if reason)
-    is_forced = os.environ.get("QUANTKIT_TRITON") == "force"
-    return replaced or ("not checked: QUANTKIT_TRITON=force" if is_forced else "as torch in all checks")
+    return replaced or ("not checked: QUANTKIT_TRITON=force" if _is_forced() else "as torch in all checks")
 
 
 def main() -> None:
-    """What a child does: say of each check that it is given how far it is off."""
-    # From the parent through a pipe; no file is ever unpickled.
-    device, checks = pickle.loads(sys.stdin.buffer.read())
-    # What libraries print, also those in C, is no result.
+    """Print how far each case of a family is off; run in a child with the device and the family as arguments."""
+    device, family = torch.device(sys.argv[1]), sys.argv[2]
+    # Libraries print too, also in C, and that is no result.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # What Triton refuses is an error here: torch in a kernel's place would agree with itself.
     with entered(device), gpu.measuring(), torch.inference_mode():
-        for check in checks:
-            results.write(json.dumps([check.key, check.error(device)]) + "\n")
-            # Line by line: what a child has said before it is ended for taking too long still counts.
+        for label, case in CASES[family].items():
+            results.write(json.dumps([label, error_of(case, device)]) + "\n")
+            # Line by line: results before a crash or a hang still tell which case it was.
             results.flush()
 
 
-def _try(checks: list[Check], device: torch.device, known: frozenset[str]) -> Iterable[tuple[str, Verdict]]:
-    """What comes of checks in a child; that it does not come to one is final if that is known already."""
+def error_of(case: Case, device: torch.device) -> float:
+    """Return the largest difference to plain torch on the host, as a share of the largest number there.
+
+    It sets environment variables, so it is for a process of its own.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    outputs = []
+    for where, kernels in ((device, "1"), (torch.device("cpu"), "0")):
+        # The host's own kernels are off too: they are not plain torch.
+        os.environ["QUANTKIT_TRITON"], os.environ["QUANTKIT_NATIVE"] = kernels, "0"
+        torch.manual_seed(0)
+        outputs.append([output.float().cpu() for output in case(where, dtype)])
+    errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(*outputs, strict=True)]
+    return torch.stack(errors).max().item()  # NaN where there is one
+
+
+def _is_forced() -> bool:
+    return os.environ.get("QUANTKIT_TRITON") == "force"
+
+
+def _try(device: torch.device, family: str) -> Verdict:
+    """Return the verdict on a family, from a child."""
     # One thread each: the children run at once, and pools of all processors would wait for each other.
-    command, environment = python(_CHILD), {**os.environ, "OMP_NUM_THREADS": "1"}
-    given = pickle.dumps((device, checks))
+    command, environment = [*python(_CHILD), str(device), family], {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(command, input=given, capture_output=True, timeout=_SECONDS, env=environment)
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, env=environment)
         lines, code = done.stderr.decode(errors="replace").splitlines(), done.returncode
         said, end = done.stdout, signal.Signals(-code).name if code < 0 else " ".join(lines[-1:])
     except subprocess.TimeoutExpired as error:
         said, end = error.stdout or b"", f"no result within {_SECONDS:.0f} s"
-    verdicts = {check.key: Verdict(False, end, check.key in known) for check in checks}
+    shares: dict[str, float] = {}
     for line in said.splitlines():
-        # Half a line, or what was printed by an import, says nothing.
+        # Half a line, or a word of an imported library, says nothing.
         with contextlib.suppress(ValueError, TypeError):
-            key, off = json.loads(line)
-            if key in verdicts:  # what is not a number is not below
-                verdicts[key] = Verdict(off <= TOLERANCE, f"{off:.2%} of the largest number off torch", True)
-    return verdicts.items()
+            label, share = json.loads(line)
+            shares[label] = float(share)
+    for label in CASES[family]:
+        if label not in shares:
+            return Verdict(False, f"{label}: {end}")
+        if not shares[label] <= TOLERANCE:  # nor is NaN
+            return Verdict(False, f"{label}: {shares[label]:.2%} of the largest number off torch")
+    return Verdict(True, f"at most {max(shares.values()):.2%} of the largest number off torch")
 
 
-def _write(device: torch.device, verdicts: dict[str, Verdict]) -> None:
-    """Whole or not at all; a folder that cannot be written costs another try at the next load."""
-    path = verdict_file(device)
-    partial = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(verdicts, indent=1))
-        partial.replace(path)
+# ---- cases: the engine's own code on random numbers, drawn on the host so that both devices get the same
+
+
+def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Draw normal numbers on the host."""
+    return torch.randn(shape).to(device, dtype)
+
+
+def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
+    """Return a function that makes the step of tokens start..stop of every sequence, on pages in disorder.
+
+    Args:
+        count: sequences.
+        num_pages: pages of each.
+        page_size, device: of the cache.
+    """
+    # On consecutive pages a kernel that ignores the page table would be right.
+    order = torch.randperm(count * num_pages, generator=torch.Generator().manual_seed(0)).view(count, -1).tolist()
+    holders: list[Any] = [
+        SimpleNamespace(id=i, row=i, pages=own, num_table_entries=0, num_evicted=0) for i, own in enumerate(order)
+    ]
+    build = BatchBuilder(max_sequences=count, max_pages=num_pages, page_size=page_size, device=device).build
+    return lambda start, stop: build([ScheduledChunk(each, [0] * (stop - start), start, 1) for each in holders])
+
+
+def _linear(scheme: LinearScheme, outputs: int, device: torch.device, dtype: torch.dtype) -> Linear:
+    values = torch.randn(outputs, WIDTH) * WIDTH**-0.5
+    if not scheme.weight.symmetric:
+        values += 0.25 * WIDTH**-0.5  # off centre, so that a wrong zero point shows
+    weight = round_to_nearest(values, WeightGrid(scheme.weight, torch.bfloat16))
+    return build_linear(weight, activation=scheme.activation, dtype=dtype, device=device)
+
+
+def _operations(device: torch.device, dtype: torch.dtype) -> Outputs:
+    x, residual, weight = (random(device, dtype, *shape) for shape in ((5, 640), (5, 640), (640,)))
+    yield from ops.rms_norm(x, weight, 1e-5, 0.0, residual)
+    yield ops.gated(random(device, dtype, 5, 1280), "silu")
+
+
+def _products(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) -> Outputs:
+    up, down = (_linear(scheme, outputs, device, dtype) for outputs in (2 * WIDTH, WIDTH))
+    for rows in _ROWS:
+        x = random(device, dtype, rows, WIDTH)
+        yield down(x)
+        if scheme.activation is None:
+            yield ops.gated_linear(up, x, "silu")
+        else:  # a norm quantizes for the product
+            yield down(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6, quantization=down.activation_quantization)[0])
+
+
+def _attention(kind: str, device: torch.device, dtype: torch.dtype) -> Outputs:
+    """Two sequences: prompts over several pages, tokens that end and begin one, chunks behind."""
+    layout = layer_layout(num_heads=2, head_dim=64, page_size=16, dtype=dtype, scheme=kv_scheme(kind))
+    cache, step_of = KVCache([layout], 12, 2, device), steps(2, 6, 16, device)
+    query_norm, key_norm = random(device, dtype, 2, 64)
+    norms = HeadNorms(query=query_norm, key=key_norm, eps=1e-6, offset=0.0)
+    options = AttentionOptions(scale=0.125, window=20 if kind == "fp8" else None, norms=norms)
+    for start, stop in itertools.pairwise((0, 79, 80, 81, 86)):
+        tokens = 2 * (stop - start)
+        query, key, value = (random(device, dtype, tokens, heads, 64) for heads in (4, 2, 2))
+        turns = torch.randn(tokens, 32).to(device)
+        yield cache.attention[0]((query, key, value), step_of(start, stop), options, (turns.cos(), turns.sin()))
+
+
+def _mixture(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) -> Outputs:
+    linears = [(_linear(scheme, 2 * WIDTH, device, dtype), _linear(scheme, WIDTH, device, dtype)) for _ in range(4)]
+    each = [lambda rows, up=up, down=down: down(gated(up(rows), "silu")) for up, down in linears]
+    stacked: Any = None
+    if experts.can_stack(device, dtype):
+        stacked = experts.stack(linears, count=4, activation="silu", num_chosen=2, normalize=True)
+        assert not isinstance(stacked, str), stacked
+    for tokens in (3, 40):
+        # Scores that are far apart: rounding chooses no other expert.
+        x, scores = random(device, dtype, tokens, WIDTH), random(device, dtype, tokens, 4)
+        if stacked is not None:
+            yield stacked(x, scores, None, None)
+        else:
+            weights, chosen = reference_experts.route(scores, 2, True)
+            yield reference_experts.run_each(x, chosen, weights, each, torch.zeros_like(x))
+
+
+def _scheme(name: str, group: int | None, inputs: str | None = None, *, symmetric: bool = True) -> LinearScheme:
+    weight = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
+    return LinearScheme(weight=weight, activation=ActivationScheme(dtype=DTYPES[inputs]) if inputs else None)
+
+
+INT4 = _scheme("int4", 128)
+SCHEMES = (
+    INT4,
+    _scheme("int4", 128, symmetric=False),
+    _scheme("int8", None),
+    _scheme("int8", None, "int8"),
+    _scheme("fp8", None, "fp8"),
+    _scheme("nvfp4", 16),
+)
+"""Number types whose products are compared."""
+
+CASES: dict[str, dict[str, Case]] = {
+    "ops": {"norms and gates": _operations},
+    "quantized_linear": {scheme.describe(): partial(_products, scheme) for scheme in SCHEMES},
+    "attention": {f"{kind} cache": partial(_attention, kind) for kind in ("auto", "fp8", "int8", "int4")},
+    "experts": {INT4.describe(): partial(_mixture, INT4)},
+}
+"""By family of kernels: what is run, by its name."""

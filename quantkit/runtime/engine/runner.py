@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
@@ -59,7 +58,7 @@ class Runner:
             return None if self._no_graphs is None else f"no: {self._no_graphs}"
         return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
 
-    def step(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Logits:
+    def step(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor:
         """Logits, the rows of each chunk in order. For callers in inference mode.
 
         Args:

@@ -16,7 +16,6 @@ from quantkit.checkpoints.layer_inputs import config_and_class
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.types import Logits
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.expected_tensors import check_memory
@@ -63,7 +62,7 @@ class TransformersModel(Model):
         self._states: dict[int, tuple[Any, list[int]]] = {}  # of a sequence: transformers' cache, and its tokens so far
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
         """See `Model`; no KV cache is used."""
         logit_rows, rows = batch.logit_rows.tolist(), []
         start = 0
@@ -74,7 +73,7 @@ class TransformersModel(Model):
             tokens = batch.token_ids[start : start + count]
             rows.append(self._advance(sequence_id, tokens, context - count, local))
             start += count
-        return Logits(torch.cat(rows))
+        return torch.cat(rows)
 
     def forget(self, sequence_id: int) -> None:
         """Drop the sequence's cache."""

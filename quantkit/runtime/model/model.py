@@ -14,8 +14,7 @@ from torch.nn.functional import embedding
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import EntryLayout, Layout, StateLayout, kv_dtype, layer_layout
-from quantkit.kernels.ops.head import logits
-from quantkit.kernels.types import Linear, Logits
+from quantkit.kernels.types import Linear
 from quantkit.models.rope import RopeConfig
 from quantkit.models.state_shape import StateShape
 from quantkit.numerics.scheme import KVScheme
@@ -68,8 +67,8 @@ class Model(ABC):
         return False
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
-        """One step: (R, V) float32 logits after `batch.logit_rows`, and on a GPU the likeliest tokens."""
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
+        """One step: return the logits (R, V) float32 after `batch.logit_rows`."""
 
     def forget(self, sequence_id: int) -> None:  # noqa: B027 - most models have nothing to drop
         """Drop what is kept for a sequence; nothing where the model is paged."""
@@ -115,7 +114,7 @@ class NativeModel(Model):
         return config_layouts(self.config, self.stored_cache, kv_cache, page_size, self.dtype)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
         """See `Model`; the cache must be there."""
         assert cache is not None, "a paged model needs a KV cache"
         x = embedding(batch.token_ids, self.embedding).to(self.dtype)  # (T, H)
@@ -149,16 +148,19 @@ class NativeModel(Model):
             return "rotary embeddings of long sequences depend on their length"
         return None
 
-    def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Logits:
+    def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Tensor:
         if not len(rows):
-            return Logits(torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device))
+            return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device)
         if len(rows) < len(x):
             # Before norm and head, which then work on the wanted rows only; of a prompt that is mostly one.
             x, pending = x[rows], None if pending is None else pending[rows]
         if self.streams is not None:
             x = self.streams(x)
         normed, _ = add_and_norm(self.final_norm, x, pending)
-        return logits(self.head, normed, scale=self.config.logits_scale, softcap=self.config.logits_softcap)
+        logits, softcap = self.head(normed).float(), self.config.logits_softcap
+        if self.config.logits_scale != 1.0:
+            logits = logits * self.config.logits_scale
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def config_layouts(

@@ -1,8 +1,8 @@
 """From logits to the tokens of requests: penalties, what each row's parameters ask for, log-probabilities.
 
-The choice itself is in `kernels.ops.sampling`; here a row gets its key, a function of (seed, position). So a request
-gives the same tokens alone or in a batch, in any chunks, preempted or not, on any device. And because a draft model
-draws with the same variates, a speculative step accepts a draft exactly when it is the token that would have been drawn
+`kernels.reference.sampling` chooses, on any device; here each row gets its key, a function of (seed, position). So a
+request gives the same tokens alone or in a batch, in any chunks, preempted or not, on any device. A draft model draws
+with the same variates, so a speculative step accepts a draft exactly when it is the token that would have been drawn
 anyway: see `engine.speculation`.
 """
 
@@ -12,11 +12,9 @@ import struct
 import numpy as np
 from torch import Tensor
 
-from quantkit.kernels.ops import sampling
 from quantkit.kernels.reference import sampling as reference
 from quantkit.kernels.reference.sampling import Draw
 from quantkit.kernels.transfer import send
-from quantkit.kernels.types import Logits
 from quantkit.runtime.sampling.penalties import apply_penalties
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.types import TokenLogprob
@@ -25,13 +23,13 @@ from quantkit.runtime.types import TokenLogprob
 Rows = list[tuple[Sequence, int]]
 
 
-def sample(logits: Logits | Tensor, rows: Rows) -> list[int]:
+def sample(logits: Tensor, rows: Rows) -> list[int]:
     """`choose`, for the host."""
     tokens: list[int] = choose(logits, rows).tolist()
     return tokens
 
 
-def choose(logits: Logits | Tensor, rows: Rows) -> Tensor:
+def choose(logits: Tensor, rows: Rows) -> Tensor:
     """One token for each row, where the logits are.
 
     Args:
@@ -40,13 +38,10 @@ def choose(logits: Logits | Tensor, rows: Rows) -> Tensor:
     Returns:
         (R,) int64; valid as long as the logits.
     """
-    values, best = logits if isinstance(logits, Logits) else (logits, None)
     if any(sequence.constraint is not None for sequence, _ in rows):
-        values, best = _constrained(values, rows), None
-    if all(sequence.params.temperature == 0 and sequence.history is None for sequence, _ in rows):
-        return reference.largest(values) if best is None else best
-    values = apply_penalties(values, rows)
-    return sampling.choose(values, [draw_of(row) if row[0].params.temperature > 0 else None for row in rows])
+        logits = _constrained(logits, rows)
+    logits = apply_penalties(logits, rows)
+    return reference.choose(logits, [draw_of(row) if row[0].params.temperature > 0 else None for row in rows])
 
 
 def _constrained(logits: Tensor, rows: Rows) -> Tensor:
@@ -58,10 +53,10 @@ def _constrained(logits: Tensor, rows: Rows) -> Tensor:
     return values
 
 
-def select_rows(logits: Logits, rows: list[int]) -> Logits:
-    """Some rows of a step's logits, where the others are not sampled."""
-    (index,) = send(logits.values.device, np.array(rows, dtype=np.int64))
-    return Logits(logits.values[index], None if logits.best is None else logits.best[index])
+def select_rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows of a step's logits, where the others are not sampled."""
+    (index,) = send(logits.device, np.array(rows, dtype=np.int64))
+    return logits[index]
 
 
 def draw_of(row: tuple[Sequence, int]) -> Draw:

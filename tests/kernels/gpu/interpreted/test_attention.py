@@ -10,7 +10,7 @@ import torch
 import triton
 
 from quantkit.kernels.gpu import attention as gpu_attention
-from quantkit.kernels.gpu import choices, configs, residual_store, split_kv, splits
+from quantkit.kernels.gpu import choices, kv_store, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.reference import attention as reference
@@ -55,28 +55,22 @@ def test_paged_attention(kind, option, monkeypatch):
     assert_same_memory(*caches)
 
 
-PAGE_CHOICES = {
-    "small": (
-        choices.Decode(tile=16, warps=2, stages=1, programs=16, least_tiles=1, most_splits=4),
-        choices.Prefill(rows=16, tile=16, warps=4, stages=1),
-    ),
-    "large": (
-        choices.Decode(tile=64, warps=8, stages=3, programs=1, least_tiles=8, most_splits=64),
-        choices.Prefill(rows=128, tile=64, warps=8, stages=3),
-    ),
+PAGE_TILES = {
+    "small": choices.Tile(rows=16, columns=16, warps=2, stages=1, programs=16),
+    "large": choices.Tile(rows=128, columns=64, warps=8, stages=3, programs=1),
 }
 
 
-@pytest.mark.parametrize(("kind", "chosen"), one_of_each(["auto", "int4"], PAGE_CHOICES))
-def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
+@pytest.mark.parametrize(("kind", "chosen"), one_of_each(["auto", "int4"], PAGE_TILES))
+def test_every_tile_reads_pages_alike(kind, chosen, monkeypatch):
+    monkeypatch.setattr(choices, "page_tile", lambda *given, **named: PAGE_TILES[chosen])
     made = Sequences(layout(kind, dim=32, page_size=64, dtype=torch.float16), (30, 100))
     outputs = []
     for implementation in IMPLEMENTATIONS:
         monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         cache = made.cache()
-        with configs.forced(*PAGE_CHOICES[chosen]):
-            out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
-            outputs.append([*out, *made.step(cache, [(1, 70, 99)]), *made.step(cache, [(0, 29, 30), (1, 99, 100)])])
+        out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
+        outputs.append([*out, *made.step(cache, [(1, 70, 99)]), *made.step(cache, [(0, 29, 30), (1, 99, 100)])])
     for actual, expected in zip(*reversed(outputs), strict=True):
         torch.testing.assert_close(actual, expected, atol=4e-3, rtol=0)
 
@@ -154,17 +148,17 @@ def test_long_prefixes_are_split(kind, option):
     assert not splits.counters(CPU).any()
 
 
-def test_keys_of_chunks_are_stored_in_one_launch(monkeypatch):
-    """From inside a page past several, more tokens than the window holds; too few to end a page; not a single one."""
-    made = Sequences(layout("int4", dim=24, page_size=16, dtype=torch.float16), (100, 30, 20))
-    spans, caches = [(0, 21, 100), (1, 3, 7), (2, 5, 6)], []
+def test_keys_per_channel_are_stored_in_one_launch(monkeypatch):
+    """From inside a page past several, more tokens than the window holds; too few to end a page; single ones."""
+    made = Sequences(layout("int4", dim=24, page_size=16, dtype=torch.float16), (100, 30, 20, 20))
+    spans, caches = [(0, 21, 100), (1, 3, 7), (2, 5, 6), (3, 15, 16)], []
     batch, key = made.batch(spans), torch.cat([made.key[number][start:stop] for number, start, stop in spans])
-    for store in (reference.store_residuals, residual_store.store_chunks):
+    for store in (reference.store_residuals, kv_store.store_keys):
         caches.append(made.cache())
         monkeypatch.setattr(kv_cache, "paged_attention", IMPLEMENTATIONS[0])
-        for span in ((0, 0, 20), (0, 20, 21), (1, 0, 3), (2, 0, 5)):
+        for span in ((0, 0, 20), (0, 20, 21), (1, 0, 3), (2, 0, 5), (3, 0, 15)):
             made.step(caches[-1], [span])
-        store(key, caches[-1]._views[0], batch, *([2] if store is reference.store_residuals else []))
+        store(key, caches[-1]._views[0], batch)
     assert_same_memory(*caches)
 
 
@@ -223,6 +217,7 @@ def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
             page_table=torch.cat([one.page_table, torch.full((extra, 1), -1, dtype=torch.int32)]),
             residual_rows=torch.cat([one.residual_rows, torch.zeros(extra, dtype=torch.int64)]),
             query_lengths=(1,) * (1 + extra),
+            context_lengths=(16,) * (1 + extra),
         )
         states = tuple(source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
         angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)

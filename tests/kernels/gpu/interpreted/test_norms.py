@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gates in Triton's interpreter against the reference."""
+"""Norms and gates in Triton's interpreter against the reference."""
 
 from __future__ import annotations
 
@@ -19,22 +19,6 @@ def test_norms(dtype):
         expected, expected_total = reference.rms_norm(given, weight, 1e-5, offset, other)
         torch.testing.assert_close(normed, expected)
         torch.testing.assert_close(total, expected_total)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary(interleaved):
-    joined = torch.randn(2, 5 * 32)
-    angles = torch.randn(2, 12)  # 24 of 32 channels rotate
-    results = []
-    for rotate in (gpu_ops.rotary_, reference.rotary_):
-        states = joined.clone()
-        query, key = states[:, :96].view(2, 3, 32), states[:, 96:].view(2, 2, 32)
-        if rotate is gpu_ops.rotary_:
-            assert rotate(query, key, angles.cos(), angles.sin(), interleaved)
-        else:
-            rotate(query, key, angles.cos(), angles.sin(), interleaved=interleaved)
-        results.append(states)
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])

@@ -9,8 +9,7 @@ import torch
 
 from quantkit.formats._unpacked import fp4_values
 from quantkit.kernels import gpu, ops
-from quantkit.kernels.gpu import choices, configs, quantized_linear, splits, w4a16
-from quantkit.kernels.gpu import linear as packed_linear
+from quantkit.kernels.gpu import choices, quantized_linear, splits, w4a16
 from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu.attention import TritonAttention
 from quantkit.kernels.gpu.packing import E4M3_BYTES, NUMBERS, find_span, pack, unpacked
@@ -79,13 +78,6 @@ def test_split_products_and_in_float16(rows):
     assert torch.equal(actual, w4a16.multiply(x, pack(weight, CPU), None))
 
 
-def test_elsewhere_than_on_a_gpu_no_kernel_starts_early(monkeypatch):
-    weight, x = quantized("int4", 128, True, (32, 512)), torch.randn(3, 512)
-    expected = w4a16.multiply(x, pack(weight, CPU), None)
-    monkeypatch.setenv("QUANTKIT_PDL", "1")
-    assert torch.equal(w4a16.multiply(x, pack(weight, CPU), None), expected)
-
-
 GATED = [
     (("int4", 128, False, (88, 512)), 1, "silu"),
     (("int4", 128, True, (256, 2048)), 5, "gelu_pytorch_tanh"),
@@ -119,21 +111,19 @@ def test_a_feed_forward_layer_opens_its_gates_in_the_product_where_it_can(monkey
     assert len(opened) == (rows > 3 or activation == "relu")
 
 
-CHOICES = [
-    choices.Tile(block_m=8, block_n=16, warps=1, stages=3, programs=32),
-    choices.Tile(block_m=16, block_n=64, warps=8, stages=1, programs=2),
-    choices.Tile(block_m=16, block_n=128, warps=8, stages=3, programs=8),
-    choices.Tile(block_m=64, block_n=32, warps=4, stages=1, programs=1),
-    choices.Cublas(),
+TILES = [
+    choices.Tile(rows=8, columns=16, warps=1, stages=3, programs=32),
+    choices.Tile(rows=16, columns=64, warps=8, stages=1, programs=2),
+    choices.Tile(rows=64, columns=32, warps=4, stages=1, programs=1),
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_whatever_is_chosen_computes_the_same(choice):
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_computes_the_same(tile, monkeypatch):
+    monkeypatch.setattr(choices, "product_tile", lambda *given: tile)
     weight, x = quantized("int4", 128, False, (40, 1024)), torch.randn(3, 1024)
-    linear = packed_linear.PackedLinear(LinearSource(weight=weight, dtype=torch.float32, device=CPU))
-    with configs.forced(choice):
-        check(linear(x), x, weight.dequantize())
+    linear = quantized_linear.PackedLinear(LinearSource(weight=weight, dtype=torch.float32, device=CPU))
+    check(linear(x), x, weight.dequantize())
 
 
 def test_numbers_of_splits():
@@ -146,7 +136,7 @@ def test_numbers_of_splits():
 
 def test_more_rows_than_tiles_take_the_dequantized_weight():
     weight, bias = quantized("int4", 128, False, (24, 512)), torch.randn(24)
-    linear = packed_linear.PackedLinear(LinearSource(weight=weight, bias=bias, dtype=torch.float32, device=CPU))
+    linear = quantized_linear.PackedLinear(LinearSource(weight=weight, bias=bias, dtype=torch.float32, device=CPU))
     x = torch.randn(choices.TILE_LIMIT + 1, 512)
     check(linear(x), x, weight.dequantize(), bias.double())
     assert linear(x[:0]).shape == (0, 24)
@@ -165,7 +155,7 @@ def test_what_build_linear_and_paged_attention_choose(monkeypatch):
     int8, rounded_int8 = quantized("int8", None, True, (32, 256)), ActivationScheme(dtype=DTYPES["int8"])
     x = torch.randn(2, 256).to(torch.float16)
     for made, activation, kind in (
-        (weight, None, packed_linear.PackedLinear),
+        (weight, None, quantized_linear.PackedLinear),
         (by_activation, None, None),
         (int8, rounded_int8, quantized_linear.Int8Linear),
     ):

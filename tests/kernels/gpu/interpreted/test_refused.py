@@ -10,19 +10,14 @@ from triton.runtime.errors import OutOfResources
 
 from quantkit.kernels import gpu, ops
 from quantkit.kernels.gpu import experts as gpu_experts
-from quantkit.kernels.gpu import head as gpu_head
-from quantkit.kernels.gpu import kv_store, paged_decode, paged_prefill, quantized_linear, w4a16
+from quantkit.kernels.gpu import kv_store, paged_attention, quantized_linear, w4a16
 from quantkit.kernels.gpu import ops as gpu_ops
-from quantkit.kernels.gpu import sampling as gpu_sampling
-from quantkit.kernels.gpu.linear import PackedLinear
-from quantkit.kernels.ops import sampling
-from quantkit.kernels.ops.attention import Stepwise, paged_attention
-from quantkit.kernels.ops.head import logits
+from quantkit.kernels.gpu.quantized_linear import PackedLinear
+from quantkit.kernels.ops import attention as attention_ops
+from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.reference import block
 from quantkit.kernels.reference import experts as reference
 from quantkit.kernels.reference.attention import TorchAttention
-from quantkit.kernels.reference.linear import DenseLinear
-from quantkit.kernels.reference.sampling import Draw
 from quantkit.kernels.types import LinearSource
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme
@@ -59,16 +54,14 @@ def refuse(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("kind", ["auto", "int4"])
-@pytest.mark.parametrize(
-    ("module", "name"), [(kv_store, "enter"), (paged_decode, "attend_tokens"), (paged_prefill, "attend_chunks")]
-)
+@pytest.mark.parametrize(("module", "name"), [(kv_store, "enter"), (paged_attention, "attend")])
 def test_attention(refuse, monkeypatch, module, name, kind):
     """Prompts, decodes over a page border, a chunk behind: as by torch, whichever launch fails first."""
     refuse("attention", module, name)
     made = Sequences(layout(kind, dim=32, page_size=16, dtype=torch.float16), (20, 60))
     turns = torch.randn(64, 16)
     caches, outputs = [], []
-    for implementation in (lambda views: Stepwise(TorchAttention(views)), paged_attention):
+    for implementation in (lambda views: Stepwise(TorchAttention(views)), attention_ops.paged_attention):
         monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         caches.append(made.cache())
         outputs.append([])
@@ -98,30 +91,13 @@ def test_products_of_quantized_inputs(refuse, name):
         torch.testing.assert_close(linear(x), x @ weight.dequantize(torch.float16).T, atol=1.5, rtol=0)
 
 
-def test_logits(refuse):
-    refuse("head", gpu_head, "logits")
-    head = DenseLinear(torch.randn(40, 64), bias=None, description="")
-    x = torch.randn(3, 64)
-    for _ in range(2):
-        values, best = logits(head, x, scale=0.5, softcap=3.0)
-        assert best is None
-        torch.testing.assert_close(values, 3 * torch.tanh(0.5 * head(x) / 3))
-
-
-def test_sampling(refuse):
-    refuse("sampling", gpu_sampling, "choose")
-    values, draws = torch.randn(2, 50), [Draw(7, 1.0, None, 1.0, 0.0), None]
-    assert sampling.choose(values, draws).tolist() == sampling.choose(values, draws).tolist()
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "rotary_", "gated"])
+@pytest.mark.parametrize("name", ["rms_norm", "gated"])
 def test_small_operations(refuse, monkeypatch, name):
     refuse("ops", gpu_ops, name)
     monkeypatch.setattr(ops, "_on_gpu", lambda x: gpu.module("ops", x.device))
-    x, angles = torch.randn(4, 2, 64), torch.randn(4, 32)
+    x = torch.randn(4, 2, 64)
     arguments = {
         "rms_norm": (x, torch.randn(64), 1e-6),
-        "rotary_": (x, x.clone(), angles.cos(), angles.sin()),
         "gated": (x.flatten(1), "silu"),
     }[name]
     for _ in range(2):
@@ -131,7 +107,7 @@ def test_small_operations(refuse, monkeypatch, name):
 
 @pytest.mark.parametrize("kind", [None, ("int4", 64, True)], ids=str)
 def test_experts(refuse, kind):
-    refuse("experts", gpu_experts, "open_rows")
+    refuse("experts", gpu_experts, "multiply_tiles")
     made, x, scores = Experts(kind), rows(3, 256), torch.randn(3, 4)
     shared, score = rows(3, 256), torch.randn(3, 1).half()
     weights, chosen = reference.route(scores, 2, True)

@@ -21,11 +21,9 @@ from tests.kernels.gpu.interpreted.packed import CPU, check, quantized
 
 
 @pytest.mark.parametrize("step", [None, 0.01])
-@pytest.mark.parametrize(
-    ("rows", "shape"), [(1, (32, 264)), (5, (32, 264)), (17, (32, 264)), (3, (33, 70)), (20, (33, 70))]
-)
+@pytest.mark.parametrize(("rows", "shape"), [(1, (32, 264)), (5, (32, 264)), (17, (32, 264))])
 def test_int8_inputs(rows, shape, step):
-    """Shapes that torch multiplies and others, to the last bit but for the order in which scales are multiplied."""
+    """Few rows packed, more by torch: to the last bit but for the order in which scales are multiplied."""
     weight, bias = quantized("int8", None, True, shape), torch.randn(shape[0])
     activation = activation_of("int8", step)
     linear = make_rounded(weight_with(weight, step), bias, activation)

@@ -1,26 +1,34 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Attention of several new tokens per sequence, of prompts and drafts: over its cached pages and, causally, each other.
+"""Attention over cached pages and fresh keys, in every KV type, for one or several new tokens of each sequence.
 
-One program takes some new tokens of a sequence and the query heads of one key head as the rows of its products, walks
-over the cached pages as `paged_decode` does, in every KV type, and then over the fresh keys up to its own last token,
-which are read unquantized where they lie. Codes become numbers in registers, so a long cached prefix needs no copy.
-Few new tokens over a long prefix, such as drafts to verify, are as little work for the chip as a decode step is: then
-the prefix is split (`split_kv`), and a program has no more rows than there are tokens for.
+One program takes some new tokens of a sequence, the query heads of one key head, and a split of what is cached; the
+last of them merges the splits. Lengths are read on the device (the position of a first new token is what its sequence
+has cached), so the launch is the same for every step of a batch. How pages are read: `paged_tiles`.
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, S tokens per page.
-Source: Dao 2023, FlashAttention-2; Kwon et al. 2023, PagedAttention.
+Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.gpu import configs, page_arguments, power_of_two
+from quantkit.kernels.gpu import capability, choices, power_of_two
+from quantkit.kernels.gpu.choices import autotuned
+from quantkit.kernels.gpu.page_arguments import fixed, page_constants, page_tensors, residual_strides, strides
 from quantkit.kernels.gpu.paged_tiles import load_query, over_cache, score_keys, softmax_step, visible
-from quantkit.kernels.gpu.split_kv import merge_splits, split_bounds, store_out
+from quantkit.kernels.gpu.split_kv import chunk, empty_partials, merge_splits, split_bounds, splits_of_cache, store_out
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.types import AttentionOptions, States
+from quantkit.numerics.dtype import FP8, INT4
+
+FP8_CAPABILITY = 90
+"""Lowest capability with which the chip converts e4m3. Ada could, but triton 3.6 emits an instruction of Hopper."""
+
+_BY_HAND = 256.0  # e4m3 dequantized by hand is so many times too small
 
 
 @triton.jit
@@ -54,8 +62,9 @@ def _over_fresh(
     return top, total, acc, acc_high
 
 
+@autotuned("ROWS", "TILE", "GROUP", "K_KIND", "V_KIND", "K_WIDTH", "IS_SPLIT", "SINGLE", staged=False)
 @triton.jit
-def _prefill_kernel(
+def _attend_kernel(
     query, key, value, residual, residual_rows, page_table, query_starts, positions, out, partial_out, partial_sums,
     counters, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
     query_strides, key_strides, value_strides, residual_strides, out_strides, table_stride,
@@ -66,17 +75,21 @@ def _prefill_kernel(
     HAS_SOFTCAP: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, MERGED: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS / LANES new tokens of one sequence, GROUP query heads of one key head each."""
+    """Attend with ROWS / LANES new tokens of one sequence, each with the GROUP query heads of one key head.
+
+    SINGLE: only sequences with one new token are attended to, else only those with more; the last program to come
+    merges MERGED rows.
+    """
     TOKENS: tl.constexpr = ROWS // LANES
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(query_starts + sequence).to(tl.int64)
     count = (tl.load(query_starts + sequence + 1) - start).to(tl.int32)
     # The last tokens, which see most, are begun first.
     number, split = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
-    # Single tokens are for `paged_decode`, and the grid is as large as the longest sequence needs.
-    if count < 2 or number < 0:
+    # Other sequences belong to another launch, and the grid is as large as the longest sequence needs.
+    if (count != 1 if SINGLE else count < 2) or number < 0:
         return
     cached = tl.load(positions + start).to(tl.int32)
     rows = tl.arange(0, ROWS)
@@ -98,30 +111,79 @@ def _prefill_kernel(
         K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_RESIDUAL, RESIDUAL, HAS_WINDOW, HAS_SOFTCAP,
         K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, PAGE, TILE,
     )  # fmt: skip
+    FRESH: tl.constexpr = 16 if SINGLE else TILE
     stop = tl.where(split == 0, tl.minimum((number + 1) * TOKENS, count), 0)
     state = _over_fresh(
         q, own, first, cached, stop, key + start * key_strides[0] + head * key_strides[1], key_strides[0],
         value + start * value_strides[0] + head * value_strides[1], value_strides[0], state, scale, softcap, window,
-        K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, TILE,
+        K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, FRESH,
     )  # fmt: skip
     out_at = out + (start + token) * out_strides[0] + heads * out_strides[1]
     if IS_SPLIT:  # noqa: SIM102 - one is known to the compiler, the other to the device
         if num_active > 1:
             tile = (sequence * tl.num_programs(1) + head.to(tl.int32)) * (tl.num_programs(0) // num_splits) + number
+            merged = tl.arange(0, MERGED)
+            token, lane = number * TOKENS + merged // LANES, merged % LANES
+            merged_at = out + (start + token) * out_strides[0] + (head * GROUP + lane) * out_strides[1]
             merge_splits(
-                partial_out, partial_sums, counters + tile, tile * num_splits, split, num_active, rows, kept,
-                state, out_at, rows, kept, ROWS, ROWS, CHUNK, V_KIND == 3, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
+                partial_out, partial_sums, counters + tile, tile * num_splits, split, num_active, rows, kept, state,
+                merged_at, merged, (token < count) & (lane < GROUP),
+                MERGED, CHUNK, V_KIND == 3, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
             )  # fmt: skip
             return
     store_out(out_at, kept, state, V_KIND == 3, V_WIDTH, V_BLOCK)
 
 
-def attend_chunks(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor) -> None:
-    """Attention of the sequences that have more than one new token; arguments as for `paged_decode.attend_tokens`."""
-    query = states[0]
-    lanes, most = power_of_two(query.shape[1] // views.layout.num_heads), max(batch.query_lengths)
-    choice = configs.prefill(views, query.shape[1], query.device)
+def attend(
+    states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor, *, single: bool
+) -> None:
+    """Attend with the sequences that have one new token, or with those that have more; see `reference.attention`.
+
+    Args:
+        states: queries and keys rotated; channels contiguous.
+        views: the layer's pages and residual windows; not modified.
+        batch: what belongs to whom.
+        options: scale, window and the like.
+        out: (T, Hq, D), channels contiguous; the rows of those sequences are written.
+        single: which of them.
+    """
+    layout, query, count = views.layout, states[0], len(batch.query_lengths)
+    lanes, most = power_of_two(query.shape[1] // layout.num_heads), 1 if single else max(batch.query_lengths)
+    kinds = [array.scheme.dtype for array in (views.key, views.value)]
+    shape, chip = (layout.head_dim, layout.page_size), capability(query.device)
+    tile = choices.page_tile(*shape, chip, single=single, quantized=layout.scheme.is_quantized, halved=INT4 in kinds)
     # No more than there are tokens for, so that drafts do not run as long as prompts; tensor cores take 16.
-    rows = max(16, lanes, min(choice.rows, power_of_two(most) * lanes))
-    programs = -(-most // (rows // lanes))
-    page_arguments.attend(_prefill_kernel, choice, (rows, rows), programs, states, views, batch, options, out)
+    rows = max(16, lanes, min(tile.rows, power_of_two(most) * lanes))
+    merged, programs = lanes if single else rows, -(-most // (rows // lanes))
+    # By what the table has room for, not by lengths: those of a recorded graph are not known here.
+    tiles, tokens = programs * layout.num_heads * count, batch.page_table.shape[1] * layout.page_size
+    splits = splits_of_cache(tiles, tokens, choices.page_tile(*shape, chip, single=True), query.device)
+    constants = _constants(states, views, options)
+    fp8_unit = 1.0 if constants["NATIVE_FP8"] else _BY_HAND
+    _attend_kernel[programs * splits, layout.num_heads, count](
+        *states, views.key_residual, batch.residual_rows, batch.page_table, batch.query_starts, batch.positions, out,
+        *empty_partials(tiles, splits, merged, layout.head_dim, query.device), *page_tensors(views),
+        *(one.stride()[:2] for one in states), residual_strides(views), out.stride()[:2], batch.page_table.stride(0),
+        *strides(views), float(options.scale), fixed(views.key), fixed(views.value),
+        *(fp8_unit if kind is FP8 else 1.0 for kind in kinds),
+        float(options.softcap or 1.0), int(options.window or 0), splits,
+        **constants, ROWS=rows, TILE=tile.columns, IS_SPLIT=splits > 1, CHUNK=chunk(merged, constants["BLOCK"]),
+        MERGED=merged, SINGLE=single, **tile.options(staged=False),
+    )  # fmt: skip
+
+
+def _constants(states: States, views: KVViews, options: AttentionOptions) -> dict[str, Any]:
+    """Return the constants that the kernel is compiled for, tiles aside."""
+    layout, query = views.layout, states[0]
+    group = query.shape[1] // layout.num_heads
+    return {
+        **page_constants(views),
+        "NATIVE_FP8": capability(query.device) >= FP8_CAPABILITY,
+        "HAS_RESIDUAL": views.key_residual is not None,
+        "HAS_WINDOW": options.window is not None,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "GROUP": group,
+        "LANES": power_of_two(group),
+        "WIDTH": layout.head_dim,
+        "BLOCK": power_of_two(layout.head_dim),
+    }
