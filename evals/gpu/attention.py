@@ -1,4 +1,4 @@
-"""Paged attention by KV type: decode steps by batch and context, chunks of prompts by prefix; and attention of others.
+"""Paged attention by KV type: decode steps by batch and context, chunks of prompts by prefix; and torch's.
 
 A decode step is bound by the bytes of keys and values, so its rows have the share of the copy bandwidth; a chunk by
 arithmetic, so its rows have the share of the rate of a large product.
@@ -7,14 +7,16 @@ arithmetic, so its rows have the share of the rate of a large product.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from peer_attention import COMPILED, PEERS, Case
 from results import Results
 from timing import dtype_on, gemm_rate, open_results, parse
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.batch import ForwardBatch
@@ -22,7 +24,38 @@ from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes
 from quantkit.kernels.types import AttentionOptions
 from quantkit.runtime.cache.kv_cache import KVCache
 
+
+@dataclass(frozen=True)
+class Case:
+    """What is attended to.
+
+    Args:
+        batch, context, new: B, C and L.
+        heads, kv_heads, dim, page: of the model and the cache.
+    """
+
+    batch: int
+    context: int
+    new: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    page: int = 64
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values in bf16."""
+        return 4 * self.batch * self.context * self.kv_heads * self.dim
+
+    @property
+    def flop(self) -> float:
+        """Of both products, causal."""
+        pairs = self.new * (self.context - self.new) + self.new * (self.new + 1) / 2
+        return 4.0 * self.batch * self.heads * self.dim * pairs
+
+
 KV_TYPES = ("auto", "int8", "fp8", "int4")
+SDPA = "torch sdpa bf16, contiguous"
 PAGE = 64
 # Most telling first.
 DECODE = ((32, 8192), (32, 4096), (1, 1024), (8, 4096), (1, 8192), (1, 2048), (1, 32768), (128, 2048))
@@ -85,17 +118,36 @@ def paged(kind: str, case: Case, device: str) -> dict[str, Any]:
     return {**timing, "bytes": size}
 
 
-def peer(kind: str, case: Case, device: str) -> dict[str, Any]:
-    """Time of attention of others."""
-    return {**measure(PEERS[kind](case, device), device), "bytes": case.kv_bytes}
+def _contiguous(case: Case, device: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Queries (B, H, L, D), and rotating keys and values (B, Hkv, C, D)."""
+    dtype = dtype_on(device)
+    query = torch.randn(case.batch, case.heads, case.new, case.dim, device=device, dtype=dtype)
+    shape = (case.batch, case.kv_heads, case.context, case.dim)
+    pairs = [
+        (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
+        for _ in range(num_copies(case.kv_bytes, device))
+    ]
+    return query, pairs
+
+
+def sdpa(case: Case, device: str) -> dict[str, Any]:
+    """Time of torch's scaled_dot_product_attention over contiguous keys and values."""
+    query, pairs = _contiguous(case, device)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    mask = causal_lower_right(case.new, case.context) if case.new > 1 else None
+    calls: list[Callable[[], object]] = [
+        lambda k=k, v=v: attend(query, k, v, attn_mask=mask, enable_gqa=True)  # type: ignore[misc]
+        for k, v in pairs
+    ]
+    return {**measure(calls, device), "bytes": case.kv_bytes}
 
 
 def bench(plan: Iterable[tuple[Case, str]], device: str, results: Results) -> None:
     """All cases, while there is time."""
     base: dict[Case, float] = {}
     for case, kind in plan:
-        label = "quantkit bf16" if kind == "auto" else kind if kind in PEERS else f"quantkit {kind}"
-        work = partial(peer if kind in PEERS else paged, kind, case, device)
+        label = "quantkit bf16" if kind == "auto" else kind if kind == SDPA else f"quantkit {kind}"
+        work = partial(sdpa, case, device) if kind == SDPA else partial(paged, kind, case, device)
         row = results.attempt(work, batch=case.batch, context=case.context, new=case.new, kind=label)
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -125,14 +177,12 @@ def plan_of(arguments: argparse.Namespace) -> list[tuple[Case, str]]:
         cases = [TINY_PREFILL if arguments.prefill else TINY]
     if arguments.first:
         return [(cases[0], kind) for kind in KV_TYPES]
-    quick = [kind for kind in PEERS if kind != COMPILED]
-    # torch compiles its flex attention anew for each shape, which takes longer than all the rest of a case.
-    return [*((case, kind) for case in cases for kind in (*KV_TYPES, *quick)), (cases[0], COMPILED)]
+    return [(case, kind) for case in cases for kind in (*KV_TYPES, SDPA)]
 
 
 def main() -> None:
     """Write attention.json, or prefill.json."""
-    arguments = parse(prefill="chunks of prompts, not decode steps", first="only the first case, and no peer")
+    arguments = parse(prefill="chunks of prompts, not decode steps", first="only the first case, and not torch")
     results = open_results("prefill" if arguments.prefill else "attention", arguments)
     results.meta["gemm_rate"] = gemm_rate(128 if arguments.tiny else 8192, arguments.device)
     bench(plan_of(arguments), arguments.device, results)

@@ -2,7 +2,6 @@
 
     python evals/gpu/compile_check.py [--write] [--targets 80 90] [--kernel norm] [--jobs 2]
     python evals/gpu/compile_check.py --check
-    python evals/gpu/compile_check.py --candidates --targets 90 --dtypes bf16
 
 What is compiled is what the Python functions launch: they run on tensors without memory, and each launch is recorded
 with its types, its constants and its options. It fails on a spilled register, on more shared memory than a block can
@@ -12,8 +11,7 @@ Each version of the compiler has a table of its own (`evals/results/compile/kern
 compiler that is installed is read and written. What it has is not compiled again unless its source, types, constants or
 options have changed. `--write` keeps what is new as it comes, so that it can be killed and started again at any time;
 at its end it drops what is not to be compiled any more, and writes `resources.md` beside the tables. `--check` compiles
-nothing: it says what the table lacks, what it has too much, and what in it cannot be shipped. `--candidates` compiles
-what `quantkit tune` may choose, which takes long and is not part of the rest.
+nothing: it says what the table lacks, what it has too much, and what in it cannot be shipped.
 
 A launch takes about a second of one core, most of it in Triton's passes and in LLVM, and nearly every one compiles to
 code of its own. So not every one is compiled for every chip: `to_compile` says which.
@@ -22,9 +20,7 @@ code of its own. So not every one is compiled for every chip: `to_compile` says 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -34,13 +30,11 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
 import triton
-from recorder import Launch, Recorder
+from recorder import Launch, Recorder, modules, pretended
 from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_all, default_jobs, page
 from triton.runtime.jit import JITFunction
 
-import quantkit.kernels.gpu as kernels
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.gpu import expert_tiles
 from quantkit.kernels.gpu.expert_tiles import ExpertWeights
 from quantkit.kernels.gpu.packing import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight, Packing
 from quantkit.kernels.layouts import KVViews, kv_scheme, layer_layout
@@ -48,11 +42,10 @@ from quantkit.kernels.types import ActivationQuantization, AttentionOptions, Hea
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
 
-PROCESSORS = 132
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# In which types every launch is compiled for one chip of a generation. Chips of generation 8 need the same shared
+# Types in which every launch is compiled for one chip of a generation. Chips of generation 8 need the same shared
 # memory for a launch, and registers that differ by a few.
-WHOLE = {8: ("bf16",), 9: ("bf16", "fp16"), 10: ()}
+WHOLE = {8: (), 9: ("bf16",), 10: ()}
 Launches = dict[tuple[str, int], Launch]
 UNLAUNCHED = "in the package, but nothing here launches it"
 # Channels of a head, of the models that there are; any number up to 256 runs.
@@ -146,16 +139,10 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
                 scale = meta(count, 1, dtype=torch.float32)
                 rows = QuantizedActivations(codes=meta(count, width, dtype=codes), scale=scale, dtype=dtype)
                 w4a16.multiply(rows, weight, None)
-    os.environ["QUANTKIT_PDL"] = "1"
-    for count in (1, 16, 64):
-        recorder.label = f"int4 g128, {count} rows, dependent"
-        w4a16.multiply(meta(count, 4096, dtype=dtype), _packed(4, 128, dtype), None)
-    del os.environ["QUANTKIT_PDL"]
     _launch_quantization(recorder, dtype)
 
 
 def _launch_quantization(recorder: Recorder, dtype: torch.dtype) -> None:
-    from quantkit.kernels.gpu import int8_product
     from quantkit.kernels.gpu.quantize_activations import dequantize_rows, quantize_rows, scale_sums
 
     outputs, width = 8192, 4096
@@ -170,23 +157,6 @@ def _launch_quantization(recorder: Recorder, dtype: torch.dtype) -> None:
     recorder.label = "int8 sums to outputs"
     scale = meta(outputs, dtype=torch.float32)
     scale_sums(meta(64, outputs, dtype=torch.int32), meta(64, 1, dtype=torch.float32), scale, None, dtype)
-    for count in (16, 64, 300):
-        recorder.label = f"int8 x int8, {count} rows"
-        rows = quantize_rows(meta(count, width, dtype=dtype), ActivationQuantization(name="int8"))
-        int8_product.multiply_int8(rows, meta(outputs, width, dtype=torch.int8), scale, None)
-
-
-def launch_heads(recorder: Recorder, dtype: torch.dtype) -> None:
-    """Packed heads, of vocabularies that fill the chip and that do not."""
-    from quantkit.kernels.gpu import w4a16
-
-    for name in ("int8 channel", "int4 g128"):
-        bits, group, _, _ = PACKED[name]
-        for rows in (128256, 4096):
-            weight = _packed(bits, group, dtype, rows=rows)
-            for count in (1, 4, 16, 64):
-                recorder.label = f"{name} head of {rows}, {count} rows"
-                w4a16.multiply_head(meta(count, 4096, dtype=dtype), weight, None, 1.0, 0.0)
 
 
 def _batch(count: int) -> ForwardBatch:
@@ -223,7 +193,7 @@ def _launch_layer(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
-    from quantkit.kernels.gpu import paged_decode, paged_prefill, residual_store
+    from quantkit.kernels.gpu import kv_store, paged_attention
 
     layout = layer_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
     residual = meta(32, 8, layout.residual_tokens, dim, dtype=dtype) if layout.has_residual else None
@@ -231,15 +201,16 @@ def _launch_layer(
     states = meta(count, 32, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype)
     out = meta(count, 32, dim, dtype=dtype)
     recorder.label = f"{label}, batch {count}"
-    paged_decode.attend_tokens(states, views, _batch(count), options, out)
+    paged_attention.attend(states, views, _batch(count), options, out, single=True)
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
-    paged_prefill.attend_chunks(states, views, chunks, options, out)
+    paged_attention.attend(states, views, chunks, options, out, single=False)
     if residual is not None:
-        residual_store.store_chunks(states[1], views, chunks)
+        kv_store.store_keys(states[1], views, chunks)
     if dim == 128 and count == 1:
         recorder.label = f"{label}, drafts"
-        paged_prefill.attend_chunks(states, views, replace(chunks, query_lengths=(5,)), options, out)
+        drafts = replace(chunks, query_lengths=(5,))
+        paged_attention.attend(states, views, drafts, options, out, single=False)
     if count > 1 and options.window is None:
         _launch_entries(recorder, label, states, views)
 
@@ -257,9 +228,6 @@ def _launch_entries(recorder: Recorder, label: str, states: States, views: KVVie
         options = AttentionOptions(scale=0.1, interleaved=interleaved, norms=normed)
         recorder.label = label + ("" if normed is None else ", norms")
         kv_store.enter(states, views, _batch(count), options, angles)
-    if dim == 128 and views.key_residual is not None:
-        recorder.label = f"{label}, beside chunks"
-        kv_store.enter(states, views, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
 
 
 # Experts: name, bits, group, zeros, what fields and scales are.
@@ -311,8 +279,7 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
                 normalize=count == 8,
             )
             # An expert has T k / E tokens on average.
-            tokens_of = [size * count // picks for size in expert_tiles.tile_rows(kind[1] == 16)]
-            for tokens in (1, 4, *tokens_of) if count == 8 else (1, tokens_of[0]):
+            for tokens in (1, *(size * count // picks for size in (16, 32, 64, 128))) if count == 8 else (1, 256):
                 recorder.label = f"{picks} of {count} experts, {kind[0]}, {tokens} tokens"
                 x = meta(tokens, hidden, dtype=dtype)
                 shared, score = (x, meta(tokens, 1, dtype=dtype)) if count == 8 else (None, None)
@@ -320,7 +287,7 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
 
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
-    """Norms, rotation, gates."""
+    """Norms and gates."""
     from quantkit.kernels.gpu import ops
 
     for width in (64, 128, 4096, 8192, 16384):
@@ -332,10 +299,6 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
             fixed = ", fixed scale" if quantization.step else ""
             recorder.label = f"{width} features to {quantization.name}{fixed}"
             ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, x, quantization)
-    angles = meta(4, 64, dtype=torch.float32)
-    for interleaved in (False, True):
-        recorder.label = "interleaved" if interleaved else "halves"
-        ops.rotary_(meta(4, 32, 128, dtype=dtype), meta(4, 8, 128, dtype=dtype), angles, angles, interleaved)
     for name in ("silu", "gelu_pytorch_tanh"):
         recorder.label = name
         ops.gated(meta(4, 2 * 14336, dtype=dtype), name)
@@ -344,74 +307,37 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         ops.gated(meta(4, 2 * 14336, dtype=dtype), "silu", quantization)
 
 
-def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
-    """The draw and what comes before it, for vocabularies of all sizes."""
-    from quantkit.kernels.gpu import head, partial_argmax, sampling
-
-    single, whole, long = ({"dtype": kind} for kind in (torch.float32, torch.int32, torch.int64))
-    for size in (320, 32000, 50257, 128256, 262144):
-        recorder.label = f"{size} tokens"
-        sampling.choose(meta(4, size, **single), meta(4, **long), meta(4, **whole), meta(4, 3, **single))
-        for count in (4, head.MOST_ROWS + 1):  # of heads that are not packed
-            head.logits(lambda x: x, meta(count, size, dtype=dtype), 1.0, None)
-        partial_argmax.argmax(partial_argmax.empty_partial_argmax(4, -(-size // 16), torch.device("meta")))
-
-
 Work = Callable[[Recorder, torch.dtype], None]
-WORK: tuple[Work, ...] = (launch_linears, launch_experts, launch_attention, launch_small, launch_heads, launch_sampling)
+WORK: tuple[Work, ...] = (launch_linears, launch_experts, launch_attention, launch_small)
 
 
-def record(chip: int, dtypes: Iterable[str] = tuple(DTYPES), every: Sequence[Work] = WORK) -> list[Launch]:
+def record(chip: int) -> list[Launch]:
     """Every launch that the engine can make on a chip."""
     recorder = Recorder()
-    saved = JITFunction.run, kernels.num_processors, kernels.capability
-    JITFunction.run = lambda kernel, *values, **named: recorder.record(kernel, *values, **named)
-    modules = [
-        importlib.import_module(f"{kernels.__name__}.{info.name}") for info in pkgutil.iter_modules(kernels.__path__)
-    ]
-    for module in modules:
-        if hasattr(module, "num_processors"):
-            module.num_processors = lambda device: PROCESSORS
-        if hasattr(module, "capability"):
-            module.capability = lambda device: chip
-    try:
-        for dtype in dtypes:
+    with pretended(recorder.record, chip):
+        for dtype in DTYPES:
             recorder.suffix = f", {dtype}"
-            for work in every:
+            for work in WORK:
                 work(recorder, DTYPES[dtype])
-    finally:
-        JITFunction.run = saved[0]
-        for module in modules:
-            if hasattr(module, "num_processors"):
-                module.num_processors = saved[1]
-            if hasattr(module, "capability"):
-                module.capability = saved[2]
     return list(recorder.launches.values())
 
 
 def unlaunched(launches: Iterable[Launch]) -> set[str]:
     """Kernels of the package that nothing launched; device functions that kernels call do not count."""
-    kernels_here = set()
-    for info in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
-        for name, value in vars(module).items():
-            if isinstance(value, JITFunction) and name.endswith("_kernel"):
-                kernels_here.add(name)
-    return kernels_here - {launch.kernel.__name__ for launch in launches}
+    named = {name: value for module in modules() for name, value in vars(module).items()}
+    there = {name for name, value in named.items() if isinstance(value, JITFunction) and name.endswith("_kernel")}
+    return there - {launch.kernel.__name__ for launch in launches}
 
 
-def everything(
-    targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = tuple(DTYPES), every: Sequence[Work] = WORK
-) -> Launches:
+def everything() -> Launches:
     """All launches by key and chip."""
-    return {(launch.key, target): launch for target in targets for launch in record(target, dtypes, every)}
+    return {(launch.key, target): launch for target in SHARED_KIB for launch in record(target)}
 
 
 def to_compile(launches: Launches) -> Launches:
     """Those of all launches that are compiled, most important first.
 
-    For Hopper each one; of the generation before it each one in bfloat16, for the first of its chips that makes it; and
-    for every chip what has a type, a constant or an option that its kernel has not had there.
+    For Hopper each one in bfloat16; and for every chip each type, constant or option that its kernel has not had there.
     """
     chosen: Launches = {}
     had: set[tuple[str, int]] = set()
@@ -482,19 +408,6 @@ def _check() -> None:
     sys.exit(bool(said))
 
 
-def _compile_candidates(arguments: argparse.Namespace) -> None:
-    """Compile what `quantkit tune` may choose; nothing of it is kept, it is there to keep the choice narrow enough."""
-    from candidates import WORK as every
-
-    launches = everything(arguments.targets, arguments.dtypes, every)
-    work = [(launch, target) for (_, target), launch in launches.items() if arguments.kernel in launch.name]
-    print(f"{len(work)} candidates to compile", flush=True)
-    arguments.write = False
-    wrong = [item for item in _compile(work, Store(), arguments) if item.problem]
-    print(f"{len(work)} candidates compiled, {len(wrong)} with a problem")
-    sys.exit(bool(wrong))
-
-
 def main() -> None:
     """Compile what is not known, print what is wrong, write file and page."""
     parser = argparse.ArgumentParser()
@@ -506,12 +419,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare what is launched with what is known")
-    parser.add_argument("--candidates", action="store_true", help="compile what `quantkit tune` may choose")
     arguments = parser.parse_args()
     if arguments.check:
         _check()
-    if arguments.candidates:
-        _compile_candidates(arguments)
     launches = everything()
     chosen = to_compile(launches)
     store = Store() if arguments.all else replace(Store.read(), triton=triton.__version__)

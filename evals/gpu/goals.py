@@ -11,11 +11,9 @@ from typing import Any
 
 PARTS = (
     "machine",
-    "imports",
     "smoke",
     "tests",
     "linears",
-    "experts",
     "attention",
     "prefill",
     "end_to_end",
@@ -27,7 +25,7 @@ PARTS = (
 NEAR = ("8192 squared", "8B gate+up", "8B down", "8B qkv", "8B output")
 # Who else multiplies the same numbers; the first part of a name that fits.
 RIVALS = {
-    "w4a16": ("cublas bf16", "gptqmodel marlin", "gemlite a16w4", "torch tinygemm", "torchao int4"),
+    "w4a16": ("cublas bf16", "torch tinygemm"),
     "w8a8 int8": ("cublas bf16", "torch _int_mm"),
     "w8a8 fp8": ("cublas bf16", "torch _scaled_mm"),
     "": ("cublas bf16",),

@@ -1,4 +1,4 @@
-"""Linears by rows: quantkit's, as `build_linear` chooses them, against cuBLAS and low-bit products of others.
+"""Linears by rows: quantkit's, as `build_linear` chooses them, against cuBLAS and the low-bit products of torch.
 
 Weights are random and rotate through more than four L2 caches; the most telling figures come first, and what does not
 fit the time is left out.
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import peer_linears
 import torch
-from results import Results
+from results import Absent, Results
 from timing import dtype_on, gemm_rate, open_results, parse
 from torch import Tensor
 
@@ -36,6 +35,7 @@ SHAPES = {
     "70B down": (8192, 28672),
     "tiny": (128, 256),
 }
+GROUP = 128
 EIGHT = ("8B gate+up", "8B down", "8B qkv", "8B output")
 
 Make = Callable[[int, int, torch.device], Callable[[Tensor], Tensor]]
@@ -68,19 +68,61 @@ def _quantkit(name: str, rows: int, width: int, device: torch.device) -> Callabl
     return build_linear(weight, activation=activation, dtype=dtype_on(device.type), device=device)
 
 
+def cublas(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """bf16 by cuBLAS."""
+    weight = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    return lambda x: torch.nn.functional.linear(x.to(torch.bfloat16), weight)
+
+
+def tinygemm(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """torch's int4 product."""
+    if device.type != "cuda":
+        raise Absent("torch's tinygemm needs a CUDA device")
+    codes = torch.randint(0, 256, (rows, width // 2), device=device, dtype=torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+    scales = torch.randn(width // GROUP, rows, 2, device=device, dtype=torch.bfloat16)
+    return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales)
+
+
+def int_mm(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The bare product of INT8: inputs count as quantized already."""
+    weight = torch.randint(-128, 128, (rows, width), device=device, dtype=torch.int8).t()
+    inputs: dict[int, Tensor] = {}
+
+    def run(x: Tensor) -> Tensor:
+        if len(x) not in inputs:
+            inputs[len(x)] = torch.randint(-128, 128, x.shape, device=device, dtype=torch.int8)
+        return torch._int_mm(inputs[len(x)], weight)
+
+    return run
+
+
+def scaled_mm(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The bare product of FP8: inputs count as quantized already."""
+    if device.type != "cuda":
+        raise Absent("torch._scaled_mm by rows needs a CUDA device")
+    weight = torch.randn(rows, width, device=device).to(torch.float8_e4m3fn).t()
+    scale = torch.rand(1, rows, device=device)
+    inputs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def run(x: Tensor) -> Tensor:
+        if len(x) not in inputs:
+            inputs[len(x)] = x.to(torch.float8_e4m3fn), torch.rand(len(x), 1, device=device)
+        codes, row_scale = inputs[len(x)]
+        return torch._scaled_mm(codes, weight, scale_a=row_scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+    return run
+
+
 # What makes them, and the bytes of a weight where the linear does not say.
 KINDS: dict[str, tuple[Make, float]] = {
-    "cublas bf16": (peer_linears.cublas, 2.0),
-    "torch tinygemm": (peer_linears.tinygemm, 0.53),
-    "torch _int_mm": (peer_linears.int_mm, 1.0),
-    "torch _scaled_mm": (peer_linears.scaled_mm, 1.0),
-    "gemlite a16w4": (peer_linears.gemlite, 0.53),
-    "torchao int4": (peer_linears.torchao, 0.53),
-    "gptqmodel marlin": (peer_linears.marlin, 0.516),
+    "cublas bf16": (cublas, 2.0),
+    "torch tinygemm": (tinygemm, 0.53),
+    "torch _int_mm": (int_mm, 1.0),
+    "torch _scaled_mm": (scaled_mm, 1.0),
     **{name: (partial(_quantkit, name), scheme.dtype.bits / 8) for name, (scheme, _) in SCHEMES.items()},
 }
-W4 = ("cublas bf16", "quantkit w4a16 g128", "gptqmodel marlin", "torch tinygemm")
-SLOW = ("gemlite a16w4", "torchao int4")  # which tune themselves first
+W4 = ("cublas bf16", "quantkit w4a16 g128", "torch tinygemm")
 A8 = ("cublas bf16", "quantkit w8a8 fp8", "quantkit w8a8 int8", "torch _scaled_mm", "torch _int_mm")
 # Shapes, kinds and rows, most telling first; the first entry is a part of its own.
 PLAN: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], ...] = (
@@ -90,9 +132,8 @@ PLAN: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], ...] = (
     (("8192 squared", "8B gate+up"), A8, (512, 1024, 4096)),
     (("8B qkv", "8B output"), W4, (1, 16, 64)),
     (("8192 squared",), (*A8[:3], "quantkit w8a16", "quantkit fp8 w8a16", "quantkit w4a16 g128 asym"), (1, 16, 64)),
-    (("8192 squared",), SLOW, (1, 16, 64)),
     (("8192 squared",), W4, (2, 4, 8, 32, 128, 512, 1024, 4096)),
-    (("1B gate+up", "1B down", "70B down", "70B gate+up"), W4[:3], (1, 16, 64, 256)),
+    (("1B gate+up", "1B down", "70B down", "70B gate+up"), W4, (1, 16, 64, 256)),
     (EIGHT, A8[:3], (1, 16, 64, 256)),
 )
 TINY_PLAN = ((("tiny",), tuple(KINDS), (1, 17)),)

@@ -97,10 +97,6 @@ def bench_lines(run: Run) -> Iterator[str]:
     shares = {"share_of_copy": "of copy", "share_of_gemm": "of GEMM"}
     ratios = {"speedup": "to bf16", "peer": "to best peer"}
     yield from _table("Linears", linears, {"shape": "shape", "m": "M", "kind": "", **times, **ratios, **shares})
-    mixed = {"shape": "shape", "tokens": "tokens", "kind": "", "active": "experts read"}
-    yield from _table(
-        "Mixtures of experts", run.rows("experts"), {**mixed, **times, "speedup": "to the loop", **shares}
-    )
     case = {"batch": "batch", "context": "context", "new": "new", "kind": ""}
     own = {"speedup_to_own_bf16": "to own bf16"}
     yield from _table("Paged decode attention", run.rows("attention"), {**case, **times, **own, **shares})

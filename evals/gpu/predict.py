@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import triton
 from attention import PAGE
-from instructions import compiled
 from linears import SHAPES, random_weight
 from prediction import CHIPS, STORE, page
 from prediction import PAGE as RESULT
 from random_model import SCHEMES, settings
 from recorder import Launch, launch_of
+from resources import compiled
 from step_count import META, Call, Operations, StepCount, count_step, on_meta
 from torch.nn import functional
 

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import inspect
 import io
+import pkgutil
 import textwrap
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from triton.runtime.jit import JITFunction
 
+import quantkit.kernels.gpu as kernels
+
+PROCESSORS = 132
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -81,7 +88,7 @@ class Launch:
 
 @dataclass
 class Recorder:
-    """Stands in for the launcher of every kernel."""
+    """A stand-in for the launcher of every kernel."""
 
     label: str = ""
     suffix: str = ""
@@ -91,6 +98,38 @@ class Recorder:
         """Keep a launch instead of making it."""
         launch = launch_of(kernel, arguments_of(kernel, values, named), self.label + self.suffix)
         self.launches.setdefault(launch.key, launch)
+
+
+@contextmanager
+def pretended(
+    record: Callable[..., None], chip: int, processors: int = PROCESSORS, *, used: bool = False
+) -> Iterator[None]:
+    """Hand every launch to `record` in place of making it, while open, as on a GPU.
+
+    Args:
+        record: takes what `JITFunction.run` takes.
+        chip, processors: compute capability, multiprocessors.
+        used: tensors on any device are for the kernels.
+    """
+    given: dict[str, Any] = {"num_processors": lambda device: processors, "capability": lambda device: chip}
+    with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(JITFunction, "run", lambda kernel, *v, **named: record(kernel, *v, **named))
+        )
+        if used:
+            stack.enter_context(mock.patch.object(kernels, "is_used", lambda device: True))
+        for module in modules():
+            for name, value in given.items():
+                if name in vars(module):
+                    stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def modules() -> list[ModuleType]:
+    """Return the modules of the GPU kernels."""
+    return [
+        importlib.import_module(f"{kernels.__name__}.{info.name}") for info in pkgutil.iter_modules(kernels.__path__)
+    ]
 
 
 def arguments_of(kernel: JITFunction[Any], values: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:

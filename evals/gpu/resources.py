@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import triton
@@ -112,6 +113,49 @@ def compile_one(launch: Launch, target: int) -> Resources:
     return Resources(launch.name, launch.label, target, registers, done.metadata.shared, spills)
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel.
+
+    Args:
+        code: of the machine, disassembled.
+        registers: of a thread.
+        shared: bytes of a block.
+    """
+
+    code: str
+    registers: int
+    shared: int
+
+    @cached_property
+    def names(self) -> list[tuple[int, str, str]]:
+        """Address, name and text of each instruction; not of what fills the memory after the last."""
+        lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", self.code)
+        named = [(int(at, 16), re.sub(r"^@!?U?P\w+\s+", "", text).split()[0], text) for at, text in lines]
+        return [line for line in named if line[1] != "NOP"]
+
+    @property
+    def loops(self) -> list[list[str]]:
+        """Names of the instructions of each loop, in the order in which loops end."""
+        bodies = []
+        for at, _, text in self.names:
+            jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+            if jump and int(jump[1], 16) < at:
+                bodies.append([name for where, name, _ in self.names if int(jump[1], 16) <= where <= at])
+        return bodies
+
+
+def compiled(launch: Launch, target: int) -> Compiled:
+    """A launch compiled for a chip."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        code, usage = disassembled("-sass", file.name), disassembled("-res-usage", file.name)
+    return Compiled(code, int(re.search(r"REG:(\d+)", usage)[1]), done.metadata.shared)  # type: ignore[index]
+
+
 def compile_all(work: Sequence[tuple[Launch, int]], jobs: int) -> Iterator[tuple[Launch, Resources]]:
     """Compile for chips, in several processes; in no order."""
     _WORK[:] = work
@@ -160,8 +204,8 @@ def page() -> str:
         "Made by `python evals/gpu/compile_check.py --write` out of the `kernels-*.json` beside it, which have each",
         "variant; compiled with Triton's own compiler and assembler, nothing was run. Per kernel and chip: variants",
         "compiled, most registers of a thread, most shared memory of a block, most stores of spilled registers.",
-        "sm_90 has every launch that the engine makes, sm_80 every one in bfloat16, sm_86 and sm_89 in bfloat16 what",
-        "differs from it; besides, every chip has each type, constant and option of each kernel at least once.",
+        "sm_90 has every launch that the engine makes in bfloat16; besides, every chip has each type, constant and",
+        "option of each kernel at least once.",
         "A test holds files and page to the kernels: a changed kernel has to be compiled anew.",
     ]
     for store in map(Store.read, sorted(FOLDER.glob("kernels-*.json"))):

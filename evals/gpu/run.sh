@@ -34,7 +34,6 @@ if ! why=$("$PYTHON" -c "$needed" 2>&1); then
   exit 64
 fi
 gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')}
-[ "${QUANTKIT_PDL:-0}" = 0 ] || gpu=${gpu:-gpu}-pdl # other figures, so a folder of their own
 export RESULTS=$WORK/results/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
 export QUANTKIT_TRITON=force TRITON_STORE_BINARY_ONLY=1 # what else Triton keeps of a kernel is ten times as large
 export PYTHONPATH=$PWD:$WORK/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1

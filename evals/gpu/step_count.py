@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
-import pkgutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,20 +21,18 @@ from typing import Any
 import torch
 from attention import PAGE
 from random_model import SHAPES, WEIGHTS, make_model
-from recorder import arguments_of
+from recorder import PROCESSORS, arguments_of, pretended
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-import quantkit.kernels.gpu as kernels
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.model import NativeModel
 
 META = torch.device("meta")
-PROCESSORS = 132
 # Arguments that a kernel of quantkit only writes.
 _OF_EXPERTS = ("words", "scale", "zero", "outer")
-_WRITTEN = {"out", "total", "partial_out", "partial_sums", "partials", "counters", "partial_argmax"}
+_WRITTEN = {"out", "total", "partial_out", "partial_sums", "partials", "counters"}
 # Operations of torch that read as much of a table as they return.
 _LOOKUPS = ("embedding", "index")
 # Whose last tensor is (K, N).
@@ -125,7 +121,7 @@ def on_meta(count: StepCount, pools: set[int], chip: int = 90, processors: int =
 
     def record(kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         given = arguments_of(kernel, values, named)
-        pairs = given.get("chosen") if kernel.__name__ == "_expert_rows_kernel" else given.get("order")
+        pairs = given.get("order")
         # Of all experts, which lie in one tensor, the chosen are read.
         share = 1.0 if pairs is None or "words" not in given else min(1.0, pairs.numel() / len(given["words"]))
         read = cached = 0
@@ -138,21 +134,8 @@ def on_meta(count: StepCount, pools: set[int], chip: int = 90, processors: int =
                 read += round(value.nbytes * (share if name in _OF_EXPERTS else 1.0))
         count.calls.append(Call(kernel.__name__.strip("_"), read, 0, kernel, grid, given, cached))
 
-    modules = [importlib.import_module(f"{kernels.__name__}.{i.name}") for i in pkgutil.iter_modules(kernels.__path__)]
-    saved: list[tuple[Any, str, Any]] = [(JITFunction, "run", JITFunction.run), (kernels, "is_used", kernels.is_used)]
-    for module in modules:
-        saved += [
-            (module, name, vars(module)[name]) for name in ("num_processors", "capability") if name in vars(module)
-        ]
-    values = {"run": record, "is_used": lambda device: True}
-    values |= {"num_processors": lambda device: processors, "capability": lambda device: chip}
-    for owner, name, _ in saved:
-        setattr(owner, name, values[name] if name != "run" else lambda k, *v, **n: record(k, *v, **n))
-    try:
+    with pretended(record, chip, processors, used=True):
         yield
-    finally:
-        for owner, name, value in saved:
-            setattr(owner, name, value)
 
 
 def decode_batch(batch: int, context: int) -> ForwardBatch:
@@ -198,8 +181,7 @@ def count_step(
         count.calls.clear()
         count.num_layers = len(model.blocks)
         with Operations(count):
-            logits = model.forward(decode_batch(batch, context), cache)
-            assert logits.best is not None, "the likeliest tokens come with the logits"
+            model.forward(decode_batch(batch, context), cache).argmax(-1)
     return count, model
 
 

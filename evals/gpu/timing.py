@@ -23,6 +23,7 @@ from results import Results
 
 import quantkit.kernels.gpu as kernels
 from quantkit.benchmark.timing import measure
+from quantkit.kernels import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 _measuring = contextlib.ExitStack()  # for as long as the process lives
@@ -58,7 +59,12 @@ def refuse_torch() -> None:
 def rehearse() -> None:
     """Have quantkit take its GPU kernels on the CPU; `TRITON_INTERPRET=1` must have been set before Triton's import."""
     os.environ["QUANTKIT_NATIVE"] = "0"
-    kernels.is_used = lambda device: device.type == "cpu" and kernels.is_installed()  # type: ignore[assignment]
+
+    def is_used(device: torch.device) -> bool:
+        return device.type == "cpu" and kernels.is_installed() and os.environ.get("QUANTKIT_TRITON") != "0"
+
+    kernels.is_used = is_used  # type: ignore[assignment]
+    ops._on_gpu = lambda x: kernels.module("ops", x.device)
 
 
 def dtype_on(device: str) -> torch.dtype:

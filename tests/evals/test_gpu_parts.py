@@ -30,24 +30,13 @@ def evals(monkeypatch):
     return importlib.import_module
 
 
-CASE = """
-import json, os, sys
-print("a library's word")
-for name in sys.argv[sys.argv.index("--cases") + 1:]:
-    print(json.dumps({"off_by": 0.0}), flush=True) if name != "b" else os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_kernel_that_ends_its_process_costs_itself(evals, tmp_path, monkeypatch):
-    smoke, results = evals("smoke"), evals("results")
-    (tmp_path / "smoke.py").write_text(CASE)
-    monkeypatch.setattr(smoke, "__file__", str(tmp_path / "smoke.py"))
-    monkeypatch.setattr(smoke, "families", lambda tiny: {"w4": dict.fromkeys("abc")})
-    monkeypatch.setattr(signal, "signal", lambda *values: None)
-    monkeypatch.setenv("RESULTS", str(tmp_path))
-    rows = results.Results("smoke", {}, 60)
-    smoke.watch("w4", rows, SimpleNamespace(device="cpu", tiny=True))
-    assert [row.get("error") for row in rows.rows] == [None, "its process ended with -9", None]
+def test_families_that_fail_are_rows(evals, tmp_path, monkeypatch):
+    smoke = evals("smoke")
+    known = {"ops": smoke.first_run.Verdict(True, "right"), "attention": smoke.first_run.Verdict(False, "SIGSEGV")}
+    monkeypatch.setattr(smoke.first_run, "read_verdicts", lambda device: known)
+    assert smoke.verdict(torch.device("cpu"), "ops") == {"verdict": "right"}
+    with pytest.raises(AssertionError, match="SIGSEGV"):
+        smoke.verdict(torch.device("cpu"), "attention")
 
 
 def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
@@ -58,8 +47,8 @@ def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
     monkeypatch.setattr(timing.kernels, "refusals", lambda: (KeyError,))
     timing.parse()
     with timing._measuring, pytest.raises(KeyError):
-        timing.kernels.attempt("head", torch.device("cpu"), {}.__getitem__, "x")
-    assert timing.kernels.why_replaced("head", torch.device("cpu")) is None
+        timing.kernels.attempt("ops", torch.device("cpu"), {}.__getitem__, "x")
+    assert timing.kernels.why_replaced("ops", torch.device("cpu")) is None
 
 
 def test_memory_is_checked_in_a_call_with_time_for_it(evals, tmp_path, monkeypatch):

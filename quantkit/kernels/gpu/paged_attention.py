@@ -62,6 +62,35 @@ def _over_fresh(
     return top, total, acc, acc_high
 
 
+@triton.jit
+def _store(
+    out, out_strides, partial_out, partial_sums, counters, state, own_rows, head, sequence, num_splits, num_active,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, IS_SPLIT: tl.constexpr, MERGED: tl.constexpr,
+    CHUNK: tl.constexpr, HALVED: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of a program's rows, of which the last program to come merges the first MERGED."""
+    rows, kept, start, count, number, split = own_rows
+    out += start * out_strides[0] + head * GROUP * out_strides[1]
+    token, lane = number * TOKENS + rows // LANES, rows % LANES
+    at = out + token * out_strides[0] + lane * out_strides[1]
+    if IS_SPLIT:
+        if num_active > 1:
+            tile = (sequence * tl.num_programs(1) + head.to(tl.int32)) * (tl.num_programs(0) // num_splits) + number
+            merged = tl.arange(0, MERGED)
+            their_token, their_lane = number * TOKENS + merged // LANES, merged % LANES
+            real = (their_token < count) & (their_lane < GROUP)
+            merge_splits(
+                partial_out, partial_sums, counters + tile, tile * num_splits, split, num_active, rows, kept, state,
+                out + their_token * out_strides[0] + their_lane * out_strides[1], merged, real,
+                MERGED, CHUNK, HALVED, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
+            )  # fmt: skip
+        else:
+            store_out(at, kept, state, HALVED, V_WIDTH, V_BLOCK)
+    else:
+        store_out(at, kept, state, HALVED, V_WIDTH, V_BLOCK)
+
+
 @autotuned("ROWS", "TILE", "GROUP", "K_KIND", "V_KIND", "K_WIDTH", "IS_SPLIT", "SINGLE", staged=False)
 @triton.jit
 def _attend_kernel(
@@ -118,20 +147,11 @@ def _attend_kernel(
         value + start * value_strides[0] + head * value_strides[1], value_strides[0], state, scale, softcap, window,
         K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, FRESH,
     )  # fmt: skip
-    out_at = out + (start + token) * out_strides[0] + heads * out_strides[1]
-    if IS_SPLIT:  # noqa: SIM102 - one is known to the compiler, the other to the device
-        if num_active > 1:
-            tile = (sequence * tl.num_programs(1) + head.to(tl.int32)) * (tl.num_programs(0) // num_splits) + number
-            merged = tl.arange(0, MERGED)
-            token, lane = number * TOKENS + merged // LANES, merged % LANES
-            merged_at = out + (start + token) * out_strides[0] + (head * GROUP + lane) * out_strides[1]
-            merge_splits(
-                partial_out, partial_sums, counters + tile, tile * num_splits, split, num_active, rows, kept, state,
-                merged_at, merged, (token < count) & (lane < GROUP),
-                MERGED, CHUNK, V_KIND == 3, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
-            )  # fmt: skip
-            return
-    store_out(out_at, kept, state, V_KIND == 3, V_WIDTH, V_BLOCK)
+    own_rows = rows, kept, start, count, number, split
+    _store(
+        out, out_strides, partial_out, partial_sums, counters, state, own_rows, head, sequence, num_splits, num_active,
+        TOKENS, GROUP, LANES, IS_SPLIT, MERGED, CHUNK, V_KIND == 3, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
+    )  # fmt: skip
 
 
 def attend(

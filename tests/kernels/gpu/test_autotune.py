@@ -29,7 +29,8 @@ weight = quantized("int4", 128, True, (32, 2048))  # split: partials are counted
 for rows in (1, 1, 20):
     x = torch.randn(rows, 2048)
     check(w4a16.multiply(x, pack(weight, CPU), None), x, weight.dequantize())
-print(len(timed), len(kernel.cache), list(kernel.cache.values())[0].all_kwargs(), hasattr(paged_attention._attend_kernel, "cache"))
+fastest = list(kernel.cache.values())[0].all_kwargs()
+print(len(timed), len(kernel.cache), fastest, hasattr(paged_attention._attend_kernel, "cache"))
 """
 
 

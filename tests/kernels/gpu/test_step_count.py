@@ -33,7 +33,7 @@ print(json.dumps(found))
 """
 # Launches per layer of one step, those outside the layers shared among them: not to grow unseen.
 MOST = {"bf16": 9.3, "w8a8": 10.3, "fp8": 10.3, "w4a16 head8": 8.3, "8x1B": 10.7}
-EXPERT_KERNELS = ("expert_rows_kernel", "expert_tile_kernel", "route_kernel", "sort_kernel", "combine_kernel")
+EXPERT_KERNELS = ("expert_tile_kernel",)
 
 # Launches outside the layers, the greedy choice included: embedding, cosines, sines, norm, head, comparison of maxima.
 # What another head gives is widened to float32 in a launch of its own; a packed one does that itself.
@@ -59,7 +59,7 @@ def test_a_step_reads_the_weights_once_and_launches_no_more_than_it_did():
         share, per_layer, experts = result.pop(f"8x1B {weights}")
         assert share == pytest.approx(1.0, abs=0.01), weights
         assert per_layer <= MOST["8x1B"], weights
-        assert experts == ["expert_rows_kernel 32", "route_kernel 16"], weights  # two products and a choice per layer
+        assert experts == ["expert_tile_kernel 32"], weights  # two products per layer
     for name, (share, per_layer, outside) in result.items():
         assert share == pytest.approx(1.0, abs=0.01), name
         assert per_layer <= MOST[name.rpartition(" ")[0]], name
