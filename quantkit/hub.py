@@ -18,7 +18,7 @@ from quantkit.quantities import byte_size
 from quantkit.report.markdown import markdown_table, plain
 from quantkit.report.table import Column, Table
 from quantkit.report.tables import engine_table
-from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
+from quantkit.safety.untrusted import MAX_YAML_BYTES, parse_yaml
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -15,7 +15,6 @@ from typing import Any
 from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.engines import StoredLinear, StoredModel, judge_all
 from quantkit.errors import CheckpointError, ModelError, ReportError
 from quantkit.formats import recognise
@@ -26,8 +25,9 @@ from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.families import find as find_family
 from quantkit.numerics.scheme import LinearScheme, Scheme
+from quantkit.output.replaceable import MANIFEST
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 __all__ = ["compare", "inspect", "read_manifest", "section"]
 

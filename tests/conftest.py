@@ -24,10 +24,10 @@ import quantkit
 from quantkit.benchmark import ceilings
 from quantkit.checkpoints import tokenizer
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData
+from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.families import find
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import LinearScheme, WeightScheme

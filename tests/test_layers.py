@@ -19,16 +19,15 @@ LAYERS = {
     "__main__": 12,  # python -m quantkit
     "cli": 11,
     "api": 11,
-    "sweep": 10,  # recipes times models, by trials
+    "sweep": 10,  # recipes times models
+    "sweep.trials": 8,  # commands as children, here or on Ray
     "bit_search": 10,  # compresses and runs to find what to compress to
     "evaluate.verify": 10,  # asks everything below what a checkpoint is worth
     "server": 10,  # HTTP around the engine
     "": 9,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "evaluate": 9,
     "benchmark": 9,
-    "trials": 8,  # commands as children, here or on Ray
     "runtime": 8,
-    "vllm_engine": 8,  # vLLM as one object
     "planning": 7,
     "compress": 7,  # nothing but its rooms
     "compress.pipeline": 7,
@@ -49,10 +48,9 @@ LAYERS = {
     "runtime.detokenizer": 2,
     "runtime.json_output": 2,
     "runtime.devices": 4,
-    "remote": 1,  # servers, as their clients see them
+    "server.client": 1,
     "hub": 5,  # a card says what inspection saw
     "inspection": 4,
-    "dense_source": 4,
     "report": 4,
     "kernels.ops": 4,  # picks among the three below, which do not know each other
     "kernels.torch": 3,
@@ -60,7 +58,10 @@ LAYERS = {
     "kernels.gpu": 3,
     "kernels": 2,  # types, page layouts and the reference, which all of them agree with
     "formats": 3,
-    "checkpoints": 3,
+    "checkpoints": 2,
+    "checkpoints.dense_source": 4,
+    "huggingface": 3,  # a transformers model, one layer at a time
+    "output": 3,
     "results.gates": 3,
     "results.statistics": 2,
     "models.families": 2,
@@ -68,16 +69,14 @@ LAYERS = {
     "numerics": 1,
     "models": 1,
     "results": 1,
-    "devices": 1,
     "runtime.cache.policies": 1,  # their names are choices of an option
     "errors": 0,
     "registry": 0,
     "settings": 0,
-    "cores": 0,  # how many this process may keep busy
+    "machine": 0,  # its cores, devices and memory
+    "safety": 0,  # bounds on what other people's files cause
     "native": 0,  # C, compiled at first use
-    "child": 0,  # work that may not end
     "distributed": 1,  # work that several processes share
-    "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data
 }

@@ -102,8 +102,8 @@ def measure_model(model: str | None, shown: str, streams: list[int], rounds: int
     from quantkit.benchmark import http
     from quantkit.benchmark.latency import run_load
     from quantkit.benchmark.workload import Load, closed_loop, make_load
-    from quantkit.remote import Remote
     from quantkit.runtime.llm import LLM
+    from quantkit.server.client import Remote
 
     cores, sizes = Cores(), {"prompt_tokens": TOKENS, "new_tokens": TOKENS, "num_warmup": 0}
     os.sched_setaffinity(0, cores.engine)

@@ -56,7 +56,7 @@ def measure(url: str, streams: int, rounds: int) -> Figures:
 
     from quantkit.benchmark.http import measure_server
     from quantkit.benchmark.options import BenchmarkOptions
-    from quantkit.remote import Remote
+    from quantkit.server.client import Remote
 
     sizes = {"prompt_tokens": TOKENS, "new_tokens": TOKENS, "num_requests": max(4, 2 * streams)}
     asked = BenchmarkOptions(concurrencies=(streams,), rounds=rounds, **sizes)

@@ -21,7 +21,7 @@ PACKAGES = ("quantkit", "torch", "transformers", "starlette", "uvicorn", "aiohtt
 
 def about(**further: Any) -> dict[str, Any]:
     """Commit, versions and machine, and how busy others keep it: figures of a busy machine are no claims."""
-    from quantkit.devices import processor_name
+    from quantkit.machine.devices import processor_name
 
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

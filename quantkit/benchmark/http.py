@@ -14,8 +14,8 @@ from quantkit.benchmark.compare import join_rounds
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.workload import Load, make_load
 from quantkit.errors import RequestError
-from quantkit.remote import Remote
 from quantkit.results import BenchmarkRun, RequestTiming
+from quantkit.server.client import Remote
 
 COMMON_TOKENS = 1000
 """So many tokens every model knows: what prompts are made of where no checkpoint says how many there are."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction
-from quantkit.checkpoints.memory import resident_bytes
+from quantkit.machine.memory import resident_bytes
 from quantkit.results import MemoryRecord
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.llm import LLM

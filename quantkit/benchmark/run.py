@@ -17,7 +17,7 @@ from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.source import resolve
-from quantkit.devices import pick_device, processor_name
+from quantkit.machine.devices import pick_device, processor_name
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
 

@@ -11,9 +11,9 @@ from quantkit.benchmark.compare import join_rounds
 from quantkit.benchmark.latency import run_load
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.workload import check_capacity, make_load
-from quantkit.devices import processor_name
+from quantkit.machine.devices import processor_name
 from quantkit.results import BenchmarkResult
-from quantkit.vllm_engine import VllmLLM
+from quantkit.runtime.vllm_engine import VllmLLM
 
 
 def measure_served(

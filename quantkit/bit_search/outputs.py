@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.bit_search.options import SearchOptions
-from quantkit.checkpoints.replaceable import check_regular
-from quantkit.checkpoints.staging import Stage, open_stage
-from quantkit.checkpoints.work_folder import WorkFolder, work_folder
-from quantkit.checkpoints.writer import writing
 from quantkit.errors import OutputError
+from quantkit.output.replaceable import check_regular
+from quantkit.output.staging import Stage, open_stage
+from quantkit.output.work_folder import WorkFolder, work_folder
+from quantkit.output.writer import writing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,9 @@ import yaml
 from quantkit.bit_search.candidates import Candidate, override
 from quantkit.bit_search.sensitivities import MeasuredGroup
 from quantkit.bit_search.solve import Choice
-from quantkit.checkpoints.writer import write_text
 from quantkit.compress.recipe import Recipe
 from quantkit.models.linear_sets import common_owner
+from quantkit.output.writer import write_text
 
 _FEW = 4  # modules of a group that are listed by name; of more a pattern is looked for
 

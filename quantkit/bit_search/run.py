@@ -36,7 +36,6 @@ from quantkit.bit_search.solve import Choice
 from quantkit.bit_search.state import SearchState
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
-from quantkit.checkpoints.writer import write_json
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import GENERAL_TEXT
@@ -46,9 +45,10 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.numerics.dtype import find_dtype
+from quantkit.output.writer import write_json
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
-from quantkit.trials import Command, Trial, check_place, planned_bytes, run_trials
+from quantkit.sweep.trials import Command, Trial, check_place, planned_bytes, run_trials
 
 _REFERENCE_BYTES = 2 << 30  # of the original's logits on them
 _TRIES = 3  # recipes that are made and measured before a target is given up

@@ -26,7 +26,7 @@ from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
 from quantkit.evaluate.sensitivity import Probe
 from quantkit.results import CompressionResult, LinearRecord
 from quantkit.runtime.llm import LLM
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

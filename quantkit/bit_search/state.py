@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, write_state
-from quantkit.devices import MAX_THREADS, threads_within_quota
 from quantkit.errors import ResumeError
+from quantkit.machine.devices import MAX_THREADS, threads_within_quota
 
 
 class SearchState:

@@ -1,1 +1,1 @@
-"""Bytes in, bytes out: reading and writing safetensors checkpoints within bounded memory, never the whole model."""
+"""Checkpoints read tensor by tensor: what a folder holds, its bytes, and its tokenizer."""

@@ -10,7 +10,7 @@ from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.symlinks import check_links, check_pointers
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.quantities import byte_size
-from quantkit.untrusted import MAX_TEXT_BYTES, check_path, read_object, shorten
+from quantkit.safety.untrusted import MAX_TEXT_BYTES, check_path, read_object, shorten
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"

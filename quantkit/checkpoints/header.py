@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
 from quantkit.quantities import byte_size
-from quantkit.untrusted import opened, parse_object, shorten
+from quantkit.safety.untrusted import opened, parse_object, shorten
 
 if TYPE_CHECKING:
     import torch

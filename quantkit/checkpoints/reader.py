@@ -22,10 +22,10 @@ from torch import Tensor
 from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
-from quantkit.cores import available_cores
 from quantkit.errors import CheckpointError, suggestion
+from quantkit.machine.cores import available_cores
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.untrusted import CHUNK_BYTES, opened, read_chunks
+from quantkit.safety.untrusted import CHUNK_BYTES, opened, read_chunks
 
 if sys.byteorder != "little":
     raise ImportError("quantkit.checkpoints needs a little-endian machine: safetensors stores little-endian numbers")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.errors import ModelError, first_line
-from quantkit.untrusted import read_object, shorten
+from quantkit.safety.untrusted import read_object, shorten
 
 # Folders inside a model's folder that transformers reads.
 _READ_FOLDERS = ("additional_chat_templates",)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from quantkit.child import ends_well
 from quantkit.errors import ModelError, first_line
-from quantkit.untrusted import bounded
+from quantkit.safety.child import ends_well
+from quantkit.safety.untrusted import bounded
 
 _TIMEOUT_S, _MAX_BYTES = 20.0, 1 << 30
 _CHAT_S, _CHAT_BYTES = 10.0, 1 << 30

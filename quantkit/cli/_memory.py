@@ -8,7 +8,7 @@ import resource
 import sys
 from importlib.abc import MetaPathFinder
 
-from quantkit.child import ends_well
+from quantkit.safety.child import ends_well
 
 _TIMEOUT_S = 60.0
 _HEAVY = ("numpy", "torch")

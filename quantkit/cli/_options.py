@@ -194,8 +194,8 @@ def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
 
 def launch_ranks(nproc: int) -> NoReturn:
     """Do this command as so many processes of this machine, and exit with their code."""
-    from quantkit.child import QUANTKIT, python
     from quantkit.distributed import launch
+    from quantkit.safety.child import QUANTKIT, python
 
     click.get_current_context().exit(launch(nproc, [*python(QUANTKIT), *sys.argv[1:]]))
 
@@ -238,7 +238,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
 def _engine_option(text: str) -> tuple[str, Any]:
     """`NAME=VALUE`, the value in YAML, of which JSON is a part."""
     from quantkit.errors import RequestError
-    from quantkit.untrusted import parse_yaml
+    from quantkit.safety.untrusted import parse_yaml
 
     name, equals, value = text.partition("=")
     if not equals or not name.strip():

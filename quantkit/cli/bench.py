@@ -167,8 +167,8 @@ def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: 
     from quantkit.benchmark.http import COMMON_TOKENS, measure_server
     from quantkit.checkpoints.source import resolve
     from quantkit.checkpoints.tokenizer import load_tokenizer
-    from quantkit.remote import Remote
     from quantkit.report.speed_tables import throughput_table
+    from quantkit.server.client import Remote
 
     remote, vocab_size, avoid = Remote(url), COMMON_TOKENS, tuple(range(10))  # the first ones are often special
     if checkpoint is not None:

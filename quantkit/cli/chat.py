@@ -154,7 +154,7 @@ def _from_engine(checkpoint: str | None, engine: dict[str, Any], sampling: dict[
 def _from_server(url: str, sampling: dict[str, Any]) -> Answer:
     import asyncio
 
-    from quantkit.remote import Remote
+    from quantkit.server.client import Remote
 
     body = {"temperature": 0.0, **sampling}
 

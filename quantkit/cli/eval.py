@@ -122,7 +122,7 @@ def _ask(
     """Load, ask, and let go of the model again."""
     from quantkit.evaluate.engine import load_llm
     from quantkit.evaluate.run import evaluate
-    from quantkit.vllm_engine import VllmLLM
+    from quantkit.runtime.vllm_engine import VllmLLM
 
     name = model or "the demo model"
     output_to.tell(f"{name}: loading")

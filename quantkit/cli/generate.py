@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.prompts import Prompts
     from quantkit.runtime.types import Completion
-    from quantkit.vllm_engine import VllmLLM
+    from quantkit.runtime.vllm_engine import VllmLLM
 
 
 @click.command("generate", cls=Command, short_help="Stream text from the bundled runtime.")
@@ -92,7 +92,7 @@ def _generate_served(
     stats: bool,
 ) -> None:
     """The same by vLLM, of whose memory and traffic nothing is told."""
-    from quantkit.vllm_engine import VllmLLM
+    from quantkit.runtime.vllm_engine import VllmLLM
 
     with VllmLLM(checkpoint, options=vllm, **engine) as llm:
         completion = _stream(llm, output_to, encode(llm), params)

@@ -51,7 +51,7 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
 
 
 def _show_kernels(output_to: Output, device: str) -> None:
-    from quantkit.devices import pick_device
+    from quantkit.machine.devices import pick_device
     from quantkit.runtime.engine.first_run import identity, self_test, verdict_file
 
     chosen = pick_device(device)

@@ -96,7 +96,7 @@ def command(
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     from quantkit import distributed
-    from quantkit.checkpoints.memory import importing, spare_memory
+    from quantkit.machine.memory import importing, spare_memory
 
     if gates and not verify:
         raise click.UsageError("--gate has no effect without --verify; add it")

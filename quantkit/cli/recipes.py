@@ -59,7 +59,7 @@ def show_command(output_to: Output, *, name: str) -> None:
 
     from quantkit.compress.recipe import load, shipped
     from quantkit.errors import RecipeError
-    from quantkit.untrusted import read_text
+    from quantkit.safety.untrusted import read_text
 
     recipe = load(name)
     if output_to.as_json:

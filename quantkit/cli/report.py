@@ -42,9 +42,9 @@ def command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | N
 
 
 def _write_page(output: Path, page: Callable[[], str], overwrite: bool = False) -> None:
-    from quantkit.checkpoints.replaceable import check_text
-    from quantkit.checkpoints.staging import open_stage
-    from quantkit.checkpoints.writer import write_text
+    from quantkit.output.replaceable import check_text
+    from quantkit.output.staging import open_stage
+    from quantkit.output.writer import write_text
     from quantkit.report.files import SIGNS
 
     check = partial(check_text, sign=SIGNS["report.html"])

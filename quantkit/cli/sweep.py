@@ -65,7 +65,7 @@ def command(
       quantkit sweep gptq-int4,awq-int4 demo,./my-model --jobs 2 -o compared
       quantkit sweep gptq-int4,awq-int4 --on ray --no-bench
     """
-    from quantkit.sweep import SweepOptions, compare_trials, sweep
+    from quantkit.sweep.run import SweepOptions, compare_trials, sweep
 
     asked = [_recipe(name, changes) for name in _listed(recipes)]
     _check_before(asked, changes, verify)

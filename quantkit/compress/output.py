@@ -13,11 +13,11 @@ from torch import Tensor
 from quantkit.checkpoints.folder import CONFIG_NAME, metadata_files
 from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.writer import write_index, write_json, write_shard
 from quantkit.errors import AuditError
 from quantkit.formats.base import Format, identical
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.output.writer import write_index, write_json, write_shard
 
 
 class Shard:

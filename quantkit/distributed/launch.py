@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from quantkit.cores import available_cores
 from quantkit.distributed.lifeline import LAUNCHED, RESUME, lost, say
 from quantkit.errors import ResourceError
+from quantkit.machine.cores import available_cores
 
 
 def launch(nproc: int, command: Sequence[str]) -> int:

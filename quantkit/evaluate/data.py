@@ -7,7 +7,7 @@ from pathlib import Path
 from quantkit.demo import bundled_folder, is_demo
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import Evaluated
-from quantkit.untrusted import MAX_TEXT_BYTES, read_text, shorten
+from quantkit.safety.untrusted import MAX_TEXT_BYTES, read_text, shorten
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
-from quantkit.devices import pick_device
 from quantkit.distributed import broadcast, world
+from quantkit.machine.devices import pick_device
 from quantkit.models.config import NotNative
 from quantkit.runtime.engine.threads import choose_threads
 from quantkit.runtime.llm import LLM

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.dense_source import open_dense
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.inspection import read_manifest
 from quantkit.kernels.types import Linear, WrappedLinear

@@ -23,7 +23,7 @@ from quantkit.evaluate.perplexity import DEFAULT_WINDOW, adds_bos, perplexity
 from quantkit.evaluate.suites import Asked, LongContext, Text, load_suite
 from quantkit.evaluate.tasks import check_tasks, load_tasks
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
-from quantkit.vllm_engine import VllmLLM
+from quantkit.runtime.vllm_engine import VllmLLM
 
 if TYPE_CHECKING:
     from quantkit.evaluate.language_model import QuantkitLM

@@ -5,7 +5,7 @@ from typing import Any
 
 from quantkit.checkpoints.source import resolve
 from quantkit.errors import DataError
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 
 def check_same_language(model: str | None, baseline: str | None) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
-from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.distributed import share_out
 from quantkit.evaluate.engine import Evaluated
+from quantkit.machine.memory import release_freed_memory
 from quantkit.quantities import elapsed
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText

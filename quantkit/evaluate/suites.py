@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, suggestion
-from quantkit.untrusted import parse_yaml, read_text, shorten
+from quantkit.safety.untrusted import parse_yaml, read_text, shorten
 
 Count = Annotated[int, Field(ge=1)]
 

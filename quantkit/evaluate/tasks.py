@@ -13,7 +13,7 @@ from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.data import find_items
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.untrusted import parse_yaml, read_text
+from quantkit.safety.untrusted import parse_yaml, read_text
 
 LOCAL = "local_"
 BLIMP = "local_blimp_"

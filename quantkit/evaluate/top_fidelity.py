@@ -20,7 +20,7 @@ from quantkit.errors import ModelError
 from quantkit.evaluate.fidelity import GREEDY_TOKENS, Texts, Windows, divergences, greedy_texts
 from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
-from quantkit.vllm_engine import TopLogprobs, VllmLLM
+from quantkit.runtime.vllm_engine import TopLogprobs, VllmLLM
 
 _NOTHING = 1e-6  # log-probabilities are float32, so their sums say nothing of less
 

@@ -4,7 +4,7 @@ import importlib.metadata
 from typing import Any
 from unittest.mock import patch
 
-from quantkit.vllm_engine import VllmLLM, import_vllm
+from quantkit.runtime.vllm_engine import VllmLLM, import_vllm
 
 
 def make_vllm_model(llm: VllmLLM, *, add_bos_token: bool | None) -> Any:

@@ -27,7 +27,7 @@ from gguf import GGMLQuantizationType as Block
 
 from quantkit.errors import CheckpointError
 from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
-from quantkit.untrusted import opened, read_chunks, shorten
+from quantkit.safety.untrusted import opened, read_chunks, shorten
 
 _MAGIC, _ALIGNMENT = b"GGUF", 32
 _LARGEST = float(np.finfo(np.float32).max)

@@ -23,7 +23,7 @@ from quantkit.formats.base import Format, matrix_shape
 from quantkit.numerics.dtype import INT8, NF4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
-from quantkit.untrusted import parse_object, shorten
+from quantkit.safety.untrusted import parse_object, shorten
 
 _STATE = "weight.quant_state.bitsandbytes__"
 

@@ -6,7 +6,7 @@ from quantkit.errors import ModelError
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import Family
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 _FULL = ("full_attention", "attention", "global_attention", "indexed_attention")
 _WINDOWED = {

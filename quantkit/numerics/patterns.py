@@ -17,7 +17,7 @@ from typing import Any
 import regex
 
 from quantkit.errors import SchemeError
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 MAX_EXPRESSIONS = 4096
 _MAX_LENGTH = 1000

@@ -19,7 +19,7 @@ from quantkit.models.families import family_for_counting
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import parse_parameters, scaled_count
-from quantkit.untrusted import parse_yaml, read_object, read_text
+from quantkit.safety.untrusted import parse_yaml, read_object, read_text
 
 # What a shape file may say: every entry of a config.json that the count reads.
 KEYS = (
@@ -153,8 +153,8 @@ def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
     @functools.cache
     def reader() -> Any:
         # Imported where a recipe keeps codes: torch and transformers' libraries come with it.
+        from quantkit.checkpoints.dense_source import open_dense
         from quantkit.checkpoints.model_reader import ModelReader
-        from quantkit.dense_source import open_dense
 
         return ModelReader.of(open_dense(folder), model.family)
 

@@ -22,7 +22,7 @@ from quantkit.report.page import render_html
 from quantkit.report.tables import VERDICTS, recovery_text
 from quantkit.results import Report
 from quantkit.results.gates import gate_numbers
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 
 def dumps(report: Report) -> str:

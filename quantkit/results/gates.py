@@ -14,7 +14,7 @@ from quantkit.quantities import interval
 from quantkit.results import BenchmarkRun, Comparison, GateResult, Report, SensitivityProposal
 from quantkit.results.statistics.comparison import ANSWER_LENGTH
 from quantkit.results.statistics.summary import median
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 Values = dict[str, float]  # by subject; the first is meant when a gate names none
 Read = Callable[[Report], Mapping[str, float | None]]

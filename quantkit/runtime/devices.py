@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.checkpoints.memory import proc_bytes
+from quantkit.machine.memory import proc_bytes
 
 
 def free_bytes(device: torch.device) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.child import python
 from quantkit.errors import RequestError, first_line
+from quantkit.safety.child import python
 
 # Between JSON's parts: room for indentation, and no more, since models that are forced may write blanks without end.
 _WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
-from quantkit.devices import pick_device
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import page_bytes
+from quantkit.machine.devices import pick_device
 from quantkit.native.neighbours import watch_neighbours
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine import status

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.errors import RequestError
 from quantkit.results import RequestTiming
+from quantkit.safety.untrusted import shorten
 from quantkit.settings import setting
-from quantkit.untrusted import shorten
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,11 @@ import numpy as np
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.errors import QuantkitError, RequestError
+from quantkit.machine.memory import release_freed_memory
+from quantkit.safety.untrusted import parse_object
 from quantkit.server.bridge import Busy
 from quantkit.server.schemas import Schema, explain
-from quantkit.untrusted import parse_object
 
 MAX_BODY_BYTES = 1 << 24
 BODY_SECONDS = 30.0

@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from quantkit.errors import RequestError
 from quantkit.runtime.types import PromptScoring, SamplingParams
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 MOST_PROMPTS, MOST_STOPS, MOST_LOGPROBS, MOST_MESSAGES = 1024, 64, 20, 4096
 MOST_PARTS, MOST_TOOLS = 1024, 1024

@@ -23,7 +23,7 @@ from quantkit.errors import GateFailure, OutputError, RecipeError, ResourceError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.results import SearchResult
-from quantkit.trials import Outcome
+from quantkit.sweep.trials import Outcome
 from tests.helpers import TEXT
 
 ENGINE = {"dtype": "float32", "threads": 1}

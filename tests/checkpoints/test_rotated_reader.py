@@ -10,9 +10,9 @@ import torch
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.rotated_reader import RotatedReader
-from quantkit.checkpoints.writer import copy_tensors
 from quantkit.errors import ModelError
 from quantkit.models.families import find
+from quantkit.output.writer import copy_tensors
 from tests.helpers import edit_config, make_model, transformers_logits
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from quantkit.checkpoints import tokenizer as module
 from quantkit.checkpoints.tokenizer import load_tokenizer
-from quantkit.child import ends_well
 from quantkit.cli import main
 from quantkit.errors import ModelError, RequestError
 from quantkit.runtime.llm import LLM
+from quantkit.safety.child import ends_well
 from tests.helpers import make_model, save_tokenizer
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -18,7 +18,7 @@ from quantkit.inspection import inspect
 from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.cache_schemes import follows_checkpoint
-from quantkit.untrusted import parse_object, read_object
+from quantkit.safety.untrusted import parse_object, read_object
 from tests.helpers import make_model
 
 

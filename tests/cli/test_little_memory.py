@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from quantkit.checkpoints import memory
 from quantkit.demo import DEMO_MODEL
+from quantkit.machine import memory
 
 
 @pytest.mark.parametrize("kib", [300_000, 500_000, 570_000])
@@ -33,7 +33,7 @@ def test_what_is_never_called_is_not_imported(installed):
     """By transformers and compressed-tensors, where those are there; it can be, later."""
     code = (
         f"import sys, importlib; sys.modules |= {{}} if {installed} else {{'compressed_tensors': None}};"
-        "from quantkit.checkpoints import memory; memory.spare_memory();"
+        "from quantkit.machine import memory; memory.spare_memory();"
         "import quantkit.compress.pipeline;"
         "unused = {*memory._OPTIONAL, 'gguf', 'datasets', 'pandas', 'sklearn', 'torchvision', 'vllm', 'ray'};"
         "print(unused & sys.modules.keys() or [], 'transformers.loss' in sys.modules);"

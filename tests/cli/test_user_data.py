@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.checkpoints import writer
-from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.work_folder import work_folder
 from quantkit.evaluate.verify.pair import check_output, check_pair
 from quantkit.inspection import inspect
+from quantkit.output import writer
+from quantkit.output.staging import open_stage
+from quantkit.output.work_folder import work_folder
 from quantkit.report.files import SIGNS, read_report, write_report
 from tests import forked
 from tests.helpers import TEXT, make_model, tree

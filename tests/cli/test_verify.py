@@ -100,7 +100,7 @@ def compress(run, output, *args):
 
 
 def test_a_checkpoint_that_holds_keeps_its_name(run, tmp_path, three_items, monkeypatch):
-    monkeypatch.setattr("quantkit.checkpoints.memory.spare_memory", lambda: pytest.fail("measured with less memory"))
+    monkeypatch.setattr("quantkit.machine.memory.spare_memory", lambda: pytest.fail("measured with less memory"))
     code, out, _ = compress(run, tmp_path / "out", "--gate", "kl<=5")
     assert code == 0
     assert "The gate holds." in out

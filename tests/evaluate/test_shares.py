@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from quantkit.checkpoints.memory import resident_bytes
 from quantkit.demo import DEMO_MODEL
 from quantkit.evaluate import shares
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.shares import Meter, cut, generate_in_turns, score_in_turns
+from quantkit.machine.memory import resident_bytes
 from quantkit.runtime.types import SamplingParams, ScoredText
 
 

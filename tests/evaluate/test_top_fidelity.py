@@ -11,7 +11,7 @@ from quantkit.errors import ModelError
 from quantkit.evaluate.fidelity import distances
 from quantkit.evaluate.top_fidelity import TopReading, bounds, top_fidelity
 from quantkit.results import FidelityResult
-from quantkit.vllm_engine import TopLogprobs
+from quantkit.runtime.vllm_engine import TopLogprobs
 
 
 def logits(rows: int = 64, vocab: int = 300, noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.errors import ModelError
+from quantkit.huggingface.experts import rebuild_layer
 from quantkit.models.description import describe
 from quantkit.models.families import find, supported
 from tests.helpers import COMPRESSED_ONLY, EVERY_FAMILY, EXPERT_FAMILIES, known_to_transformers, tiny_config

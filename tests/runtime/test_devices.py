@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.devices import pick_device
 from quantkit.errors import InputError
+from quantkit.machine.devices import pick_device
 
 
 def test_devices():

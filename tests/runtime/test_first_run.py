@@ -136,7 +136,7 @@ def test_inspect_makes_the_same_test_and_the_next_load_knows_it(load, no_child, 
     from quantkit.cli import main
 
     load(ops="right", attention="wrong")
-    monkeypatch.setattr("quantkit.devices.pick_device", lambda name: DEVICE)
+    monkeypatch.setattr("quantkit.machine.devices.pick_device", lambda name: DEVICE)
     verdicts = {"ops": Verdict(True, "0.10% off"), "attention": Verdict(False, "SIGSEGV")}
     monkeypatch.setattr(first_run, "_try", lambda device, family: verdicts[family])
     assert main(["inspect", "--device", "--json"], standalone_mode=False) in (None, 0)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoints.memory import peak_bytes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, ResourceError
 from quantkit.formats import compressed_tensors
 from quantkit.kernels import cpu
+from quantkit.machine.memory import peak_bytes
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, WeightScheme

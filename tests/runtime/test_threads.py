@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from quantkit.child import ends_well
 from quantkit.errors import InputError
 from quantkit.runtime.engine import threads
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
+from quantkit.safety.child import ends_well
 from tests.helpers import make_model
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from quantkit.checkpoints.layer_call import Batch, states_of
-from quantkit.checkpoints.writer import write_shard
 from quantkit.compress.calibration.layer import LayerContext, hidden_states
+from quantkit.huggingface.layer_call import Batch, states_of
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
+from quantkit.output.writer import write_shard
 
 # Keeps gradients of float16 layers away from both ends of its range; signs do not depend on it.
 _LOSS_SCALE = 1024.0

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.algorithms._autoround_block import Examples, TunedBlock, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
 from quantkit.compress.algorithms._options import Positive, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
+from quantkit.machine.memory import release_freed_memory
 from quantkit.numerics.affine import search_parameters
 from quantkit.numerics.tensor import QuantizedTensor
 

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.algorithms._gptq_factor import Factor, cholesky_factor
 from quantkit.compress.algorithms._gptq_fit import fit_scales
 from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds, is_of_one_expert, owners
@@ -24,6 +23,7 @@ from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram, Workspace
 from quantkit.distributed import assign, fill, rank, share_out, world
+from quantkit.machine.memory import release_freed_memory
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import WeightGrid

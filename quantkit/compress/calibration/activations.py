@@ -17,11 +17,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from quantkit.checkpoints.header import read_header
-from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
 from quantkit.checkpoints.reader import file_digest
-from quantkit.checkpoints.writer import write_shard
 from quantkit.distributed import gather, rank, world
 from quantkit.errors import CheckpointError, ResumeError
+from quantkit.huggingface.layer_call import Batch, LayerCall, states_of
+from quantkit.output.writer import write_shard
 
 Mode = Literal["ram", "disk"]
 

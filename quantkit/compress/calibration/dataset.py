@@ -16,7 +16,7 @@ from quantkit.checkpoints.tokenizer import render_chat
 from quantkit.compress.calibration.images import ImageSamples
 from quantkit.errors import DataError, first_line
 from quantkit.results import CalibrationRecord
-from quantkit.untrusted import MAX_TEXT_BYTES, parse_object, read_text
+from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_object, read_text
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4

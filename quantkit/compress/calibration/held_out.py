@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.layer_call import Batch
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.errors import row_blocks, weight_error
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, removed_after, show_all_tokens, token_rows
@@ -33,6 +32,7 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import spread_rows
 from quantkit.compress.calibration.records import plainly_rounded
 from quantkit.errors import CheckpointError
+from quantkit.huggingface.layer_call import Batch
 from quantkit.models.linear_sets import find_expert
 from quantkit.results import LinearRecord
 

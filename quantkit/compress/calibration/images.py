@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from quantkit.checkpoints.tokenizer import load_tokenizer, quiet_stdout, render_chat
 from quantkit.compress.calibration.pictures import QUESTION, draw_pictures
 from quantkit.errors import DataError, InputError, ModelError, first_line
-from quantkit.untrusted import MAX_TEXT_BYTES, parse_object, read_text
+from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_object, read_text
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # What processors return that are no images.

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.layer_call import Batch, cache_argument
 from quantkit.compress.calibration.cache_statistics import CacheStatistics, HeadStatistics
 from quantkit.compress.calibration.deliveries import own_turns
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.distributed import gather
 from quantkit.errors import CheckpointError, ModelError
+from quantkit.huggingface.layer_call import Batch, cache_argument
 from quantkit.numerics.dtype import FP8, INT4
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_CHANNEL, INT8_TOKEN, CacheGoal, scheme_to_dict
 from quantkit.numerics.scheme import CacheScheme, KVScheme

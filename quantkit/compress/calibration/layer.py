@@ -13,9 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.layer_call import Batch, LayerCall, states_of
-from quantkit.checkpoints.layer_inputs import Compute, compute_with
-from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.deliveries import Deliveries, own_turns
 from quantkit.compress.calibration.errors import row_blocks, signal_to_noise_db
@@ -32,6 +29,9 @@ from quantkit.compress.calibration.observers import CrossGram, Gram, Observer
 from quantkit.compress.calibration.records import measured
 from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
 from quantkit.distributed import broadcast, gather, share_out, world
+from quantkit.huggingface.layer_call import Batch, LayerCall, states_of
+from quantkit.huggingface.layer_inputs import Compute, compute_with
+from quantkit.machine.memory import release_freed_memory
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import WeightGrid

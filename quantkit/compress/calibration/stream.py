@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quantkit.checkpoints.layer_call import Batch
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, hook_output, probe, removed_after
+from quantkit.huggingface.layer_call import Batch
 from quantkit.models.linear_sets import find_expert
 
 # Outputs of this many times the numbers of the layer's own are not kept: attention weights, for instance.

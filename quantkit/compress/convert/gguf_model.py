@@ -16,7 +16,7 @@ from quantkit.models.family import Family
 from quantkit.models.layer_tensors import norm_names
 from quantkit.models.rope import RopeConfig, read_rope
 from quantkit.models.stored_names import GGUFNames
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 # Buffers that old files store though every reader computes them itself.
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

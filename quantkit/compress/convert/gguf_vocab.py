@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError, first_line, located
-from quantkit.untrusted import read_object, read_text
+from quantkit.safety.untrusted import read_object, read_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.folder import read_config_file
-from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
-from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.writer import copy_tensors, write_json, writing
 from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
@@ -23,8 +20,11 @@ from quantkit.compress.output import Shard, write_rest
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
+from quantkit.output.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
+from quantkit.output.staging import open_stage
+from quantkit.output.writer import copy_tensors, write_json, writing
 from quantkit.results import SCHEMA_VERSION
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 Progress = Callable[[int, int, str], None]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import set_parameter
-from quantkit.checkpoints.layer_call import tensors_beside
-from quantkit.checkpoints.layer_inputs import Recorder, pass_through
 from quantkit.compress.calibration.expert_inputs import removed_after
 from quantkit.errors import ModelError, first_line
+from quantkit.huggingface.experts import set_parameter
+from quantkit.huggingface.layer_call import tensors_beside
+from quantkit.huggingface.layer_inputs import Recorder, pass_through
 from quantkit.models.family import Family
 
 # Token ids of the trial run, one per row of a table of as many embeddings.

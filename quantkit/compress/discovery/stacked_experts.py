@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import LinearExperts, holds_stacked_experts, set_parameter
 from quantkit.checkpoints.model_reader import expert_parts
 from quantkit.errors import ModelError
+from quantkit.huggingface.experts import LinearExperts, holds_stacked_experts, set_parameter
 from quantkit.models.family import Experts
 
 _TOKENS = 8

@@ -16,9 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import set_parameter
-from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
-from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerChoices
 from quantkit.compress.output import Shard
@@ -28,9 +25,12 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import add_linears, shard_name, write_shard
 from quantkit.compress.pipeline.state import RunState
 from quantkit.distributed import gather, is_writer, rank, world
+from quantkit.huggingface.experts import set_parameter
+from quantkit.machine.memory import peak_bytes, release_freed_memory
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
+from quantkit.output.work_folder import WorkFolder
 from quantkit.results import CacheRecord, LayerRecord
 
 # What a worker holds beside the rest, in bytes of its tensor: the tensor, then codes as made and as read back, and the

@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.memory import peak_bytes
-from quantkit.checkpoints.replaceable import MANIFEST
-from quantkit.checkpoints.writer import copy_tensors, write_json
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.output import write_rest
@@ -24,7 +21,10 @@ from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import RunState
 from quantkit.compress.pipeline.towers import write_towers
 from quantkit.formats.base import unquantized_modules
+from quantkit.machine.memory import peak_bytes
 from quantkit.numerics.scheme import LinearScheme
+from quantkit.output.replaceable import MANIFEST
+from quantkit.output.writer import copy_tensors, write_json
 from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoints.writer import write_json
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.recipe import Recipe
-from quantkit.devices import MAX_THREADS, threads_within_quota
 from quantkit.errors import ResumeError
+from quantkit.machine.devices import MAX_THREADS, threads_within_quota
 from quantkit.numerics import native
 from quantkit.numerics.products import keeps_precision
+from quantkit.output.writer import write_json
 from quantkit.registry import installed_version
-from quantkit.untrusted import read_object, shorten
+from quantkit.safety.untrusted import read_object, shorten
 
 START_OVER = "start over with --no-resume"
 

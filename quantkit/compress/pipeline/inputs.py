@@ -9,11 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.image_inputs import ImageStem
-from quantkit.checkpoints.layer_call import Batch
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.tokenizer import load_tokenizer
-from quantkit.checkpoints.towers import with_tower_names
 from quantkit.compress.algorithms.base import follows_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
 from quantkit.compress.calibration.dataset import NO_TEXT, Samples, load_samples, num_held_out
@@ -24,9 +22,11 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.state import RunState
 from quantkit.compress.recipe.schema import CalibrationSection
 from quantkit.demo import DEMO_TEXT, GENERAL_TEXT, is_demo
-from quantkit.dense_source import open_dense
 from quantkit.distributed import barrier, is_writer
 from quantkit.errors import ModelError
+from quantkit.huggingface.image_inputs import ImageStem
+from quantkit.huggingface.layer_call import Batch
+from quantkit.huggingface.towers import with_tower_names
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
 _BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 2048, 1024

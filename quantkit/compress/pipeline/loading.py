@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.hf_loader import CannotLoad, HfLoader, Problems, Stored
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import GateFailure, ModelError
 from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import Format
+from quantkit.huggingface.loader import CannotLoad, HfLoader, Problems, Stored
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.scheme import LinearScheme

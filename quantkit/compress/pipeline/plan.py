@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import metadata_files
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.replaceable import check_apart
-from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.checkpoints.towers import with_tower_names
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kept import check_kept
@@ -21,16 +19,18 @@ from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.loading import Unloadable
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.assignment import LayerLinears, Reader, Schemes, fit
-from quantkit.dense_source import open_dense
-from quantkit.devices import pick_device
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
+from quantkit.huggingface.skeleton import Skeleton
+from quantkit.huggingface.towers import with_tower_names
+from quantkit.machine.devices import pick_device
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
 from quantkit.numerics.scheme import LinearScheme, Rule
+from quantkit.output.replaceable import check_apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

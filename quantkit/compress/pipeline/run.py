@@ -12,12 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
-from quantkit.checkpoints.replaceable import check_apart, check_gguf
 from quantkit.checkpoints.source import resolve
-from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.work_folder import WorkFolder
-from quantkit.checkpoints.writer import writing
 from quantkit.compress.algorithms.base import keeps_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
@@ -38,14 +33,19 @@ from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.shared_layer import SharedLayer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
-from quantkit.devices import threads_within_quota
 from quantkit.distributed import assign, barrier, broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.machine.devices import threads_within_quota
+from quantkit.machine.memory import peak_bytes, release_freed_memory
 from quantkit.native.neighbours import watch_neighbours
 from quantkit.numerics.products import quick_products
+from quantkit.output.replaceable import check_apart, check_gguf
+from quantkit.output.staging import open_stage
+from quantkit.output.work_folder import WorkFolder
+from quantkit.output.writer import writing
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 AskedMode = Mode | Literal["auto"]
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from quantkit.checkpoints.staging import Stage, open_stage
-from quantkit.checkpoints.writer import writing
 from quantkit.compress.pipeline.events import SILENT
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import run_identity
@@ -19,6 +17,8 @@ from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.pipeline.run import CompressionRun, calibrate_layers, computing, pick_mode
 from quantkit.compress.pipeline.state import load_state
 from quantkit.compress.recipe import Recipe
+from quantkit.output.staging import Stage, open_stage
+from quantkit.output.writer import writing
 
 
 def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, device: str) -> None:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.replaceable import MANIFEST
-from quantkit.checkpoints.staging import Stage
-from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.compress.calibration.activations import check_saved
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, with_threads_of, write_state
 from quantkit.errors import ReportError, ResumeError
+from quantkit.output.replaceable import MANIFEST
+from quantkit.output.staging import Stage
+from quantkit.output.work_folder import WorkFolder
 from quantkit.results import LayerRecord
 from quantkit.results._record import Record
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 
 @dataclass(kw_only=True, slots=True)

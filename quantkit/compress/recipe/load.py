@@ -19,7 +19,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.results.gates import parse_gates
-from quantkit.untrusted import parse_yaml, read_text, shorten
+from quantkit.safety.untrusted import parse_yaml, read_text, shorten
 
 _FIX_CODES = ("gptq", "autoround")
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from quantkit.compress.recipe.schema import Document
 from quantkit.compress.recipe.steps import option_names, step_name, step_options
 from quantkit.errors import RecipeError, suggestion
-from quantkit.untrusted import parse_yaml
+from quantkit.safety.untrusted import parse_yaml
 
 Overrides = Mapping[str, Any] | Sequence[str]
 

@@ -8,7 +8,7 @@ from pydantic import create_model
 from quantkit.compress.algorithms import REGISTRY
 from quantkit.compress.recipe.schema import RecipeSection, as_recipe_error, validate
 from quantkit.errors import InputError, RecipeError
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 
 def build_steps(items: list[Any]) -> dict[str, Any]:

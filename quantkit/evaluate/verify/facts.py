@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from quantkit.devices import processor_name
 from quantkit.errors import ModelError, ReportError
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.hub import card_entries
 from quantkit.inspection import inspect
+from quantkit.machine.devices import processor_name
 from quantkit.registry import installed_version
 from quantkit.results import CompressionResult, Environment, ModelFacts
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.writer import writing
 from quantkit.errors import OutputError
+from quantkit.output.staging import open_stage
+from quantkit.output.writer import writing
 from quantkit.report.files import write_report
 from quantkit.results import Report
 

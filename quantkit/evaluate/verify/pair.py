@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
-from quantkit.checkpoints.replaceable import MANIFEST, check_text
 from quantkit.checkpoints.source import resolve
-from quantkit.checkpoints.writer import writing
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.same_vocabulary import check_same_language
 from quantkit.inspection import read_manifest, section
+from quantkit.output.replaceable import MANIFEST, check_text
+from quantkit.output.writer import writing
 from quantkit.report.files import SIGNS
 from quantkit.results.gates import parse_gates
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 RUN = "quantkit-run.json"
 

@@ -17,7 +17,6 @@ from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_targets
 from quantkit.benchmark.served import measure_served
-from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.demo import GENERAL_TEXT
 from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError, RequestError, first_line
@@ -34,11 +33,12 @@ from quantkit.evaluate.verify.facts import compression, environment, model_facts
 from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.evaluate.verify.served import Served, ask_served, of_the_original
+from quantkit.machine.memory import release_freed_memory
 from quantkit.results import Comparison, EvaluationResult, Report
 from quantkit.results.gates import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
-from quantkit.vllm_engine import VllmLLM, import_vllm, vllm_arguments
+from quantkit.runtime.vllm_engine import VllmLLM, import_vllm, vllm_arguments
 
 Progress = Callable[[str], None]
 

@@ -12,7 +12,7 @@ from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import evaluate
 from quantkit.evaluate.top_fidelity import TopReading, read_top
 from quantkit.results import EvaluationResult
-from quantkit.vllm_engine import VllmLLM
+from quantkit.runtime.vllm_engine import VllmLLM
 
 OF_THE_COMPRESSION = ("kv_cache_dtype", "speculative_config", "quantization")
 """Options of vLLM that are for the checkpoint only."""

@@ -122,9 +122,8 @@ def _attend_kernel(
         return
     cached = tl.load(positions + start).to(tl.int32)
     rows = tl.arange(0, ROWS)
-    token, lane = number * TOKENS + rows // LANES, rows % LANES
+    token, lane, heads = number * TOKENS + rows // LANES, rows % LANES, head * GROUP + rows % LANES
     kept, own = (token < count) & (lane < GROUP), cached + token
-    heads = head * GROUP + lane
     q_at = query + (start + token)[:, None] * query_strides[0] + heads[:, None] * query_strides[1]
     q = load_query(q_at, kept, K_KIND == 3, K_WIDTH, K_BLOCK)
     first = tl.maximum(cached + number * TOKENS - window + 1, 0) if HAS_WINDOW else 0
@@ -140,17 +139,17 @@ def _attend_kernel(
         K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_RESIDUAL, RESIDUAL, HAS_WINDOW, HAS_SOFTCAP,
         K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, PAGE, TILE,
     )  # fmt: skip
-    FRESH: tl.constexpr = 16 if SINGLE else TILE
     stop = tl.where(split == 0, tl.minimum((number + 1) * TOKENS, count), 0)
     state = _over_fresh(
         q, own, first, cached, stop, key + start * key_strides[0] + head * key_strides[1], key_strides[0],
         value + start * value_strides[0] + head * value_strides[1], value_strides[0], state, scale, softcap, window,
-        K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, FRESH,
+        K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP, K_WIDTH, K_BLOCK, V_WIDTH,
+        V_BLOCK, 16 if SINGLE else TILE,
     )  # fmt: skip
-    own_rows = rows, kept, start, count, number, split
     _store(
-        out, out_strides, partial_out, partial_sums, counters, state, own_rows, head, sequence, num_splits, num_active,
-        TOKENS, GROUP, LANES, IS_SPLIT, MERGED, CHUNK, V_KIND == 3, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
+        out, out_strides, partial_out, partial_sums, counters, state, (rows, kept, start, count, number, split), head,
+        sequence, num_splits, num_active, TOKENS, GROUP, LANES, IS_SPLIT, MERGED, CHUNK, V_KIND == 3,
+        V_WIDTH, V_BLOCK, WIDTH, BLOCK,
     )  # fmt: skip
 
 

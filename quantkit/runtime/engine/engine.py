@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.devices import entered
 from quantkit.errors import RequestError
+from quantkit.machine.devices import entered
 from quantkit.models.kv_budget import DEFAULT_POLICY, KVBudget
 from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.eviction import Evictor

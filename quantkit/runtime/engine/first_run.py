@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.child import python
-from quantkit.devices import entered
 from quantkit.errors import InputError
 from quantkit.kernels import gpu, ops
 from quantkit.kernels.batch import ForwardBatch
@@ -34,6 +32,7 @@ from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.reference import experts as reference_experts
 from quantkit.kernels.reference.block import gated
 from quantkit.kernels.types import AttentionOptions, HeadNorms, Linear
+from quantkit.machine.devices import entered
 from quantkit.native.build import cache_folder
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
@@ -41,7 +40,8 @@ from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightSchem
 from quantkit.registry import installed_version
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
-from quantkit.untrusted import read_object
+from quantkit.safety.child import python
+from quantkit.safety.untrusted import read_object
 
 TOLERANCE = 0.03
 """Share of the largest number: rounding to 16 bits is less, a tile or a page that was left out is more."""

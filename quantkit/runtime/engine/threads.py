@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from quantkit.cores import available_cores
-from quantkit.devices import MAX_THREADS
 from quantkit.errors import InputError
+from quantkit.machine.cores import available_cores
+from quantkit.machine.devices import MAX_THREADS
 
 # A count is good enough when its time is within this factor of the best: the rest is left to other processes.
 _GOOD_ENOUGH = 1.10

@@ -19,7 +19,7 @@ from quantkit.models.family import Family
 from quantkit.models.layer_types import positions_by_layer
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.rope import RopeConfig, read_rope
-from quantkit.untrusted import shorten
+from quantkit.safety.untrusted import shorten
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

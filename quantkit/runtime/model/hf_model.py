@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.layer_inputs import config_and_class
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
+from quantkit.huggingface.layer_inputs import config_and_class
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.layer_call import cache_argument
+from quantkit.huggingface.layer_call import cache_argument
 
 # Layers whose state is keys and values by position, so that its end can be cut off.
 _CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}

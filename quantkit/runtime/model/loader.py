@@ -10,10 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.devices import entered
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
@@ -21,6 +19,8 @@ from quantkit.formats.base import Format
 from quantkit.kernels.ops.linear import join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
+from quantkit.machine.devices import entered
+from quantkit.machine.memory import release_freed_memory
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find_language_model
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
@@ -36,7 +36,7 @@ from quantkit.runtime.model.layers import Block
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.streams import StreamedBlock
 from quantkit.runtime.model.weights import Weights, build_block
-from quantkit.untrusted import read_object
+from quantkit.safety.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 

@@ -7,11 +7,11 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData
+from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.families import find
 from tests.helpers import EVERY_FAMILY, make_model
 

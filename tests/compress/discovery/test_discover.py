@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms._smoothing import can_fold, fold
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.discovery.discover import _touches_weights, discover
@@ -20,6 +19,7 @@ from quantkit.compress.discovery.fused_sets import Gates
 from quantkit.compress.discovery.survey import survey
 from quantkit.compress.pipeline import plan
 from quantkit.errors import ModelError
+from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from tests.compress.pipeline.test_quantize import run

@@ -243,7 +243,7 @@ def test_errors_are_json_when_asked_for(tiny_llama, tmp_path):
 
 def test_a_full_disk_can_be_resumed_from(tiny_llama, tmp_path, text_file, monkeypatch):
     """Writes fail with ENOSPC after the first layer: exit code 5, one line; the same command then finishes."""
-    from quantkit.checkpoints import writer
+    from quantkit.output import writer
 
     command = (
         "quantize",

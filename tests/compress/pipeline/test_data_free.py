@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.pipeline.data_free import _num_workers
 from quantkit.errors import CheckpointError
+from quantkit.huggingface.skeleton import Skeleton
 from tests.compress.pipeline.killer import KillAfterFirst, Killed
 from tests.compress.pipeline.test_resume import hashes
 from tests.helpers import edit_tensors, load_tensors

@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit import quantize
-from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms._gptq_jobs import fitting_rounds
 from quantkit.compress.calibration.expert_inputs import UNDER_CALIBRATED_TOKENS
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline import run as pipeline
 from quantkit.errors import RecipeError, SchemeError
+from quantkit.huggingface.experts import rebuild_layer
+from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.families import find
 from quantkit.runtime.llm import LLM
 from tests.compress.pipeline.test_quantize import IDS, run

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.checkpoints.layer_inputs import compute_with
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.discovery.discover import discover
 from quantkit.compress.pipeline import run as pipeline_run
+from quantkit.huggingface.layer_inputs import compute_with
+from quantkit.huggingface.skeleton import Skeleton
 from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import (
     known_to_transformers,

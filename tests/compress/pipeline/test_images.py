@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from quantkit.checkpoints.layer_call import LayerCall
-from quantkit.checkpoints.layer_inputs import compute_with
 from quantkit.compress.calibration import images
 from quantkit.compress.calibration.layer import hidden_states
 from quantkit.compress.pipeline import run as pipeline_run
@@ -18,6 +16,8 @@ from quantkit.compress.pipeline.inputs import embed, read_samples
 from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.recipe import load
 from quantkit.errors import InputError, ModelError
+from quantkit.huggingface.layer_call import LayerCall
+from quantkit.huggingface.layer_inputs import compute_with
 from quantkit.results import CompressionResult
 from tests.compress.pipeline.test_quantize import run
 from tests.helpers import load_tensors

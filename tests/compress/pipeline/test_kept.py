@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.dense_source import open_dense
 from quantkit.errors import QuantkitError
 from quantkit.models.families import find
 from quantkit.planning.estimate import estimate

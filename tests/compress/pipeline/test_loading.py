@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoints.hf_loader import HfLoader, Problems, _Made
-from quantkit.checkpoints.hf_names import Renaming
 from quantkit.compress.pipeline import finish
 from quantkit.compress.pipeline.loading import _together
 from quantkit.errors import GateFailure, ModelError
+from quantkit.huggingface.loader import HfLoader, Problems, _Made
+from quantkit.huggingface.names import Renaming
 from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import known_to_transformers, load_tensors, make_model, transformers_logits
 from tests.undescribed import RENAMED, make_undescribed

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.work_folder import work_folder
 from quantkit.compress.pipeline.identity import read_state, write_state
 from quantkit.errors import CheckpointError, InputError, OutputError, ResumeError
+from quantkit.output.staging import open_stage
+from quantkit.output.work_folder import work_folder
 from tests import forked
 from tests.compress.pipeline.killer import (
     AfterFirst,

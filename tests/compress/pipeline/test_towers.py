@@ -9,12 +9,12 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.towers import with_tower_names
 from quantkit.compress.pipeline import shard, towers
 from quantkit.compress.pipeline.plan import find_model
 from quantkit.compress.recipe import load
 from quantkit.errors import RecipeError
 from quantkit.formats import recognise
+from quantkit.huggingface.towers import with_tower_names
 from quantkit.inspection import inspect
 from quantkit.planning.estimate import find_shape
 from quantkit.planning.recipes import plan_recipe

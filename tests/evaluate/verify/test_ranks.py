@@ -8,10 +8,10 @@ import subprocess
 import pytest
 
 import quantkit
-from quantkit.child import QUANTKIT, python
 from quantkit.cli import main
 from quantkit.evaluate import shares
 from quantkit.evaluate.data import read_named_text
+from quantkit.safety.child import QUANTKIT, python
 
 ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "32", "--no-bench", "--sensitivity")
 

@@ -1,0 +1,1 @@
+"""Layers of a transformers model without its weights: built, given one layer at a time, and run."""

@@ -1,0 +1,184 @@
+"""What a multimodal model calls its language model with, for sequences with images in them.
+
+The model's own forward runs, with the weights of all that stands before the decoder layers: towers, projectors, and of
+the embeddings the rows of tokens that occur. It ends where the language model is called, so that no layer is needed.
+"""
+
+import inspect
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import CheckpointError, ModelError, first_line
+from quantkit.huggingface.experts import set_stored
+from quantkit.huggingface.layer_call import moved
+from quantkit.huggingface.layer_inputs import build_model
+from quantkit.models.family import Family
+
+# Said of every call, and of no use to layers that are run one by one.
+_LEFT_OUT = ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "labels")
+
+
+class _Called(Exception):
+    """Raised where the language model is called, with the arguments by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageStem:
+    """A model up to its language model.
+
+    Args:
+        model: with the weights that this takes, on the device.
+        family: where its parts are.
+        dtype, device: of the weights.
+        missing: parameters that the checkpoint does not have.
+    """
+
+    model: nn.Module
+    family: Family
+    dtype: torch.dtype
+    device: torch.device
+    missing: tuple[str, ...]
+
+    @classmethod
+    def load(
+        cls,
+        reader: CheckpointReader,
+        family: Family,
+        token_ids: Iterable[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "ImageStem":
+        """Read the weights.
+
+        Args:
+            reader: by the names of the model's modules, see `towers.with_tower_names`.
+            family: where the language model is.
+            token_ids: all that occur.
+            dtype, device: of the weights.
+        Raises:
+            CheckpointError: a weight holds NaN or infinity, or has another shape than the model's.
+        """
+        model, missing = build_model(reader), []
+        behind = tuple(f"{name}." for name in (family.layers, family.final_norm, family.head))
+        tables = _tables(model, family)
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        used = torch.tensor(sorted({0, *token_ids, *_special_tokens(model)}))
+        for name, value in model.state_dict(keep_vars=True).items():
+            stored = name if name in reader else tied.get(name, name)
+            if name.startswith(behind):
+                continue
+            if stored not in reader:
+                missing.append(name)
+                continue
+            reader.check_shape(stored, tuple(value.shape))
+            new = _rows(reader, stored, used, dtype) if name in tables else reader.tensor(stored)
+            if new.is_floating_point() and name not in tables and not torch.isfinite(new).all():
+                raise CheckpointError(f"{reader.path}: tensor {name} holds NaN or infinite values")
+            set_stored(model, name, new, dtype, device)
+            if name in tables:
+                owner = model.get_submodule(name.rpartition(".")[0])
+                owner.register_forward_pre_hook(partial(_check_rows, used))
+        for name, module in model.named_modules():
+            if not f"{name}.".startswith(behind):
+                for leaf, buffer in module._buffers.items():
+                    module._buffers[leaf] = None if buffer is None else buffer.to(device)
+        return cls(model=model, family=family, dtype=dtype, device=device, missing=tuple(missing))
+
+    @torch.inference_mode()
+    def inputs(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """What the language model is called with, embeddings first, on the CPU.
+
+        Args:
+            sample: what the model's processor makes of one text and its images.
+        Raises:
+            ModelError: the model does not take it, or calls its language model with something that cannot be kept.
+        """
+        given = tree_map_only(Tensor, lambda value: self._placed(value), dict(sample))
+        backbone = self.model.get_submodule(self.family.backbone)
+        hook = backbone.register_forward_pre_hook(_stop, with_kwargs=True)
+        try:
+            self.model(**given, use_cache=False)
+        except _Called as call:
+            arguments: dict[str, Any] = call.args[0]
+        except Exception as error:  # whatever a model raises on inputs that it was not made for
+            raise ModelError(f"the model does not run on a text with images: {self._reason(error)}") from error
+        else:
+            raise ModelError("the model's forward does not call its language model where there are images")
+        finally:
+            hook.remove()
+        return self._kept(arguments)
+
+    def _placed(self, value: Tensor) -> Tensor:
+        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
+
+    def _kept(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        named = {name: value for name, value in arguments.items() if value is not None and name not in _LEFT_OUT}
+        embeddings = named.pop("inputs_embeds", None)
+        if not isinstance(embeddings, Tensor) or embeddings.is_meta:
+            raise ModelError(f"the language model is given no embeddings of images{self._reason(None)}")
+        for name, value in named.items():
+            _check_plain(value, name)
+        kept: dict[str, Any] = moved({"inputs_embeds": embeddings, **named}, "cpu", copy=True)
+        return kept
+
+    def _reason(self, error: Exception | None) -> str:
+        missing = f"; the checkpoint lacks {self.missing[0]}" if self.missing else ""
+        return f"{'' if error is None else first_line(error)}{missing}"
+
+
+def _stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names = inspect.signature(module.forward).parameters
+    raise _Called({**dict(zip(names, args, strict=False)), **kwargs})
+
+
+def _check_plain(value: Any, name: str) -> None:
+    """Raise ModelError unless a value is a nest of tensors and plain data, which can be saved."""
+    items: Iterator[Any] = iter(())
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        items = iter(value.values())
+    elif isinstance(value, (tuple, list)):
+        items = iter(value)
+    elif value is not None and not isinstance(value, (Tensor, bool, int, float, str)):
+        raise ModelError(f"the language model is called with {name}, a {type(value).__name__}, which cannot be kept")
+    for item in items:
+        _check_plain(item, name)
+
+
+def _tables(model: nn.Module, family: Family) -> set[str]:
+    """Weights of the language model's tables of embeddings, of which only some rows are read."""
+    modules = model.get_submodule(family.backbone).named_modules()
+    return {f"{family.backbone}.{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
+
+
+def _special_tokens(model: Any) -> Iterator[int]:
+    """Token ids of config.json, which stand for images or are put in their place."""
+    for config in (model.config, model.config.get_text_config()):
+        for name, value in vars(config).items():
+            if name.endswith(("_token_id", "_token_index")) and type(value) is int and value >= 0:
+                yield value
+
+
+def _rows(reader: CheckpointReader, name: str, used: Tensor, dtype: torch.dtype) -> Tensor:
+    """A table of embeddings with only the rows `used`: anonymous pages that nothing is written to take no memory."""
+    shape = reader.info(name).shape
+    pages = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize)
+    table = torch.frombuffer(pages, dtype=dtype)[: math.prod(shape)].view(shape)
+    rows = used[used < shape[0]]
+    table[rows] = reader.gather_rows(name, rows).to(dtype)
+    return table
+
+
+def _check_rows(used: Tensor, _: nn.Module, args: tuple[Any, ...]) -> None:
+    unread = ~torch.isin(args[0].cpu(), used)
+    if unread.any():
+        raise ModelError(f"the model puts token {int(args[0].cpu()[unread][0])} in the place of another one")

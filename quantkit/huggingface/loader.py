@@ -1,0 +1,285 @@
+"""What transformers' `from_pretrained` makes of a checkpoint, found out without its weights: names, shapes, samples.
+
+The class of the model is built on the meta device with the checkpoint's quantization config, and every stored name goes
+through transformers' own rules, those of its quantizer included. Where tensors are joined or decoded on the way, the
+rule runs on the first of them, an expert say, and its numbers are compared with ours.
+Nothing is loaded, so the size of the model does not matter; what needs all numbers is compared in logits elsewhere.
+"""
+
+import contextlib
+import io
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import ModelError, first_line
+from quantkit.huggingface.layer_inputs import config_and_class
+from quantkit.huggingface.names import Destination, Renaming
+from quantkit.models.linear_sets import common_owner
+
+_TOLERANCE = 0.01  # of what one rule makes, relative; it may compute in another dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint.
+
+    Args:
+        module: whose weight it is, or is part of; "" where it stands for no quantized weight.
+        kind: what must be alike of those that one sample stands for, and `evenness`.
+        shape: None where it is not known yet.
+    """
+
+    module: str = ""
+    kind: str = ""
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in it; 0 where that is not known."""
+        return math.prod(self.shape or (0,))
+
+    @property
+    def evenness(self) -> tuple[int, ...] | None:
+        """What of its shape decides how codes and groups are cut; multiples of four are all alike."""
+        return None if self.shape is None else tuple(size % 4 for size in self.shape)
+
+
+@dataclass(kw_only=True, slots=True)
+class Problems:
+    """What would go wrong.
+
+    Args:
+        missing: tensors of the model that nothing becomes.
+        unexpected: stored tensors without a place.
+        mismatched: stored tensors of other shapes than the model's, with both.
+        unconverted: tensors of the model that come out of a rule wrongly or not at all, and how.
+        modules: quantized modules that one of these belongs to, and what is wrong.
+        sources: other stored tensors that take part in a rule that fails.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    unconverted: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    sources: set[str] = field(default_factory=set)
+
+    def but(self, known: Callable[[str], bool]) -> "Problems":
+        """Those of tensors of which `known` is not true."""
+        return Problems(
+            missing=[name for name in self.missing if not known(name)],
+            unexpected=[name for name in self.unexpected if not known(name)],
+            mismatched=[text for text in self.mismatched if not known(text.partition(" ")[0])],
+            unconverted={name: why for name, why in self.unconverted.items() if not known(name)},
+            modules={name: why for name, why in self.modules.items() if not known(name)},
+            sources={name for name in self.sources if not known(name)},
+        )
+
+    @property
+    def summary(self) -> str:
+        """One phrase for each kind, with its first name; empty if all is well."""
+        kinds = {
+            "missing": sorted(self.missing),
+            "without a place": sorted(self.unexpected),
+            "of other shapes": sorted(self.mismatched),
+            "wrongly decoded": [f"{name} ({why})" for name, why in sorted(self.unconverted.items())],
+        }
+        return "; ".join(f"{len(names)} {kind}, e.g. {names[0]}" for kind, names in kinds.items() if names)
+
+
+class CannotLoad(ModelError):
+    """The installed transformers loads no checkpoint of this model with such codes, whoever wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """What a rule makes of one target's tensors, and so of every other target of the same kind.
+
+    Args:
+        depth: how many parts of the target's name are not of the module that holds all of them.
+        names: relative to that module.
+    """
+
+    depth: int
+    names: tuple[str, ...]
+
+    @classmethod
+    def by_rule(cls, target: str, made: Iterable[str]) -> "_Made":
+        """From full names: those of one rule may be of several modules, such as a gate and an up projection."""
+        owner = common_owner((target, *made))
+        inside = tuple(name.removeprefix(f"{owner}.") for name in (target, *made))
+        return cls(depth=inside[0].count(".") + 1, names=inside)
+
+    def of(self, target: str) -> set[str]:
+        """Full names for a target."""
+        owner = target.split(".")[: -self.depth]
+        return {target, *(".".join([*owner, name]) for name in self.names)}
+
+
+@contextlib.contextmanager
+def _raised_as(kind: type[ModelError], *errors: type[Exception]) -> Iterator[None]:
+    """While open, errors of the libraries are one of the model."""
+    try:
+        yield
+    except errors as error:
+        raise kind(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+class HfLoader:
+    """transformers' loader for one checkpoint.
+
+    Args:
+        reader: of the model's config.json.
+        section: `quantization_config`; empty for a checkpoint without codes.
+    Attributes:
+        touches_weights: whether the model initializes linears that are codes, and fails; see `decode_at_load`.
+    Raises:
+        ModelError: the installed libraries cannot build the model; says why.
+        CannotLoad: they can, but not the rules by which it would be loaded.
+    """
+
+    def __init__(self, reader: CheckpointReader, section: Mapping[str, Any]) -> None:
+        with _raised_as(ModelError, Exception):  # whatever the libraries raise on what they cannot build
+            self._model = _build(reader, section)
+            plain = Renaming.of(_build(reader, {})[0])
+        # Of the quantizer, on rules that cut tensors for instance: the plain ones are fine.
+        with _raised_as(CannotLoad, Exception):
+            rules = Renaming.of(self._model[0], self._model[1])
+        if rules is None or plain is None:
+            raise ModelError("this version of transformers does not say how it renames tensors")
+        self._rules, self._plain = rules, plain
+        self.touches_weights = bool(section) and _touches_weights(self._model[0])
+
+    @_raised_as(ModelError, AttributeError, TypeError)  # of functions that are no promise of transformers
+    def check(
+        self,
+        tensors: Mapping[str, Stored],
+        sample: Callable[[str], Tensor],
+        decoded: Callable[[str], tuple[str, Tensor]],
+    ) -> Problems:
+        """Find out what becomes of every tensor.
+
+        Args:
+            tensors: of the checkpoint, by name.
+            sample: one of them, or one like it.
+            decoded: name of a quantized module's weight in a checkpoint without codes, and what its sample stands for.
+        Raises:
+            ModelError: this version of transformers cannot be asked.
+        """
+        problems = Problems()
+        shapes, groups, reached = self._rules.shapes, dict[str, dict[str, Destination]](), set[str]()
+        for name, destination in self._rules.destinations(tensors).items():
+            stored, expected = tensors[name], shapes.get(destination.target)
+            if expected is None:
+                problems.unexpected.append(name)
+                if stored.module:
+                    problems.modules[stored.module] = "it has no place for it"
+            elif destination.pattern is not None:
+                groups.setdefault(destination.target, {})[name] = destination
+            elif stored.shape is not None and stored.shape != expected:
+                problems.mismatched.append(f"{name} {list(stored.shape)} instead of {list(expected)}")
+            reached.add(destination.target)
+        results: dict[Any, str | _Made] = {}
+        # The smallest of a kind stands for it: transformers takes up to a hundred bytes for a number that it decodes.
+        for target, sources in sorted(groups.items(), key=lambda group: sum(tensors[n].size for n in group[1])):
+            chosen = sources if self._rules.divides(sources) else _first_of_each(sources)
+            kind = tuple((d.pattern, tensors[n].kind, tensors[n].evenness) for n, d in chosen.items())
+            if kind not in results:
+                results[kind] = self._convert(target, chosen, tensors, sample, decoded)
+            result = results[kind]
+            if isinstance(result, _Made):
+                reached |= result.of(target)
+                continue
+            problems.unconverted[target] = result
+            problems.modules |= {tensors[name].module: result for name in sources if tensors[name].module}
+            problems.sources |= {name for name in sources if not tensors[name].module}
+        problems.missing = self._adjusted("missing_keys", set(shapes) - reached - set(self._tied(reached)))
+        problems.unexpected = self._adjusted("unexpected_keys", set(problems.unexpected))
+        return problems
+
+    def _convert(
+        self,
+        target: str,
+        sources: Mapping[str, Destination],
+        tensors: Mapping[str, Stored],
+        sample: Callable[[str], Tensor],
+        decoded: Callable[[str], tuple[str, Tensor]],
+    ) -> "str | _Made":
+        """What is wrong with what a rule makes of samples; what it makes, if nothing is."""
+        try:
+            made = self._rules.convert(target, sources, {name: sample(name) for name in sources})
+        except Exception as error:  # whatever transformers raises on what it was not made for
+            return f"{type(error).__name__}: {first_line(error)}"
+        modules = dict.fromkeys(tensors[name].module for name in sources if tensors[name].module)
+        dense = dict(decoded(module) for module in modules)
+        dense |= {name: sample(name) for name in sources if not tensors[name].module}
+        known = self._plain.destinations(dense)
+        joined = {name: destination for name, destination in known.items() if destination.pattern is not None}
+        expected = self._plain.convert(target, joined, dense) if joined else {target: next(iter(dense.values()))}
+        for name, value in expected.items():
+            if name not in made or made[name].shape != value.shape:
+                return "it does not come out in the shape that the model has"
+            if torch.equal(made[name], value):  # a vocabulary's matrix as it was: in float32 it is large
+                continue
+            if (made[name].float() - value.float()).norm() > _TOLERANCE * value.float().norm():
+                return "it comes out with other numbers"
+        return _Made.by_rule(target, made)
+
+    def _tied(self, reached: set[str]) -> list[str]:
+        tied: Mapping[str, str] = getattr(self._model[0], "all_tied_weights_keys", None) or {}
+        return [name for name, other in tied.items() if other in reached or name in reached]
+
+    def _adjusted(self, kind: str, names: set[str]) -> list[str]:
+        """Without what transformers declares ignorable."""
+        info = types.SimpleNamespace(missing_keys=set[str](), unexpected_keys=set[str]())
+        setattr(info, kind, names)
+        self._model[0]._adjust_missing_and_unexpected_keys(info)
+        return sorted(getattr(info, kind))
+
+
+def _first_of_each(sources: Mapping[str, Destination]) -> dict[str, Destination]:
+    """One tensor for each pattern of a rule: in transformers' order the first expert of several."""
+    firsts: dict[str | None, str] = {}
+    for name, destination in sources.items():
+        firsts.setdefault(destination.pattern, name)
+    return {name: sources[name] for name in firsts.values()}
+
+
+def _build(reader: CheckpointReader, section: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The model on the meta device as it is before weights are loaded, and its quantizer."""
+    from accelerate import init_empty_weights
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    config, kind = config_and_class(reader)
+    config.__dict__.pop("quantization_config", None)
+    quantizer: Any = None
+    if section:
+        quantizer = AutoHfQuantizer.from_config(dict(section), pre_quantized=True)
+        quantizer.validate_environment(device_map=None, weights_only=True)
+    # Both libraries draw bars on the way.
+    with init_empty_weights(include_buffers=True), contextlib.redirect_stderr(io.StringIO()):
+        build = getattr(kind, "_from_config", None) or kind.from_config
+        model = build(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
+    return model.eval(), quantizer
+
+
+def _touches_weights(model: Any) -> bool:
+    """Whether initializing what no file has fails on linears without a weight; all parameters count as loaded."""
+    for value in (*model.parameters(), *model.buffers()):
+        value._is_hf_initialized = True
+    try:
+        model.initialize_weights()
+    except AttributeError as error:
+        return "has no attribute 'weight'" in str(error)
+    except Exception:  # what fails otherwise on the meta device says nothing about weights
+        return False
+    return False

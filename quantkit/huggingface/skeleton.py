@@ -1,0 +1,374 @@
+"""A transformers model without weights that hands out one decoder layer at a time with its real ones.
+
+The model is built on the meta device, so its size does not matter; what a layer is called with (rotary embeddings,
+masks) is found by running the model's own forward with its layers replaced by recorders.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.huggingface.experts import rebuild_layer, set_parameter, set_stored
+from quantkit.huggingface.layer_call import (
+    Batch,
+    LayerCall,
+    hand_back,
+    merged,
+    moved,
+    tensors_beside,
+    tensors_missing,
+)
+from quantkit.huggingface.layer_inputs import Compute, Recorder, build_model, pass_through
+from quantkit.huggingface.towers import tower_linears
+from quantkit.models.family import Family
+from quantkit.models.linear_sets import LinearSet
+
+# Shapes of batches whose arguments are remembered; a chat set has as many lengths as samples.
+_MOST_SHAPES = 256
+
+
+class Skeleton:
+    """The model behind a checkpoint, weightless.
+
+    Args:
+        reader: where weights come from.
+        family: names of the model's parts.
+        dtype: of the weights handed out.
+        device: where layers are put.
+    Raises:
+        ModelError: transformers cannot build the model, or it has no decoder layers where the family says.
+    """
+
+    def __init__(self, reader: CheckpointReader, family: Family, dtype: torch.dtype, device: torch.device) -> None:
+        self.reader, self.family, self.dtype, self.device = reader, family, dtype, device
+        self._model = build_model(reader)
+        model: Any = self._model
+        self._config = model.config.get_text_config()
+        try:
+            layers = self._model.get_submodule(family.layers)
+        except AttributeError:
+            layers = nn.ModuleList()
+        if not isinstance(layers, nn.ModuleList) or not len(layers):
+            raise ModelError(f"{reader.path}: the model has no decoder layers at {family.layers!r}")
+        for layer in layers:
+            rebuild_layer(layer, family)
+        self._layers = layers
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        self._tied = {name: other for name, other in tied.items() if name.startswith(f"{family.layers}.")}
+        self._load_stem()
+        self._arguments: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self._layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states: of the embeddings, where config.json says none for the whole model."""
+        return int(getattr(self._config, "hidden_size", None) or self.embedding_width)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token embeddings."""
+        return int(self._embedding().get_parameter("weight").shape[0])
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of a token embedding, before whatever projects it."""
+        return int(self._embedding().get_parameter("weight").shape[1])
+
+    def layer_config(self, index: int) -> Any:
+        """transformers' config as it holds for one layer: some widths are an attribute of each."""
+        config = self._config
+        return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+    def head_dim(self, index: int) -> int:
+        """Width of an attention head of a layer."""
+        config = self.layer_config(index)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        return int(getattr(config, "head_dim", None) or self.hidden_size // heads)
+
+    def layer_name(self, index: int) -> str:
+        """Full module name of a layer."""
+        return f"{self.family.layers}.{index}"
+
+    def linear_sets(self, index: int) -> tuple[LinearSet, ...]:
+        """Linears of a layer that read the same tensor, in running order; layers of one model may differ."""
+        if self.family.layer_sets:
+            return self.family.layer_sets[index]
+        return self.family.sets_of_layer(lambda name: self._weight(index, name) is not None, self.reader.config)
+
+    def _linear_names(self, index: int) -> list[str]:
+        return [name for group in self.linear_sets(index) for name in group.linears]
+
+    def other_linears(self) -> list[str]:
+        """Full names of all linears of the model that are in no set: the head, gates, a vision tower."""
+        sets = {f"{self.layer_name(i)}.{name}" for i in range(self.num_layers) for name in self._linear_names(i)}
+        linears = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
+        return [name for name in linears if name not in sets]
+
+    def tower_linears(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of the linears beside the language model by full name; see `towers`."""
+        return tower_linears(self._model, self.family)
+
+    def has_parameter(self, name: str) -> bool:
+        """Whether the model has a parameter of this full name."""
+        owner, _, leaf = name.rpartition(".")
+        try:
+            return leaf in self._model.get_submodule(owner)._parameters
+        except AttributeError:
+            return False
+
+    def blank_layer(self, index: int) -> nn.Module:
+        """A copy of one layer without weights, on the meta device, in evaluation mode."""
+        return copy.deepcopy(self._layers[index]).eval()
+
+    def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
+        """(N, K) of each quantizable linear of a layer, by relative name, without reading a weight.
+
+        Raises:
+            ModelError: the layer lacks a linear that the family names.
+        """
+        shapes: dict[str, tuple[int, int]] = {}
+        for name in self._linear_names(index):
+            weight = self._weight(index, name)
+            if weight is None:
+                raise ModelError(f"{self.layer_name(index)} has no linear {name!r}; is the config right?")
+            shapes[name] = (weight.shape[0], weight.shape[1])
+        return shapes
+
+    def _weight(self, index: int, name: str) -> nn.Parameter | None:
+        """The weight of a module of a layer, on the meta device; None where there is none."""
+        try:
+            return self._layers[index].get_parameter(f"{name}.weight")
+        except AttributeError:
+            return None
+
+    def check_tensors(self) -> None:
+        """Every parameter of every layer and the embedding is in the checkpoint with the right shape.
+
+        Raises:
+            CheckpointError: names the tensor, what was expected and what was found.
+        """
+        expected = {f"{self.family.embedding}.weight": self._embedding().get_parameter("weight").shape}
+        for index in range(self.num_layers):
+            state = self.layer_tensors(index)
+            expected |= {f"{self.layer_name(index)}.{name}": parameter.shape for name, parameter in state.items()}
+        for name, shape in expected.items():
+            self.reader.check_shape(self._stored(name), tuple(shape))
+
+    def _stored(self, name: str) -> str:
+        """The tensor that files keep in place of one that several layers share."""
+        return name if name in self.reader else self._tied.get(name, name)
+
+    def is_shared(self, index: int, module: str) -> bool:
+        """Whether the weight of a module of a layer (relative name) is that of another layer too."""
+        name = f"{self.layer_name(index)}.{module}.weight"
+        return name in self._tied or name in self._tied.values()
+
+    def layer_tensors(self, index: int) -> dict[str, Tensor]:
+        """Parameters and saved buffers of a layer by relative name, on the meta device."""
+        state: dict[str, Tensor] = self._layers[index].state_dict(keep_vars=True)
+        return state
+
+    def layer(self, index: int) -> nn.Module:
+        """A copy of one layer with its weights read from disk, in evaluation mode.
+
+        Raises:
+            CheckpointError: a weight holds NaN or infinity.
+        """
+        # A copy: the skeleton itself stays weightless, or every layer that was handed out would remain in memory.
+        layer = copy.deepcopy(self._layers[index])
+        for name in self.layer_tensors(index):
+            value = self.read_finite(f"{self.layer_name(index)}.{name}")
+            set_stored(layer, name, value, self.dtype, self.device)
+        return layer.to(self.device).eval()
+
+    def read_finite(self, full: str) -> Tensor:
+        """The tensor `full` of the checkpoint.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity.
+        """
+        value = self.reader.tensor(self._stored(full))
+        # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
+        # Not by `isfinite` of each number, which takes several copies of the tensor.
+        if value.is_floating_point() and value.numel() and not all(map(torch.isfinite, value.aminmax())):
+            bad = int((~torch.isfinite(value)).sum())
+            raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
+        return value
+
+    def _load_stem(self) -> None:
+        """Read what stands between embedding and first layer, e.g. learned positions; most families have nothing."""
+        backbone, names = self._model.get_submodule(self.family.backbone), self.family
+        known = tuple(f"{name}." for name in (names.layers, names.embedding, names.final_norm))
+        tables = {f"{name}.weight" for name, module in backbone.named_modules() if isinstance(module, nn.Embedding)}
+        for name in backbone.state_dict(keep_vars=True):
+            full = f"{names.backbone}.{name}"
+            if names.hands_on and name in tables:
+                continue  # read row by row, see `_with_rows`: one per layer is as large as the model
+            if not full.startswith(known) and full in self.reader:
+                # The CPU is where hidden states are made.
+                set_stored(backbone, name, self.read_finite(full), self.dtype, torch.device("cpu"))
+
+    def embed(self, token_ids: Tensor, table: Tensor, row_of: Tensor) -> Tensor:
+        """Hidden states before the first layer.
+
+        Args:
+            token_ids: (B, T) int64.
+            table: (U, D) embedding rows of the tokens in use.
+            row_of: (V,) int64, row in `table` of each token id.
+        Returns:
+            (B, T, D) in the skeleton's dtype.
+        """
+        embedding = copy.deepcopy(self._embedding())
+        embedding.__dict__["padding_idx"] = None  # that row of the full table is another one here
+        set_parameter(embedding, "weight", table.to(self.dtype))
+        hidden = self.record(embedding(row_of[token_ids]))[0].hidden
+        assert hidden is not None
+        return hidden
+
+    def arguments(self, index: int, batch: Batch) -> dict[str, Any]:
+        """Keyword arguments that the model would call layer `index` with, besides the hidden states."""
+        if isinstance(batch, LayerCall):
+            usual = self._usual_arguments(index, batch)
+            # Copies: a layer may change in place what the next one is given.
+            arguments: dict[str, Any] = moved(merged(usual, batch.beside), self.device, copy=True)
+            return {**arguments, **dict.fromkeys(batch.absent)}
+        return self._usual_arguments(index, batch)
+
+    def _usual_arguments(self, index: int, batch: Batch) -> dict[str, Any]:
+        """What of a layer's arguments follows from the shape of its input: (B, T)."""
+        key = (batch.shape[0], batch.shape[1])
+        if key not in self._arguments:
+            if len(self._arguments) >= _MOST_SHAPES:
+                self._arguments.clear()
+            # What layers are called with depends on the shape alone, so zeros will do.
+            if self.family.hands_on:
+                recorded = self._record_ids(torch.zeros(key, dtype=torch.int64))
+            else:
+                recorded = self.record(torch.zeros(*key, self.embedding_width, dtype=self.dtype))
+            shared: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
+            self._arguments[key] = [_to_device(recorder.arguments, self.device, shared) for recorder in recorded]
+        return self._arguments[key][index]
+
+    def first_call(self, token_ids: Tensor) -> LayerCall:
+        """What the model calls its first layer with for one sequence (1, T), where layers hand on more than states."""
+        return self._call(0, LayerCall(token_ids=token_ids, hidden=token_ids), self._record_ids(token_ids)[0])
+
+    def first_call_of(self, token_ids: Tensor, inputs: Mapping[str, Any]) -> LayerCall:
+        """What the model calls its first layer with for one sequence (1, T) that has more than tokens in it.
+
+        Args:
+            token_ids: of it.
+            inputs: of the language model, see `LayerCall`.
+        """
+        call = LayerCall(token_ids=token_ids, hidden=inputs["inputs_embeds"], inputs=inputs)
+        return self._call(0, call, self._record_call(call)[0])
+
+    def next_call(self, index: int, call: LayerCall, compute: Compute) -> LayerCall:
+        """What the model calls the layer behind `index` with.
+
+        Args:
+            index: of a layer that is not the last.
+            call: what it is called with.
+            compute: the layer; whatever else it returns goes through the model's own code, in its own order.
+        """
+        layer = self._compute(call, compute)
+        return self._call(index + 1, call, self._record_call(call, {index: layer})[-1])
+
+    def call_after(self, computes: Sequence[Compute], token_ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Hidden states and other arguments of the layer behind the first ones, which run together as in the model."""
+        layers = {index: self._compute(None, compute) for index, compute in enumerate(computes)}
+        recorder = self._record_ids(token_ids, layers)[-1]
+        assert recorder.hidden is not None
+        return recorder.hidden, recorder.arguments
+
+    def hand_on(self) -> None:
+        """From here on layers are called in the model's own order, see `Family.hands_on`."""
+        self.family = replace(self.family, hands_on=True)
+        self._arguments.clear()
+
+    def _compute(self, call: LayerCall | None, compute: Compute) -> Compute:
+        """A layer on the skeleton's device inside a forward pass on the CPU; it sees `call` where one is given."""
+
+        def run(hidden: Tensor, arguments: dict[str, Any]) -> Any:
+            states, beside = (hidden, {}) if call is None else (call.hidden, call.beside)
+            used = moved(merged(arguments, beside), self.device, copy=call is not None)
+            output = compute(states.to(self.device), used)
+            hand_back(arguments, used, "cpu")
+            return moved(output, "cpu")
+
+        return run
+
+    def _call(self, index: int, before: LayerCall, recorder: Recorder) -> LayerCall:
+        """What is recorded of a layer as its call, for a sequence of which another call is known."""
+        assert recorder.hidden is not None
+        usual = moved(self._usual_arguments(index, before), "cpu")
+        beside = {path: value.clone() for path, value in tensors_beside(recorder.arguments, usual).items()}
+        absent = () if before.inputs is None else tuple(tensors_missing(recorder.arguments, usual))
+        if inside := [path for path in absent if "/" in path]:
+            raise ModelError(f"{self.layer_name(index)} is not given {inside[0]} where there are images")
+        return replace(before, hidden=recorder.hidden, beside=beside, absent=absent)
+
+    def _embedding(self) -> nn.Module:
+        return self._model.get_submodule(self.family.embedding)
+
+    def record(self, hidden: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
+        """What the model calls its layers with for embeddings (B, T, D); see `pass_through`."""
+        return pass_through(self._model, self.family.backbone, self.family.layers, computed, inputs_embeds=hidden)
+
+    def _record_call(self, call: LayerCall, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
+        """The same for the sequence of a call."""
+        if call.inputs is None:
+            return self._record_ids(call.token_ids, computed)
+        return pass_through(self._model, self.family.backbone, self.family.layers, computed, **call.inputs)
+
+    def _record_ids(self, token_ids: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
+        """The same for token ids (B, T); of tables of embeddings the rows of these are read and no others."""
+        names = self.family
+        backbone = self._model.get_submodule(names.backbone)
+        tables = {
+            f"{names.backbone}.{name}".removeprefix("."): module
+            for name, module in backbone.named_modules()
+            if isinstance(module, nn.Embedding) and module.weight.is_meta
+        }
+        hooks = [
+            module.register_forward_pre_hook(partial(self._with_rows, f"{name}.weight"))
+            for name, module in tables.items()
+            if not name.startswith(f"{names.layers}.")
+        ]
+        weights = {module: module.weight for module in tables.values()}
+        try:
+            return pass_through(self._model, names.backbone, names.layers, computed, input_ids=token_ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, weight in weights.items():
+                module.weight = weight
+
+    def _with_rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Give a table of embeddings the rows that it is asked for, and their numbers in it in place of token ids."""
+        used, rows = torch.unique(args[0], return_inverse=True)
+        module.__dict__["padding_idx"] = None  # that row of the full table is another one here
+        set_parameter(module, "weight", self.reader.gather_rows(name, used.flatten()).to(self.dtype))
+        return (rows, *args[1:])
+
+
+def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:
+    """`value` with every tensor in nested tuples, lists and dicts moved; `moved` has what was moved before, by id."""
+    if isinstance(value, Tensor):
+        return moved.setdefault(id(value), value.to(device))
+    if isinstance(value, dict):
+        return {key: _to_device(item, device, moved) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to_device(item, device, moved) for item in value)
+    return value

@@ -1,0 +1,1 @@
+"""The machine: cores, devices and memory that this process may use."""

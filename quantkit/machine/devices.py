@@ -1,0 +1,56 @@
+"""The device that a user means by a name, and the name that a device has."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.errors import InputError
+from quantkit.machine.cores import cgroup_quota
+
+MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""Of a computation; OpenMP ends the process where it cannot start as many as it is told."""
+
+
+def threads_within_quota() -> int:
+    """Return torch's number of threads, lowered to the cgroup quota, of which OpenMP knows nothing."""
+    threads, quota = torch.get_num_threads(), cgroup_quota()
+    return threads if quota is None else min(threads, quota)
+
+
+def pick_device(name: str | torch.device) -> torch.device:
+    """The device a user means by auto, cpu, cuda or cuda:<i>.
+
+    Raises:
+        InputError: there is no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
+        raise InputError(f"unknown device {str(name)!r}; use auto, cpu, cuda or cuda:<i>")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise InputError(f"device {str(name)!r} is not there: {count} CUDA devices found; use cpu or auto")
+    return device
+
+
+def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """While open, a GPU is the current one: Triton launches there, and events are recorded there, wherever tensors are.
+
+    Args:
+        device: any; without a number, or of another kind, nothing is changed.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def processor_name() -> str:
+    """Name of the CPU as Linux has it; empty where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return ""

@@ -1,0 +1,250 @@
+"""A folder to work in that is marked as quantkit's and locked by one process.
+
+Nothing is ever removed that does not lie in a folder with the marker, and the marker is written only into a folder that
+quantkit has just made or that was empty.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import OutputError
+from quantkit.output.writer import sync_folder, writing
+
+MARKER = ".quantkit-work"  # says whose folder it is, and is what is locked
+_OURS = {"written_by": "quantkit", "version": 1}  # what every marker says
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkFolder:
+    """A folder that this process alone may write and empty while it is open.
+
+    Args:
+        path: of the folder.
+        output: what is made in it; None where it is the work itself that is kept.
+        resumable: whether what is in it is worth something to a later run.
+        adopted: whether it was there, empty and without a marker.
+        known: what the marker said when the folder was opened; empty for a new one.
+    """
+
+    path: Path
+    output: Path | None
+    resumable: bool
+    adopted: bool
+    known: dict[str, Any]
+    _descriptor: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """What becomes the output, where that is a directory."""
+        return self.path / "checkpoint"
+
+    @property
+    def replaced(self) -> Path:
+        """What the output was before, between the two renames of a replacement."""
+        return self.path / "replaced"
+
+    def clear(self) -> None:
+        """Delete all but the marker; files first, so that what is left of a killed run never names missing folders."""
+        self.put_back()
+        for entry in sorted(self._entries(), key=Path.is_dir):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def put_back(self) -> None:
+        """Give an output its name again that was moved aside and not replaced.
+
+        Raises:
+            OutputError: something else has come to its place meanwhile; nothing is changed.
+        """
+        if self.output is None or not os.path.lexists(self.replaced):
+            return
+        if not os.path.lexists(self.output):
+            self.replaced.rename(self.output)
+            sync_folder(self.output.parent)
+        elif os.path.lexists(self.checkpoint):
+            raise OutputError(
+                f"{self.replaced} is what {self.output} was before an interrupted run, and something else is there "
+                "now; move one of the two away"
+            )
+
+    def check_held(self) -> None:
+        """Refuse to go on when the folder was taken away or given to another run meanwhile.
+
+        Raises:
+            OutputError: it was.
+        """
+        if not _is_at(self._descriptor, self.path / MARKER):
+            raise OutputError(f"{self.path} was removed while this run was writing there; run the command again")
+
+    def leave(self) -> None:
+        """Remove what no later run can use, the marker last."""
+        # On an error the marker is still there or the folder another's: the next run tidies up.
+        with contextlib.suppress(OSError, OutputError):
+            if not _is_at(self._descriptor, self.path / MARKER):
+                return
+            if not self.resumable:
+                self.clear()
+            if not self._entries():
+                (self.path / MARKER).unlink()
+                if self.output is not None or not self.adopted:
+                    self.path.rmdir()
+
+    def _entries(self) -> list[Path]:
+        return [entry for entry in self.path.iterdir() if entry.name != MARKER]
+
+
+@contextmanager
+def work_folder(
+    path: Path, kind: str, *, output: Path | None = None, resumable: bool = True, option: str = "--output"
+) -> Iterator[WorkFolder]:
+    """A folder to work in, new or left by an earlier run of the same command, locked while open.
+
+    Removed at the end if nothing is in it, or if what is in it is not resumable.
+
+    Args:
+        path: of the folder.
+        kind: the command that works there.
+        output: what is made in it, if the folder is only its stage.
+        resumable: what is in it stays for a later run.
+        option: that would choose another folder, for messages.
+    Raises:
+        OutputError: it is not quantkit's, a link, holds links, or another process is at work there.
+        ResourceError: the disk is full.
+    """
+    with contextlib.ExitStack() as stack:
+        with writing(path):
+            work = _claim(path, output, resumable, option)
+            stack.callback(os.close, work._descriptor)
+            _check_links(path, option)
+            # Before anything is deleted: what an interrupted run moved aside may be the only copy of the user's output.
+            work.put_back()
+            _take_over(work, kind)
+        # Called before the descriptor is closed, so that the folder is tidied up under its lock.
+        stack.callback(work.leave)
+        yield work
+
+
+def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> WorkFolder:
+    """Lock the marker of a folder, which is made if it is not there."""
+    while True:
+        created = _create(path, option)
+        try:
+            # Neither through a link that stands in the marker's place nor waiting where a pipe does.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(path / MARKER, flags, 0o666)
+        except FileNotFoundError:
+            continue  # another run has removed the folder since
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
+            if _is_at(descriptor, path / MARKER):  # or another run has removed the marker since
+                _check_owner(path, option)
+                known = _read_marker(descriptor, path, option)
+                # From here on the caller closes the descriptor, and with it gives up the lock.
+                stack.pop_all()
+                adopted = not created and not known
+                return WorkFolder(
+                    path=path, output=output, resumable=resumable, adopted=adopted, known=known, _descriptor=descriptor
+                )
+
+
+def _create(path: Path, option: str) -> bool:
+    """Make the folder; False if there is one already that is quantkit's or empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+        return True
+    except FileExistsError:
+        pass
+    with contextlib.suppress(FileNotFoundError):  # another run may be removing it
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise _link(path, option)
+        if not stat.S_ISDIR(mode):
+            raise OutputError(f"{path} is a file where quantkit would work; move it away or choose another {option}")
+        names = [entry.name for entry in path.iterdir()]
+        if names and (MARKER not in names or not stat.S_ISREG((path / MARKER).lstat().st_mode)):
+            raise _foreign(path, option)
+    return False
+
+
+def _check_owner(path: Path, option: str) -> None:
+    """Refuse another user's folder where all may make one, as in /tmp: a run would take over weights found there."""
+    parent, owner = path.parent.stat(), path.lstat().st_uid
+    # The rule of Linux for links in such folders: the folder's owner, or root, could replace anything there anyway.
+    if parent.st_mode & stat.S_ISVTX and owner not in (os.geteuid(), parent.st_uid, 0):
+        raise OutputError(
+            f"{path} belongs to another user (uid {owner}), whose work is not taken over; choose another {option}"
+        )
+
+
+def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
+    """What the marker says; empty for a new one, and where its writer was killed before anything else was there."""
+    text = os.pread(descriptor, 1 << 16, 0)
+    if not text and list(path.iterdir()) == [path / MARKER]:
+        return {}
+    try:
+        marker: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        marker = None
+    if not isinstance(marker, dict) or not _OURS.items() <= marker.items():
+        raise _foreign(path, option)
+    return marker
+
+
+def _foreign(path: Path, option: str) -> OutputError:
+    return OutputError(
+        f"{path} is where quantkit would work, and this version did not make it; move it away (delete it only if an "
+        f"interrupted run of an earlier version left it) or choose another {option}"
+    )
+
+
+def _link(path: Path, option: str) -> OutputError:
+    return OutputError(
+        f"{path} is a symbolic link, and nothing is written through one; remove it or choose another {option}"
+    )
+
+
+def _check_links(path: Path, option: str) -> None:
+    """Refuse to write or delete through a link that somebody has put into the folder."""
+    for folder, folders, files in os.walk(path):
+        for name in sorted(folders + files):
+            link = Path(folder, name)
+            if link.is_symlink():
+                raise _link(link, option)
+
+
+def _take_over(work: WorkFolder, kind: str) -> None:
+    """Keep what an earlier run of the same command left, delete what none can use, refuse what another can."""
+    left = work.known.get("kind")
+    if left == kind and work.resumable:
+        return
+    if left is not None and work.known.get("resumable") is not False and work._entries():
+        raise OutputError(
+            f"{work.path} is of an interrupted `quantkit {left}`; give that command again to finish it, or delete the "
+            "folder"
+        )
+    work.clear()
+    marker = {**_OURS, "kind": kind, "resumable": work.resumable}
+    os.ftruncate(work._descriptor, 0)
+    os.pwrite(work._descriptor, json.dumps(marker).encode() + b"\n", 0)
+    work.known = {}
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path still leads to the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False

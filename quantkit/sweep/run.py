@@ -1,0 +1,242 @@
+"""Recipes times models: each pair is compressed and verified by a trial of its own, and the results are compared.
+
+Everything is in one folder, which every worker must see: `<model>-<recipe>/` is a checkpoint with its report,
+`trials/<name>.json` what is known of the trial, written as it ends, `trials/<name>.log` what it said, `sweep.html` the
+comparison. A sweep that was interrupted goes on; recipes and models may be added to one that is done.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoints.reader import CheckpointReader, file_digest
+from quantkit.checkpoints.source import resolve
+from quantkit.compress.pipeline.identity import calibration_digest, describe_versions, refuse_changes
+from quantkit.compress.recipe import Recipe
+from quantkit.errors import InputError, ReportError, ResumeError
+from quantkit.machine.cores import available_cores
+from quantkit.output.replaceable import check_checkpoint
+from quantkit.output.work_folder import work_folder
+from quantkit.output.writer import write_json, write_text
+from quantkit.report.compare import CheckpointComparison, compare_reports, render_comparisons
+from quantkit.report.files import json_ready, read_report
+from quantkit.results import TrialRecord
+from quantkit.safety.untrusted import read_object
+from quantkit.sweep.trials import Command, Outcome, Trial, check_place, planned_bytes, run_trials
+
+DEMO = "demo"
+_REMEDY = "delete it and the checkpoint of its name"
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOptions:
+    """How to sweep.
+
+    Args:
+        output: folder of everything that is made.
+        on, jobs: see `quantkit.sweep.trials.run_trials`.
+        threads: of each trial; None = those that the sweep was begun with, else the cores of this machine over `jobs`.
+        device: "auto", "cpu" or "cuda".
+        verify: further arguments of `quantkit verify`.
+        resume: go on with what is in the folder; otherwise these trials are made anew, and others stay.
+    """
+
+    output: Path
+    on: str = "local"
+    jobs: int = 1
+    threads: int | None = None
+    device: str = "auto"
+    verify: tuple[str, ...] = ()
+    resume: bool = True
+
+
+def sweep(
+    recipes: Sequence[Recipe], models: Sequence[str], options: SweepOptions, *, progress: Progress = lambda _: None
+) -> tuple[TrialRecord, ...]:
+    """Run every recipe on every model.
+
+    Args:
+        recipes: each of its own name.
+        models: directories or hub ids; "demo" = the bundled one.
+        options: how.
+        progress: told what is done, in lines.
+    Returns:
+        one record per pair, model by model; what could not be made says why.
+    Raises:
+        InputError: a model is not there, two trials have one name, or `on` is no place.
+        ResumeError: the folder has trials that differ from those asked for now.
+    """
+    check_place(options.on)
+    folders = {model: resolve(None if model == DEMO else model) for model in dict.fromkeys(models)}
+    with work_folder(options.output, "sweep") as work:
+        (work.path / "trials").mkdir(exist_ok=True)
+        return _Sweep(recipes=recipes, folders=folders, options=options, progress=progress).run()
+
+
+def compare_trials(records: Iterable[TrialRecord]) -> dict[str, CheckpointComparison]:
+    """What the trials with reports made, compared by model: figures of different originals share no scale."""
+    reports: dict[str, list[Any]] = {}
+    for record in records:
+        if record.report is not None:
+            reports.setdefault(record.model, []).append(record.report)
+    return {model: compare_reports(of_model) for model, of_model in reports.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sweep:
+    """All trials of one sweep."""
+
+    recipes: Sequence[Recipe]
+    folders: Mapping[str, Path]
+    options: SweepOptions
+    progress: Progress
+
+    def run(self) -> tuple[TrialRecord, ...]:
+        """Run what is not done, and write the page."""
+        records = {record.name: record for record in self._planned()}
+        left = [record for record in records.values() if record.report is None]
+        if len(left) < len(records):
+            self.progress(f"{len(records) - len(left)} of {len(records)} trials taken over from {self._folder}")
+        trials = [self._trial(record) for record in left]
+        for record in left:
+            self._write(record)
+        with closing(run_trials(trials, self.options.on, self.options.jobs)) as outcomes:
+            for number, outcome in enumerate(outcomes, start=len(records) - len(left) + 1):
+                records[outcome.name] = self._finished(records[outcome.name], outcome)
+                self._write(records[outcome.name])
+                said = outcome.reason or f"done in {outcome.seconds:.0f} s"
+                self.progress(f"{outcome.name}: {said} ({number} of {len(records)})")
+        self._write_page(records.values())
+        return tuple(records.values())
+
+    def _planned(self) -> list[TrialRecord]:
+        """A record for each pair: what is kept of it, or a new one."""
+        kept = {path.stem: _read(path) for path in sorted((self._folder / "trials").glob("*.json"))}
+        threads = self.options.threads or next((old.identity.get("threads") for old in kept.values()), None)
+        threads = threads or max(1, available_cores() // self.options.jobs)
+        planned = [
+            self._record(model, recipe, {"threads": threads, **of_model})
+            for model, of_model in self._model_identities.items()
+            for recipe in self.recipes
+        ]
+        names = [record.name for record in planned]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InputError(f"two trials would be called {twice!r}; give recipes, or folders of models, other names")
+        if not self.options.resume:
+            self._forget(names)
+            return planned
+        return [self._taken_over(record, kept.get(record.name)) for record in planned]
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Delete what trials of these names have made, and nothing else.
+
+        Raises:
+            OutputError: something that no trial made lies there; nothing is deleted.
+        """
+        made = [self._folder / name for name in names if os.path.lexists(self._folder / name)]
+        for checkpoint in made:
+            check_checkpoint(checkpoint)
+        for checkpoint in made:
+            shutil.rmtree(checkpoint)
+        for name in names:
+            for kind in ("json", "log"):
+                (self._folder / "trials" / f"{name}.{kind}").unlink(missing_ok=True)
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self.options.output.resolve()
+
+    @cached_property
+    def _model_identities(self) -> dict[str, dict[str, Any]]:
+        return {model: {"model": CheckpointReader(path).digests} for model, path in self.folders.items()}
+
+    def _record(self, model: str, recipe: Recipe, identity: dict[str, Any]) -> TrialRecord:
+        return TrialRecord(
+            name=f"{self._short_name(model)}-{recipe.name}",
+            model=model,
+            recipe=recipe.name,
+            identity={
+                **identity,
+                "recipe": {**recipe.source, "gates": list(recipe.gates)},
+                "calibration": calibration_digest(recipe),
+                "device": self.options.device,
+                "verify": list(self.options.verify),
+                "asked": {word: file_digest(Path(word)) for word in self.options.verify if Path(word).is_file()},
+                "versions": describe_versions(),
+            },
+        )
+
+    def _short_name(self, model: str) -> str:
+        """Of a folder its name; of a model on the hub that of its repository, whatever folder caches it."""
+        here = Path(model).expanduser()
+        return model if model == DEMO else here.resolve().name if here.exists() else model.rpartition("/")[2]
+
+    def _taken_over(self, record: TrialRecord, kept: TrialRecord | None) -> TrialRecord:
+        is_made = (self._folder / record.name).exists()
+        if kept is None and is_made:
+            raise ResumeError(
+                f"{self._folder / record.name} is there without a record of how it was made; move it away, or start "
+                "over with --no-resume"
+            )
+        if kept is None or (kept.report is None and not is_made):
+            return record
+        what = f"trial {record.name} of {self._folder}"
+        refuse_changes(kept.identity, json_ready(record.identity), what, "give another --output, or --no-resume")
+        return record if kept.report is None else kept
+
+    def _trial(self, record: TrialRecord) -> Trial:
+        """What a record takes to make; its recipe is written down as it is now."""
+        folder, checkpoint = self._folder / "trials", self._folder / record.name
+        recipe = folder / record.name / f"{record.recipe}.yaml"
+        recipe.parent.mkdir(exist_ok=True)
+        write_json(recipe, record.identity["recipe"])  # JSON is YAML
+        model = [] if record.model == DEMO else [record.model]
+        device, threads = ("--device", self.options.device), record.identity["threads"]
+        anew = () if self.options.resume else ("--no-resume",)
+        quantize = ("quantize", *model, "--recipe", str(recipe), "-o", str(checkpoint), *device, *anew)
+        baseline = ("--baseline", *model) if model else ()
+        how = ("--no-sensitivity", "--threads", str(threads), *device, *self.options.verify)
+        return Trial(
+            name=record.name,
+            commands=(
+                Command(arguments=quantize, made=checkpoint),
+                Command(arguments=("verify", str(checkpoint), *baseline, *how), made=checkpoint / "report.json"),
+            ),
+            log=folder / f"{record.name}.log",
+            threads=threads,
+            device=self.options.device,
+            num_bytes=planned_bytes(model[0] if model else None, recipe),
+            folder=Path.cwd(),
+        )
+
+    def _finished(self, record: TrialRecord, outcome: Outcome) -> TrialRecord:
+        known = {name: getattr(outcome, name) for name in ("exit_code", "reason", "attempts", "seconds")}
+        report = read_report(self._folder / record.name) if outcome.exit_code == 0 else None
+        return replace(record, **known, report=report)
+
+    def _write(self, record: TrialRecord) -> None:
+        write_json(self._folder / "trials" / f"{record.name}.json", json_ready(record.to_dict()))
+
+    def _write_page(self, records: Iterable[TrialRecord]) -> None:
+        """The comparison for people, where there is anything to compare and packages to draw it."""
+        compared = compare_trials(records)
+        missing = [f"{record.name} has no figures: {record.reason}." for record in records if record.report is None]
+        if compared:
+            try:
+                write_text(self._folder / "sweep.html", render_comparisons(compared, missing))
+            except ReportError as error:
+                self.progress(f"warning: {error}")
+
+
+def _read(path: Path) -> TrialRecord:
+    try:
+        return TrialRecord.from_dict(read_object(path, ResumeError, _REMEDY))
+    except ReportError as error:
+        raise ResumeError(f"{path} is damaged ({error}); {_REMEDY}") from error

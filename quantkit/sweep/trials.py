@@ -1,0 +1,292 @@
+"""Commands of quantkit that need nothing of each other, as children of this process or of workers of Ray.
+
+A trial is commands in turn, each with what it leaves; one whose work is there is not run again, so that a trial which
+was interrupted, or lost its worker, goes on. A command that is refused or crashes ends its trial with a reason, and
+raises nothing. The same commands run with the same number of threads wherever they run, so their results are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from quantkit.errors import AuditError, GateFailure, InputError, QuantkitError, ResourceError, first_line
+from quantkit.planning import estimate
+from quantkit.safety.child import QUANTKIT, python
+
+RETRIES = 3  # after a lost worker
+_LIBC = ctypes.CDLL(None)  # loaded before a fork, in whose child nothing is
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+_PROGRAM_BYTES = 1 << 30  # interpreter and libraries
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One command of a trial.
+
+    Args:
+        arguments: behind `quantkit`.
+        made: what it leaves, absolute; where that is, the command is not run.
+    """
+
+    arguments: tuple[str, ...]
+    made: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """Commands in turn, and what they need.
+
+    Args:
+        name: unique among the trials.
+        commands: the first that fails is the last.
+        log: of what they say beside their results, absolute; one process at a time has it open.
+        threads: to compute with.
+        device: "auto", "cpu" or "cuda"; of Ray, any but the CPU is one GPU where the cluster has some.
+        num_bytes: of memory.
+        folder: where they run.
+    """
+
+    name: str
+    commands: tuple[Command, ...]
+    log: Path
+    threads: int
+    device: str = "cpu"
+    num_bytes: int = 0
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a trial ended.
+
+    Args:
+        name: of the trial.
+        exit_code: as of the command line; 0 = all commands have left what they should.
+        reason: why not.
+        attempts: how often it was begun, by this process and those before.
+        seconds: of the last attempt.
+    """
+
+    name: str
+    exit_code: int = 0
+    reason: str = ""
+    attempts: int = 0
+    seconds: float = 0.0
+
+    @property
+    def error(self) -> QuantkitError:
+        """What the command would have raised here."""
+        kinds = (InputError, GateFailure, ResourceError, AuditError)
+        kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), AuditError)
+        return kind(f"{self.name}: {self.reason}")
+
+
+def check_place(on: str) -> None:
+    """Refuse what `run_trials` cannot run on.
+
+    Raises:
+        InputError: it is no place, or Ray is not installed.
+    """
+    runner, colon, address = on.partition(":")
+    if runner not in ("local", "ray") or (colon and (runner == "local" or not address)):
+        raise InputError(f"--on {on!r} is no place to run trials; use local, ray or ray:ADDRESS")
+    if runner == "ray":
+        _import_ray()
+
+
+def planned_bytes(model: str | None, recipe: str | Path) -> int:
+    """Memory that compressing a model and running the result beside it takes, as far as a plan can tell; else 0."""
+    try:
+        plan = estimate(model, recipe=recipe)
+    except InputError:
+        return 0  # what is wrong is said by the command itself, in its own words
+    # The original twice: as it is, and in another arithmetic.
+    run = 2 * plan.weights[0].size.memory_bytes + plan.weights[-1].size.memory_bytes
+    return _PROGRAM_BYTES + max(run, sum((plan.compression or {}).values()))
+
+
+def run_trials(trials: Sequence[Trial], on: str = "local", jobs: int = 1) -> Generator[Outcome, None, None]:
+    """Run trials.
+
+    Args:
+        trials: to run.
+        on: `local`, `ray` (the cluster that is there, or one of this machine) or `ray:ADDRESS`.
+        jobs: how many at a time, locally; Ray runs as many as their needs allow.
+    Yields:
+        outcomes, as trials end.
+    Raises:
+        InputError: as `check_place`, or there is no cluster at the address.
+    """
+    check_place(on)
+    runner, _, address = on.partition(":")
+    return _on_ray(trials, address) if runner == "ray" else _locally(trials, jobs)
+
+
+def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, None]:
+    running: list[subprocess.Popen[str]] = []
+    stopped = threading.Event()
+    pool = ThreadPoolExecutor(jobs)
+
+    def started(process: subprocess.Popen[str]) -> None:
+        running.append(process)
+        if stopped.is_set():
+            process.kill()
+
+    try:
+        for future in as_completed([pool.submit(run_trial, trial, started) for trial in trials]):
+            yield future.result()
+    finally:
+        stopped.set()
+        # Also reached when the caller stops half-way, whom threads that wait for children would keep here.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in running:
+            process.kill()
+        pool.shutdown()
+
+
+def _on_ray(trials: Sequence[Trial], address: str) -> Generator[Outcome, None, None]:
+    # Ray tells of lost workers by printing, and stdout is for results.
+    with contextlib.redirect_stdout(sys.stderr):
+        yield from _outcomes_on_ray(_import_ray(), trials, address)
+
+
+def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generator[Outcome, None, None]:
+    is_guest = ray.is_initialized()
+    if not is_guest:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(address=address or None, log_to_driver=False, logging_level="error")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise InputError(f"no cluster of Ray at {address or 'this machine'} ({first_line(error)})") from None
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        pending = {}
+        for trial in trials:
+            needs = _needs(trial, nodes)
+            if any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
+                pending[_submit(ray, trial, needs)] = trial
+            else:
+                # Ray would wait for such a machine for ever.
+                reason = f"no machine of the cluster has what it needs: {needs}; give fewer --threads, or a larger one"
+                yield Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
+        while pending:
+            (done, *_), _ = ray.wait(list(pending), num_returns=1)
+            yield _result(ray, done, pending.pop(done))
+    finally:
+        if not is_guest:
+            ray.shutdown()
+
+
+def _needs(trial: Trial, nodes: Sequence[dict[str, float]]) -> dict[str, int]:
+    """Resources by Ray's names."""
+    has_gpus = any(node.get("GPU") for node in nodes)
+    gpus = trial.device.startswith("cuda") or (trial.device == "auto" and has_gpus)
+    return {"CPU": trial.threads, "memory": trial.num_bytes, **({"GPU": 1} if gpus else {})}
+
+
+def _submit(ray: Any, trial: Trial, needs: dict[str, int]) -> Any:
+    options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "memory": needs["memory"]}
+    return ray.remote(run_trial).options(name=trial.name, max_retries=RETRIES, **options).remote(trial)
+
+
+def _result(ray: Any, done: Any, trial: Trial) -> Outcome:
+    try:
+        outcome: Outcome = ray.get(done)
+        return outcome
+    except ray.exceptions.RayTaskError as error:
+        return Outcome(name=trial.name, exit_code=1, reason=f"the trial itself failed: {first_line(error.cause)}")
+    except ray.exceptions.RayError as error:  # of which lost workers and machines are kinds
+        reason = f"lost its worker and {RETRIES} more ({type(error).__name__})"
+        return Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        extra = "ray is not installed; --on ray needs it: pip install '.[ray]' in quantkit's folder"
+        raise InputError(f"{extra} ({first_line(error)})") from error
+    return ray
+
+
+def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] = lambda _: None) -> Outcome:
+    """Run one trial here.
+
+    Args:
+        trial: whose folders this machine must see.
+        started: told of each child.
+    """
+    began = time.perf_counter()
+    unseen = next((folder for folder in (trial.folder, trial.log.parent) if not folder.is_dir()), None)
+    if unseen is not None:
+        reason = f"{unseen} is not seen on {platform.node()}: all workers must share the file system of a trial"
+        return Outcome(name=trial.name, exit_code=InputError.exit_code, reason=reason)
+    with trial.log.open("a+", encoding="utf-8", errors="replace") as log:
+        # Children hold it too: after a lost worker the next attempt waits here until the last one's child is gone.
+        fcntl.flock(log, fcntl.LOCK_EX)
+        print(f"attempt on {platform.node()}", file=log, flush=True)
+        code, reason = 0, ""
+        for command in trial.commands:
+            if code == 0 and not command.made.exists():
+                code, reason = _run(command, trial, log, started)
+        log.seek(0)
+        attempts = sum(line.startswith("attempt on ") for line in log)
+    seconds = time.perf_counter() - began
+    return Outcome(name=trial.name, exit_code=code, reason=reason, attempts=attempts, seconds=seconds)
+
+
+def _run(
+    command: Command, trial: Trial, log: TextIO, started: Callable[[subprocess.Popen[str]], object]
+) -> tuple[int, str]:
+    """Exit code and reason of one command; a gate that did not hold is no reason."""
+    process = subprocess.Popen(
+        [*python(QUANTKIT), *command.arguments, "--json"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        cwd=trial.folder,
+        # A trial is a job of its own, wherever it was started: not a rank of the one that starts it.
+        env={
+            **{name: value for name, value in os.environ.items() if name not in _RANKS},
+            **dict.fromkeys(_THREADS, str(trial.threads)),
+        },
+        encoding="utf-8",
+        errors="replace",
+        preexec_fn=_die_with_parent,
+    )
+    started(process)
+    said = process.communicate()[0]
+    code = process.returncode
+    if code < 0:
+        name = signal.Signals(-code).name
+        if code == -signal.SIGKILL:
+            return ResourceError.exit_code, f"killed ({name}), as where memory runs out; see {trial.log}"
+        return 1, f"crashed ({name}); see {trial.log}"
+    if code in (0, GateFailure.exit_code) and command.made.exists():
+        return 0, ""
+    try:
+        return code or 1, str(json.loads(said)["error"])
+    except (ValueError, KeyError, TypeError):
+        return code or 1, f"ended with exit code {code} and no reason; see {trial.log}"
+
+
+def _die_with_parent() -> None:
+    """A worker that is killed leaves no child behind, which would write where the next attempt does."""
+    _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)
