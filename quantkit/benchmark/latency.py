@@ -17,7 +17,7 @@ from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.runtime.types import SamplingParams, StepOutput
 
 
-class Steps(Protocol):
+class SteppedEngine(Protocol):
     """What is driven: our engine, or vLLM."""
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int: ...
@@ -35,7 +35,7 @@ class Driver:
 
     def __init__(
         self,
-        engine: Steps,
+        engine: SteppedEngine,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -84,7 +84,7 @@ class Driver:
 
 
 def run_load(
-    engine: Steps,
+    engine: SteppedEngine,
     load: Load,
     *,
     static: bool = False,

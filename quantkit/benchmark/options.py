@@ -74,7 +74,7 @@ class BenchmarkOptions:
 
     def workloads(self) -> list[Workload]:
         """All runs, the one for the fits last."""
-        from quantkit.benchmark.workload import closed_loop, poisson, sweep  # not for --help
+        from quantkit.benchmark.workload import closed_loop, length_sweep, poisson  # not for --help
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
         requests: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
@@ -83,4 +83,4 @@ class BenchmarkOptions:
             loads += [replace(load, name=f"static-{load.concurrency}") for load in loads]
         loads += [poisson(rate, **requests) for rate in dict.fromkeys(self.rates)]
         limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
-        return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited
+        return [*limited, length_sweep(**sizes)] if 1 in self.concurrencies else limited

@@ -60,7 +60,7 @@ def poisson(rate_per_s: float, *, num_requests: int | None = None, **sizes: int)
     return Workload(name=f"poisson-{rate_per_s:g}", mode="poisson", num_requests=count, **shape)
 
 
-def sweep(*, prompt_tokens: int, new_tokens: int, seed: int = 0) -> Workload:
+def length_sweep(*, prompt_tokens: int, new_tokens: int, seed: int = 0) -> Workload:
     """One request at a time, prompts from short to long and back: what the two fits need.
 
     Args:

@@ -86,7 +86,7 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
     return best
 
 
-def steps(group: Sequence[Option], at: int) -> tuple[int, ...]:
+def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
     """The option at hand, the next one that is cheaper, and the next that is dearer and better.
 
     Args:
@@ -104,7 +104,7 @@ def steps(group: Sequence[Option], at: int) -> tuple[int, ...]:
 def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
     """What may be better than a choice, the most promising first: all moves that pay, then the best of one or two."""
     options = groups.options
-    rows = [steps(group, at) for group, at in zip(options, choice, strict=True)]
+    rows = [next_options(group, at) for group, at in zip(options, choice, strict=True)]
     near = _neighbours(groups, choice, best)
     together = least_sensitivity(near, budget)
     assert together is not None  # the choice at hand is within the budget
@@ -134,4 +134,7 @@ def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[lis
         change = 0.0 if at == choice[number] else groups.kl(moved) - best
         return replace(groups.options[number][at], sensitivity=change)
 
-    return [[beside(number, at) for at in steps(group, choice[number])] for number, group in enumerate(groups.options)]
+    return [
+        [beside(number, at) for at in next_options(group, choice[number])]
+        for number, group in enumerate(groups.options)
+    ]

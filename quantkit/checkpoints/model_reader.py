@@ -22,7 +22,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import SchemeError
 from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
-from quantkit.models.stored_names import Conversion
+from quantkit.models.stored_names import TensorConversion
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -176,7 +176,7 @@ class ModelReader(CheckpointReader):
         self._unrestored |= {id(item) for item in kept}
         return bool(kept)
 
-    def _conversions(self) -> list[Conversion]:
+    def _conversions(self) -> list[TensorConversion]:
         """Those after which files keep their tensors."""
         made = {id(item): item for item in self._made.values()}
         return [item for key, item in made.items() if key not in self._unrestored]
@@ -234,7 +234,7 @@ class ModelReader(CheckpointReader):
         self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, StoredPart] = {}
         self._stored: dict[str, TensorInfo] = {}
-        self._made: dict[str, Conversion] = {}
+        self._made: dict[str, TensorConversion] = {}
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._converting = threading.Lock()
         self._unrestored: set[int] = set()

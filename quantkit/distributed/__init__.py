@@ -6,12 +6,12 @@ cut: what is summed in which order is for those who know the work; what they pro
 on the number of processes.
 """
 
-from quantkit.distributed.collectives import assign, barrier, broadcast, exchange, fill, gather, share_out
+from quantkit.distributed.collectives import assign_work, barrier, broadcast, exchange, fill, gather, share_out
 from quantkit.distributed.job import is_launched, is_writer, joined, rank, world
 from quantkit.distributed.launch import launch
 
 __all__ = [
-    "assign",
+    "assign_work",
     "barrier",
     "broadcast",
     "exchange",

@@ -138,7 +138,7 @@ def share_out(
     if world() == 1:
         return [compute(item) for item in items]
     forget_shared_memory()
-    owners = owners or (assign(costs) if costs else ())
+    owners = owners or (assign_work(costs) if costs else ())
     taken = (number for number, owner in enumerate(owners) if owner == rank()) if owners else _free(len(items))
     own = {number: compute(items[number]) for number in taken}
     results: dict[int, T] = {}
@@ -163,7 +163,7 @@ def _free(count: int) -> Iterator[int]:
         yield number
 
 
-def assign(costs: Sequence[float]) -> list[int]:
+def assign_work(costs: Sequence[float]) -> list[int]:
     """The process for each piece of work, known to all without talking: the largest first, to who has least."""
     loads = [0.0] * world()
     owners = [0] * len(costs)

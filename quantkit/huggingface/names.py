@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError, first_line
 from quantkit.huggingface.experts import holds_stacked_experts
-from quantkit.models.stored_names import Conversion, StoredNames
+from quantkit.models.stored_names import StoredNames, TensorConversion
 
 # Of tensors that stand for a quantized weight: a module whose weight is renamed need not have these renamed alike.
 _COMPANIONS = ("weight_packed", "weight_scale")
@@ -188,7 +188,7 @@ def _without_prefix(renaming: Renaming, renamed: str, own: str) -> bool:
 
 def _conversion(
     renaming: Renaming, reader: CheckpointReader, target: str, sources: Mapping[str, Destination]
-) -> Conversion:
+) -> TensorConversion:
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return renaming.convert(target, sources, tensors)
 
@@ -199,4 +199,4 @@ def _conversion(
         shapes = {name: tuple(value.shape) for name, value in convert(blank).items()}
     except Exception as error:  # whatever transformers raises on its own rule
         raise ModelError(f"{reader.path}: transformers cannot convert {target} ({first_line(error)})") from error
-    return Conversion(sources=tuple(sources), targets=shapes, convert=convert)
+    return TensorConversion(sources=tuple(sources), targets=shapes, convert=convert)

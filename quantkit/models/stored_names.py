@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
+class TensorConversion:
     """Tensors of files out of which a loader makes others: joined, cut or reordered.
 
     Args:
@@ -32,7 +32,7 @@ class StoredNames:
 
     tensors: Mapping[str, str]
     modules: Mapping[str, str]
-    conversions: tuple[Conversion, ...] = ()
+    conversions: tuple[TensorConversion, ...] = ()
 
     def of(self, name: str) -> str:
         """Return the name of a tensor in files; the name of a module with a dot behind it is that of a module."""

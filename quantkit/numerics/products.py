@@ -92,7 +92,7 @@ def packed_size(rows: int, columns: int) -> int:
     return -(-rows // 2) * 2 * -(-columns // BLOCK) * BLOCK
 
 
-def pack(values: Tensor, out: Tensor | None = None) -> Packed:
+def pack_matrix(values: Tensor, out: Tensor | None = None) -> Packed:
     """A (T, K) bfloat16 matrix, packed into `out`, if given, which has at least its `packed_size`; there must be C."""
     out = torch.empty(packed_size(*values.shape), dtype=torch.bfloat16) if out is None else out
     packed = Packed(out, len(values), packed_size(len(values), BLOCK))

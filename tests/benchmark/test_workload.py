@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from quantkit.benchmark.workload import check_capacity, closed_loop, make_load, poisson, sweep
+from quantkit.benchmark.workload import check_capacity, closed_loop, length_sweep, make_load, poisson
 from quantkit.errors import RequestError
 
 SIZES = {"prompt_tokens": 40, "new_tokens": 20}
@@ -57,7 +57,7 @@ def test_requests_by_default():
 
 
 def test_the_sweep_goes_up_and_down():
-    load = make_load(sweep(prompt_tokens=60, new_tokens=100), 100)
+    load = make_load(length_sweep(prompt_tokens=60, new_tokens=100), 100)
     lengths = [len(prompt) for prompt in load.prompts][load.workload.num_warmup :]
     assert lengths == [10, 20, 30, 40, 50, 60, 60, 50, 40, 30, 20, 10]
     assert set(load.new_tokens) == {9}

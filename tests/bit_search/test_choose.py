@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from quantkit.bit_search.choose import steps, within_budget, within_kl
+from quantkit.bit_search.choose import next_options, within_budget, within_kl
 from quantkit.bit_search.options import SearchTarget
 from quantkit.bit_search.solve import Option, total
 from quantkit.errors import GateFailure, InputError
@@ -56,9 +56,9 @@ def test_refining_never_ends_worse_than_it_began():
 
 def test_steps_are_one_down_and_one_up():
     group = [Option(cost=c, sensitivity=d) for c, d in ((2, 9.0), (4, 5.0), (4.5, 6.0), (5, 3.0), (8, 1.0), (16, 0.0))]
-    assert steps(group, 3) == (3, 1, 4)
-    assert steps(group, 0) == (0, 1)
-    assert steps(group, 5) == (5, 4)
+    assert next_options(group, 3) == (3, 1, 4)
+    assert next_options(group, 0) == (0, 1)
+    assert next_options(group, 5) == (5, 4)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.8])

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from quantkit.cli._errors import explain
-from quantkit.distributed import assign, broadcast, exchange, fill, gather, joined, lifeline, rank, share_out, world
+from quantkit.distributed import (
+    assign_work,
+    broadcast,
+    exchange,
+    fill,
+    gather,
+    joined,
+    lifeline,
+    rank,
+    share_out,
+    world,
+)
 from quantkit.distributed.job import shared_memory
 from quantkit.errors import DataError
 from tests.distributed import jobs
@@ -25,7 +36,7 @@ def test_alone_everything_comes_back_as_it_is():
     assert broadcast(value) is value
     assert gather(value) == [value]
     assert share_out([1, 2], str) == ["1", "2"]
-    assert assign([3.0, 1.0]) == [0, 0]
+    assert assign_work([3.0, 1.0]) == [0, 0]
     rows = {"x": torch.ones(2)}
     assert exchange([rows], CPU) == [rows]
 
@@ -56,7 +67,7 @@ def talk(*, by_sockets=False):
         time.sleep(rank())  # busy: all is taken by the one that is free
         assert share_out(numbers, lambda number: (number, rank())) == [(number, 0) for number in numbers]
         assert share_out("ab", str.upper) == ["A", "B"]
-        assert assign([1, 5, 3, 3]) == [0, 0, 1, 1]
+        assert assign_work([1, 5, 3, 3]) == [0, 0, 1, 1]
         outgoing = [{("a", to): torch.full((3, 1 + rank()), 10 * rank() + to), "none": torch.empty(0)} for to in (0, 1)]
         if rank():
             outgoing[0]["half"] = torch.arange(5).to(torch.float16)[1:]

@@ -18,7 +18,7 @@ from quantkit.kernels import cpu
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as _native_attention
 from quantkit.kernels.layouts import KVLayout, kv_scheme, layer_layout
-from quantkit.kernels.reference.kv_codes import codes_of, states_of
+from quantkit.kernels.reference.kv_codes import codes_of, decode_states
 from quantkit.kernels.types import AttentionOptions
 from quantkit.numerics.kv_cache import hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -140,11 +140,13 @@ def remembered(shape: KVLayout, what: str, states: Tensor, length: int) -> Tenso
         turn = hadamard(shape.head_dim) if what == "key" and shape.scheme.rotation != "none" else None
         if turn is not None:
             states = (states.float() @ turn).to(states.dtype)
-        decoded = states_of(*codes_of(states, scheme, fixed), scheme, shape.dtype, fixed)
+        decoded = decode_states(*codes_of(states, scheme, fixed), scheme, shape.dtype, fixed)
         return decoded if turn is None else (decoded.float() @ turn).to(decoded.dtype)
     complete = length // shape.page_size * shape.page_size
     pages = states[:complete].view(-1, shape.page_size, *states.shape[1:]).transpose(1, 2)  # (P, H, S, D)
-    decoded = states_of(*codes_of(pages, scheme), scheme, shape.dtype).transpose(1, 2).reshape(-1, *states.shape[1:])
+    decoded = (
+        decode_states(*codes_of(pages, scheme), scheme, shape.dtype).transpose(1, 2).reshape(-1, *states.shape[1:])
+    )
     return torch.cat([decoded, states[complete:]])
 
 

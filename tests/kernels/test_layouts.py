@@ -13,7 +13,7 @@ from quantkit.kernels.layouts import (
     pages_for_budget,
     residual_bytes,
 )
-from quantkit.kernels.reference.kv_codes import codes_of, pack_int4, states_of, unpack_int4
+from quantkit.kernels.reference.kv_codes import codes_of, decode_states, pack_int4, unpack_int4
 from quantkit.models.cache import DEFAULT_PAGE_SIZE, MAX_ROLLBACK
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.kv_cache import LayerCache
@@ -100,7 +100,7 @@ def test_no_error_exceeds_half_a_step(scheme, spread):
     values += 5 * spread * torch.randn(3, 2, 1, 24, generator=generator)
     values[0, 0, 0] = 0
     codes, scale, zero = codes_of(values, scheme)
-    decoded = states_of(codes, scale, zero, scheme, torch.float32)
+    decoded = decode_states(codes, scale, zero, scheme, torch.float32)
     error = (decoded.double() - values.double()).abs()
     axis = -2 if scheme.granularity == "channel" else -1
     if scheme.dtype is FP8:
@@ -120,13 +120,13 @@ def test_no_error_exceeds_half_a_step(scheme, spread):
 
 def test_fp8_clamps_instead_of_overflowing():
     codes, _, _ = codes_of(torch.tensor([[1e6, -1e6, 500.0, 448.0]]), FP8_TENSOR)
-    assert states_of(codes, None, None, FP8_TENSOR, torch.float32).tolist() == [[448.0, -448.0, 448.0, 448.0]]
+    assert decode_states(codes, None, None, FP8_TENSOR, torch.float32).tolist() == [[448.0, -448.0, 448.0, 448.0]]
 
 
 def test_fixed_of_the_checkpoint_is_used():
     values = torch.tensor([[1000.0, -3.0]])
     codes, _, _ = codes_of(values, FP8_TENSOR, 4.0)
-    assert states_of(codes, None, None, FP8_TENSOR, torch.float32, 4.0).tolist() == [[1024.0, -3.0]]
+    assert decode_states(codes, None, None, FP8_TENSOR, torch.float32, 4.0).tolist() == [[1024.0, -3.0]]
 
 
 def test_names_of_kv_types():

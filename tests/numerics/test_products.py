@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.numerics import native, products
-from quantkit.numerics.products import add_products, multiplies_bfloat16, pack, packed_size, quick_products
+from quantkit.numerics.products import add_products, multiplies_bfloat16, pack_matrix, packed_size, quick_products
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def test_what_a_user_has_chosen_stays():
 
 
 def packed(values):
-    return pack(values, torch.empty(packed_size(*values.shape), dtype=torch.bfloat16))
+    return pack_matrix(values, torch.empty(packed_size(*values.shape), dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(CPU), reason=native.status())

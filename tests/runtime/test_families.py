@@ -299,8 +299,8 @@ def test_a_feature_switched_off_is_noticed(case, monkeypatch, switch):
 @pytest.mark.parametrize("variant", ["dots1", "ernie4_5_moe", "minimax_m2"])
 def test_a_balance_left_out_is_noticed(case, monkeypatch, variant):
     this = case(variant)
-    plain = experts.choose
-    monkeypatch.setattr(weights, "choose", lambda scores, experts, balance: plain(scores, experts, None))
+    plain = experts.choose_experts
+    monkeypatch.setattr(weights, "choose_experts", lambda scores, experts, balance: plain(scores, experts, None))
     assert difference(run(this.load(), this.sequences), this.expected) > FAR
 
 

@@ -16,7 +16,15 @@ from quantkit.compress.algorithms._gptq_factor import Factor
 from quantkit.compress.algorithms._gptq_loop import Settled
 from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges
-from quantkit.numerics.products import BLOCK, Packed, add_products, multiplies_bfloat16, pack, pack_into, packed_size
+from quantkit.numerics.products import (
+    BLOCK,
+    Packed,
+    add_products,
+    multiplies_bfloat16,
+    pack_into,
+    pack_matrix,
+    packed_size,
+)
 
 # Elements of the codes, or of their normal equations, and columns of the Hessian held at once.
 _ELEMENTS, _COLUMNS = 1 << 21, 512
@@ -85,7 +93,7 @@ def _right_sides(
             products = part @ settled.errors[: rows.stop]
         else:
             products = torch.zeros(len(part), right.shape[1])
-            add_products(products, pack(part.T.contiguous()), slice(0, len(part)), packed.part(0, rows.stop))
+            add_products(products, pack_matrix(part.T.contiguous()), slice(0, len(part)), packed.part(0, rows.stop))
         values = settled.codes[rows].float()
         values = values if zeros is None else values.sub_(zeros.index_select(0, groups_of[rows]))
         # A product, since index_add_ sums in another order each time on a GPU.
@@ -153,7 +161,7 @@ def _pack_groups(values: Tensor, size: int) -> Tensor:
     parts = torch.split(values, size)
     packed = torch.empty(len(parts), packed_size(size, values.shape[1]), dtype=torch.bfloat16)
     for part, out in zip(parts, packed, strict=True):
-        pack(part, out)
+        pack_matrix(part, out)
     return packed
 
 

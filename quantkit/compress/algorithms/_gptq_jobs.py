@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.distributed import assign, world
+from quantkit.distributed import assign_work, world
 from quantkit.models.linear_sets import LinearSet, find_expert
 
 # Weights that go through the loop as one matrix, in float32: 1 GiB.
@@ -69,7 +69,7 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
     shared.sort(key=lambda number: -width[jobs[number].set])
     work = [(jobs[n].set, rows[n] * width[jobs[n].set] ** 2, width[jobs[n].set] ** 3 / _FACTORISED) for n in shared]
     # Where parts are few and large, neighbours may balance worse than any parts.
-    ways = assign([cost for _, cost, _ in work]), deal_out(work, world())
+    ways = assign_work([cost for _, cost, _ in work]), deal_out(work, world())
     best = min(ways, key=lambda way: _largest(work, way))
     for number, solver in zip(shared, best, strict=True):
         solvers[number] = solver

@@ -22,8 +22,8 @@ from quantkit.numerics.products import (
     Packed,
     add_products,
     multiplies_bfloat16,
-    pack,
     pack_into,
+    pack_matrix,
     packed_size,
 )
 from quantkit.numerics.scheme import WeightScheme
@@ -144,7 +144,7 @@ class _Errors:
             return
         held = self._workspace.empty((packed_size(*below.shape),), "packed factor", below, torch.bfloat16)
         right = self._packed.part(span.stop, len(self._rows))
-        add_products(out.zero_(), pack(below.bfloat16(), held), slice(0, len(out)), right)
+        add_products(out.zero_(), pack_matrix(below.bfloat16(), held), slice(0, len(out)), right)
 
     def take(self, span: slice) -> None:
         """These columns are settled."""

@@ -22,12 +22,12 @@ from quantkit.compress.algorithms._options import NotNegative, Positive, Positiv
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram, Workspace
-from quantkit.distributed import assign, fill, rank, share_out, world
+from quantkit.distributed import assign_work, fill, rank, share_out, world
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import WeightGrid
-from quantkit.numerics.products import add_products, multiplies_bfloat16, pack
+from quantkit.numerics.products import add_products, multiplies_bfloat16, pack_matrix
 from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 ActOrder = Literal["none", "weight", "group"]
@@ -233,9 +233,9 @@ def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
         return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
     if weights[0].dtype != torch.bfloat16 or not multiplies_bfloat16(shift.device):
         return [torch.addmm(values, values, shift) for values in (weight.float() for weight in weights)]
-    packed, targets = pack(shift.bfloat16()), [weight.float() for weight in weights]
+    packed, targets = pack_matrix(shift.bfloat16()), [weight.float() for weight in weights]
     for weight, target in zip(weights, targets, strict=True):
-        add_products(target, pack(weight.T.contiguous()), slice(0, len(weight)), packed)
+        add_products(target, pack_matrix(weight.T.contiguous()), slice(0, len(weight)), packed)
     return targets
 
 
@@ -247,7 +247,7 @@ def correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
 def shared_correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
     """`correction` of what all processes have, by all of them at once."""
     parts = torch.split(error, _DIVIDED_ROWS)
-    owned = list(zip(parts, assign([len(part) for part in parts]), strict=True))
+    owned = list(zip(parts, assign_work([len(part) for part in parts]), strict=True))
     for part, owner in owned:
         if owner == rank():
             correction(part, factor, strength)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.distributed import assign, fill, rank
-from quantkit.numerics.products import Operand, add_products, multiplies_bfloat16, pack, packed_size
+from quantkit.distributed import assign_work, fill, rank
+from quantkit.numerics.products import Operand, add_products, multiplies_bfloat16, pack_matrix, packed_size
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
@@ -34,7 +34,7 @@ class Workspace:
     def operand(self, values: Tensor, purpose: str) -> Operand:
         """A (T, K) matrix to be multiplied, good until the next one for the same purpose; it is not modified."""
         if values.dtype == torch.bfloat16 and multiplies_bfloat16(values.device):
-            return pack(values, self.empty((packed_size(*values.shape),), purpose, values))
+            return pack_matrix(values, self.empty((packed_size(*values.shape),), purpose, values))
         if values.dtype == torch.float32:
             return values
         return self.empty(values.shape, purpose, values, torch.float32).copy_(values)
@@ -78,7 +78,7 @@ class _MeanMatrix:
         starts = range(0, self._shape[0], _PANEL)
         panels = [slice(start, min(start + _PANEL, self._shape[0])) for start in starts]
         # As dear as those of a Gram matrix, of which each is wider than the one before.
-        self._shared = list(zip(panels, assign([panel.stop for panel in panels]), strict=True))
+        self._shared = list(zip(panels, assign_work([panel.stop for panel in panels]), strict=True))
         self._sums = [
             (panel, torch.zeros(self._part(panel), dtype=torch.float32, device=device))
             for panel, owner in self._shared

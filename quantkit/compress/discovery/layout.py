@@ -69,7 +69,7 @@ def _name_of(model: nn.Module, part: nn.Module) -> str:
     return names[0]
 
 
-def owners(name: str) -> Iterator[str]:
+def module_ancestors(name: str) -> Iterator[str]:
     """Names of the modules around one, the innermost first; the last is "", the whole model."""
     while name:
         name = name.rpartition(".")[0]
@@ -84,7 +84,7 @@ def _candidates(model: nn.Module, embedding: str) -> list[str]:
         inside = any(name.startswith(f"{other}.") for other in lengths)
         if isinstance(module, nn.ModuleList) and not inside and any(p.dim() >= 2 for p in module.parameters()):
             lengths[name] = len(module)
-    for owner in owners(embedding):
+    for owner in module_ancestors(embedding):
         near = [name for name in lengths if not owner or name.startswith(f"{owner}.")]
         if near:
             return sorted(near, key=lambda name: (name.count("."), -lengths[name]))
@@ -97,7 +97,7 @@ def _backbone(model: nn.Module, layers: str) -> str:
     def takes_states(name: str) -> bool:
         return "inputs_embeds" in inspect.signature(model.get_submodule(name).forward).parameters
 
-    return next(name for name in owners(layers) if not name or takes_states(name))
+    return next(name for name in module_ancestors(layers) if not name or takes_states(name))
 
 
 def _fill_table(table: nn.Module) -> None:

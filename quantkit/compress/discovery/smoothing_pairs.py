@@ -27,7 +27,7 @@ _LARGEST_EXPONENT = 2
 
 
 @dataclass(kw_only=True, slots=True)
-class Trial:
+class FoldTrial:
     """One layer on which folds are tried. The layer is changed while a trial runs and put back after it.
 
     Args:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, expert, same, template
-from quantkit.compress.discovery.layout import owners
+from quantkit.compress.discovery.layout import module_ancestors
 from quantkit.compress.discovery.recorder import Recording, record_inputs
-from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
+from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, FoldTrial, source_candidates
 from quantkit.models.linear_sets import LinearSet, common_owner
 
 # What engines fuse, by the usual names.
@@ -56,7 +56,7 @@ def survey(
     """
     seen = record_inputs(block, run)
     drafts, alone = draft_sets(block, seen, gates)
-    trial = Trial(block=block, run=run, head_dim=head_dim)
+    trial = FoldTrial(block=block, run=run, head_dim=head_dim)
     sets: list[tuple[int, LinearSet]] = []
     dropped: list[str] = []
     pairs = 0
@@ -111,7 +111,7 @@ def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list
     return [replace(group, source=name, grouped_heads=grouped) for group, name in zip(plain, sources, strict=True)]
 
 
-def _choose(trial: Trial, options: Sequence[list[LinearSet]]) -> tuple[list[LinearSet], str]:
+def _choose(trial: FoldTrial, options: Sequence[list[LinearSet]]) -> tuple[list[LinearSet], str]:
     """The first option that changes nothing; when none does, what the likeliest of them changes."""
     failure = ""
     for option in options:
@@ -134,7 +134,7 @@ def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
         around = seen.modules[owner].output if owner in seen.modules else None
         if not owner or same(own, around):
             return linears[0]
-    for name in (owner, *owners(owner)):
+    for name in (owner, *module_ancestors(owner)):
         if name in seen.modules and _is_hidden(seen.modules[name].output, hidden):
             return name
     return linears[0] if alone else ""

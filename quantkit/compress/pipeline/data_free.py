@@ -22,7 +22,7 @@ from quantkit.compress.output import Shard
 from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.compress.pipeline.shard import add_linears, shard_name, write_shard
+from quantkit.compress.pipeline.shard import add_linears, shard_name, write_audited_shard
 from quantkit.compress.pipeline.state import RunState
 from quantkit.distributed import gather, is_writer, rank, world
 from quantkit.huggingface.experts import set_parameter
@@ -109,7 +109,7 @@ def _start(
         for linear in linears:
             linear.result()
         shard.tensors |= dict(_others(plan, index))
-        return write_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, work.checkpoint)
+        return write_audited_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, work.checkpoint)
 
     return _Rounding(index, linears, writer.submit(write))
 

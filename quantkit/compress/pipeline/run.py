@@ -33,7 +33,7 @@ from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.shared_layer import SharedLayer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
-from quantkit.distributed import assign, barrier, broadcast, is_writer
+from quantkit.distributed import assign_work, barrier, broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.machine.devices import threads_within_quota
@@ -387,4 +387,4 @@ def _owners(plan: Plan, index: int) -> dict[str, int]:
         return {}
     shapes, sets = plan.skeleton.linear_shapes(index), plan.sets(index)
     costs = [sum(shapes[name][0] * shapes[name][1] ** 2 for name in group.linears) for group in sets]
-    return dict(zip([group.linears[0] for group in sets], assign(costs), strict=True))
+    return dict(zip([group.linears[0] for group in sets], assign_work(costs), strict=True))

@@ -40,7 +40,7 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
     shard.tensors |= scales
     add_linears(plan, layer, shard)
     shard.tensors |= dict(_others(plan, layer, shard.tensors))
-    return write_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, folder)
+    return write_audited_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, folder)
 
 
 def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
@@ -63,7 +63,7 @@ def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
         layer.chosen.records[name] = replace(record, bits_per_weight=8 * size / weight.codes.numel())
 
 
-def write_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
+def write_audited_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
     """Write and read back a shard that is complete; see `write_layer`."""
     return file, *shard.write(
         folder / file,

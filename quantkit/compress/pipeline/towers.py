@@ -8,7 +8,7 @@ from pathlib import Path
 from quantkit.compress.output import Shard
 from quantkit.compress.pipeline.data_free import round_linears
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.compress.pipeline.shard import write_shard
+from quantkit.compress.pipeline.shard import write_audited_shard
 from quantkit.compress.pipeline.state import RunState
 from quantkit.models.linear_sets import LinearSet
 from quantkit.results import LinearRecord, TowerRecord
@@ -40,7 +40,7 @@ def write_towers(plan: Plan, state: RunState, folder: Path) -> TowerRecord | Non
             made = round_linears(plan, owner, group, schemes, shard)
             records += [replace(made.records[name], name=f"{owner}.{name}") for name in schemes]
         name = f"model-towers-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        _, digest, names = write_shard(plan, name, shard, folder)
+        _, digest, names = write_audited_shard(plan, name, shard, folder)
         state.shards[name] = digest
         state.weight_map |= dict.fromkeys(names, name)
     total = len(plan.skeleton.tower_linears())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews, PagedArray
-from quantkit.kernels.reference.kv_codes import codes_of, states_of
+from quantkit.kernels.reference.kv_codes import codes_of, decode_states
 from quantkit.kernels.types import AttentionOptions, States
 
 
@@ -103,7 +103,7 @@ def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
     if array.scheme.dtype is None:
         values = codes.to(dtype)
     else:
-        values = states_of(
+        values = decode_states(
             codes, scale, zero, array.scheme, dtype, 1.0 if array.fixed is None else array.fixed[:, None, None]
         )
     return values.transpose(0, 1).flatten(1, 2)

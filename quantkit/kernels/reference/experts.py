@@ -32,7 +32,7 @@ def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Ten
     return weights, chosen
 
 
-def choose(
+def choose_experts(
     scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`route` as the DeepSeek models and their kin have it: balanced, within the best groups of experts, scaled.

@@ -60,7 +60,7 @@ def codes_of(
     return pack_int4(codes), scale.squeeze(axis), zero.squeeze(axis)
 
 
-def states_of(
+def decode_states(
     codes: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,

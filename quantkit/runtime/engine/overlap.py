@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.scheduler import Scheduler, Work
-from quantkit.runtime.sampling.sampler import choose
+from quantkit.runtime.sampling.sampler import choose_tokens
 from quantkit.runtime.sequence import Sequence
 
 
@@ -118,4 +118,4 @@ class Overlap:
             chunks.append(ScheduledChunk(sequence, sequence.ids[start : start + 1] or [0], start, 1))
         logits = self._runner.step(chunks, tokens)
         # `ahead` gives each draw the key of its position, although the token before it is not in `ids` yet.
-        return InFlightStep(sequences, choose(logits, [(sequence, ahead) for sequence in sequences]))
+        return InFlightStep(sequences, choose_tokens(logits, [(sequence, ahead) for sequence in sequences]))

@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.reference.attention import Span, attend_plainly, seen_by, spans
 from quantkit.kernels.reference.block import rotary_
-from quantkit.kernels.reference.experts import choose
+from quantkit.kernels.reference.experts import choose_experts
 from quantkit.kernels.types import Angles, AttentionOptions, Linear
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.rope import RopeConfig
@@ -242,7 +242,7 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
         mixture.table = weights.tensor(f"{gate}tid2eid", torch.int64)
     else:
         balance = weights.tensor(f"{gate}e_score_correction_bias", torch.float32)
-        mixture.choose = partial(choose, experts=experts, balance=balance)
+        mixture.choose = partial(choose_experts, experts=experts, balance=balance)
     return mixture
 
 

@@ -16,7 +16,7 @@ from quantkit.formats.base import Format
 from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.block import CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU, clamped_swiglu, xielu
-from quantkit.kernels.reference.experts import choose
+from quantkit.kernels.reference.experts import choose_experts
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear
 from quantkit.models.description import ExpertsShape
 from quantkit.models.layer_tensors import norm_names, per_head
@@ -367,7 +367,7 @@ def build_mixture(weights: Weights, prefix: str) -> Mixture:
         router=(weights.exact_linear if data.exact else weights.linear)([prefix + data.router]),
         # A new iterator: the first may be partly used up when stacking turns out to be impossible.
         experts=(data.gated and _stack(weights, config, experts())) or tuple(experts()),
-        choose=None if plain else partial(choose, experts=config, balance=balance),
+        choose=None if plain else partial(choose_experts, experts=config, balance=balance),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
         shared=shared,

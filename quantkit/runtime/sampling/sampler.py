@@ -25,11 +25,11 @@ Rows = list[tuple[Sequence, int]]
 
 def sample(logits: Tensor, rows: Rows) -> list[int]:
     """`choose`, for the host."""
-    tokens: list[int] = choose(logits, rows).tolist()
+    tokens: list[int] = choose_tokens(logits, rows).tolist()
     return tokens
 
 
-def choose(logits: Tensor, rows: Rows) -> Tensor:
+def choose_tokens(logits: Tensor, rows: Rows) -> Tensor:
     """One token for each row, where the logits are.
 
     Args:

@@ -14,7 +14,7 @@ from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, 
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.kernels.reference.kv_codes import codes_of, states_of
+from quantkit.kernels.reference.kv_codes import codes_of, decode_states
 from quantkit.numerics.kv_cache import (
     FP8_HEAD,
     FP8_TENSOR,
@@ -64,7 +64,7 @@ def test_the_noise_is_what_rounding_does_to_an_ordinary_channel(scheme, outlier)
     keys = states(outlier=outlier)
     pages = keys.unflatten(2, (-1, 64))  # (B, H, P, S, D)
     fixed = keys.abs().max().item() / 448
-    decoded = states_of(*codes_of(pages, scheme, fixed), scheme, torch.float32, fixed)
+    decoded = decode_states(*codes_of(pages, scheme, fixed), scheme, torch.float32, fixed)
     wrong = (decoded - pages).square().mean((0, 2, 3)) / pages.square().mean((0, 2, 3))  # (H, D)
     measured = wrong.median(1).values.max().item()
     assert noise(seen(keys), scheme) == pytest.approx(measured, rel=0.25)
@@ -74,7 +74,7 @@ def test_rotated_noise_is_that_of_rotated_keys():
     keys = states(outlier=20)
     statistics = seen(keys, rotate=True)
     turned = keys @ hadamard(64)
-    decoded = states_of(*codes_of(turned, INT4_TOKEN), INT4_TOKEN, torch.float32) @ hadamard(64)
+    decoded = decode_states(*codes_of(turned, INT4_TOKEN), INT4_TOKEN, torch.float32) @ hadamard(64)
     wrong = (decoded - keys).square().mean((0, 2)) / keys.square().mean((0, 2))
     assert noise(statistics, INT4_TOKEN) == pytest.approx(wrong.median(1).values.max().item(), rel=0.25)
     assert noise(statistics, INT4_TOKEN) < noise(statistics, INT4_TOKEN, rotated=False) / 3
@@ -180,7 +180,9 @@ def test_clipping_by_error_never_does_worse():
     keys = 5 * hidden[:1].flatten()
 
     def error(scale):
-        return (states_of(*codes_of(keys, FP8_TENSOR, scale), FP8_TENSOR, torch.float32, scale) - keys).square().sum()
+        return (
+            (decode_states(*codes_of(keys, FP8_TENSOR, scale), FP8_TENSOR, torch.float32, scale) - keys).square().sum()
+        )
 
     assert error(clipped) <= error(covering)
 

@@ -111,14 +111,14 @@ def test_a_run_that_ends_in_the_tower_goes_on_to_the_same_bytes(tmp_path, text_f
     run(model, "gptq-int4", tmp_path / "whole", text_file, **settings)
     written = []
 
-    def write_shard(*args):
+    def write_audited_shard(*args):
         if len(written) == 1:
             raise KeyboardInterrupt
         written.append(args)
-        return shard.write_shard(*args)
+        return shard.write_audited_shard(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(towers, "write_shard", write_shard)
+        patch.setattr(towers, "write_audited_shard", write_audited_shard)
         run(model, "gptq-int4", tmp_path / "out", text_file, **settings)
     result = run(model, "gptq-int4", tmp_path / "out", text_file, **settings)
     assert result.resumed_layers == result.num_layers
