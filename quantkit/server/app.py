@@ -18,11 +18,11 @@ from starlette.types import ASGIApp
 
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.server import answers
+from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
 from quantkit.server.bodies import Asked, Bodies, Run, TooLarge
 from quantkit.server.bridge import Bridge, Busy, Mailbox
 from quantkit.server.door import Doorkeeper
 from quantkit.server.metrics import Metrics
-from quantkit.server.openapi import describe
 from quantkit.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -32,10 +32,9 @@ from quantkit.server.schemas import (
     Sampling,
     StreamOptions,
     TokenizeRequest,
+    openapi_document,
 )
-from quantkit.server.shapes import ChatShape, Shape, TextShape
 from quantkit.server.streams import EventStream, whole_answer
-from quantkit.server.vocabulary import Vocabulary
 
 _NOT_READY_SECONDS = 1
 # Tokenizing so many characters takes about a millisecond; more is done beside the event loop.
@@ -146,7 +145,7 @@ class Server:
 
     async def openapi(self, _request: Request) -> Response:
         """What this server offers."""
-        return JSONResponse(describe())
+        return JSONResponse(openapi_document())
 
     async def models(self, _request: Request) -> Response:
         """The one model, in a list."""

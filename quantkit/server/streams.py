@@ -10,10 +10,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from quantkit.runtime.types import Completion
-from quantkit.server.answers import counts, error, event, framed, usage
+from quantkit.server.answers import Shape, counts, error, event, framed, usage
 from quantkit.server.bridge import Bridge, ClientGone, Mailbox
 from quantkit.server.schemas import StreamOptions
-from quantkit.server.shapes import Shape
 
 SEND_SECONDS = 60.0
 """That a client may take to read what was sent before the next part waits for it."""

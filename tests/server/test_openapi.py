@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from quantkit.server.openapi import describe
+from quantkit.server.schemas import openapi_document
 from tests.server.conftest import serving
 
 FIELDS = {"prompt", "messages", "max_tokens", "temperature", "stop", "stream", "logprobs", "echo", "tools", "tokens"}
@@ -17,7 +17,7 @@ FIELDS = {"prompt", "messages", "max_tokens", "temperature", "stop", "stream", "
 def test_routes_are_described(served):
     status, document = served.ask("/openapi.json")
     assert status == 200
-    assert document == describe()
+    assert document == openapi_document()
     for path, methods in document["paths"].items():
         actual = (
             served.ask(path.replace("{model}", "tiny"), {} if "post" in methods else None)[0]
@@ -28,7 +28,7 @@ def test_routes_are_described(served):
 
 
 def test_fields_are_described(served):
-    schemas = describe()["components"]["schemas"]
+    schemas = openapi_document()["components"]["schemas"]
     assert set().union(*(schema["properties"] for schema in schemas.values())) >= FIELDS
 
 

@@ -10,9 +10,9 @@ pytest.importorskip("starlette")
 
 from quantkit.results import RequestTiming
 from quantkit.runtime.types import Completion, StepOutput
+from quantkit.server.answers import ChatShape
 from quantkit.server.bridge import Mailbox
 from quantkit.server.schemas import ChatRequest, StreamOptions
-from quantkit.server.shapes import ChatShape
 from quantkit.server.streams import EventStream
 
 
