@@ -119,7 +119,7 @@ def run(
         stop = past + (chunk or max(map(len, sequences)))
         new = [sequences[i][past:stop] for i in running]
         batch = make_batch(new, [past] * len(new), [pages[i] for i in running], page_size=page_size, ids=running)
-        logits = model.forward(batch, cache).values
+        logits = model.forward(batch, cache)
         for i, rows in zip(running, logits.split([len(item) for item in new]), strict=True):
             logits_of[i].append(rows)
         past = stop

@@ -88,7 +88,7 @@ class Recorder:
             evicted = holder.evictions.get(start, {}) if given_up else {}
             rows = slice(begin, begin + len(new))
             states = {n: (key[rows], value[rows]) for n, (key, value) in self._states.items()}
-            step = Step(start, list(new), given_up, evicted, logits.values[at : at + count].clone(), states)
+            step = Step(start, list(new), given_up, evicted, logits[at : at + count].clone(), states)
             self.steps[holder.id].append(step)
             for n, kept in self.kept[holder.id].items():
                 kept, _ = without(kept, given_up, evicted.get(n))
@@ -195,7 +195,7 @@ def worst_difference(engine: Engine, recorder: Recorder) -> float:
             rows = list(range(len(step.tokens) - len(step.logits), len(step.tokens)))
             pages = [list(range(-(-(step.start + len(step.tokens)) // 16)))]
             batch = make_batch([step.tokens], [step.start], pages, rows=rows)
-            cache.compare(step.logits, engine.model.forward(batch, cache).values)
+            cache.compare(step.logits, engine.model.forward(batch, cache))
         worst = max(worst, cache.worst)
         assert cache.worst == cache.worst, f"sequence {number}: not a number"
     return worst

@@ -52,7 +52,7 @@ def test_a_sequence_can_go_back_and_continue_otherwise(model, folder):
     first, second = SEQUENCES[2][:30], SEQUENCES[1][:12]
     model.forward(make_batch([first], [0], PAGES[:1], page_size=512), None)
     # Ten tokens are taken back, others come in their place.
-    logits = model.forward(make_batch([second], [20], PAGES[:1], page_size=512), None).values
+    logits = model.forward(make_batch([second], [20], PAGES[:1], page_size=512), None)
     expected = reference_logits(folder, [first[:20] + second])[0][20:]
     assert difference([logits], [expected]) < 1e-4
 
@@ -61,17 +61,17 @@ def test_rows_of_some_sequences(model, folder):
     tokens = [SEQUENCES[1][:5], SEQUENCES[2][:4], SEQUENCES[2][:3]]
     whole = torch.cat(reference_logits(folder, tokens))
     rows = [0, 4, 11]
-    logits = model.forward(make_batch(tokens, [0, 0, 0], PAGES, page_size=512, rows=rows), None).values
+    logits = model.forward(make_batch(tokens, [0, 0, 0], PAGES, page_size=512, rows=rows), None)
     assert difference([logits], [whole[rows]]) < 1e-4
-    assert model.forward(make_batch([[5]], [5], PAGES[:1], page_size=512, rows=[]), None).values.shape == (0, 260)
+    assert model.forward(make_batch([[5]], [5], PAGES[:1], page_size=512, rows=[]), None).shape == (0, 260)
 
 
 def test_a_forgotten_sequence_starts_anew(model):
     batch = make_batch([SEQUENCES[1]], [0], PAGES[:1], page_size=512, ids=[7])
-    once = model.forward(batch, None).values
+    once = model.forward(batch, None)
     model.forget(7)
     assert model._states == {}
-    assert torch.equal(model.forward(batch, None).values, once)
+    assert torch.equal(model.forward(batch, None), once)
     with pytest.raises(ModelError, match="sequence 8 continues at position 3, but only 0 are computed"):
         model.forward(make_batch([[1]], [3], PAGES[:1], page_size=512, ids=[8]), None)
 

@@ -24,9 +24,9 @@ def test_only_the_wanted_logits_are_computed(model):
     tokens = [SEQUENCES[1][:5], SEQUENCES[2][:4]]
     pages = [[0], [1]]
     cache = KVCache(model.layouts(None, 16), 2, 2)
-    whole = model.forward(make_batch(tokens, [0, 0], pages), cache).values
-    some = model.forward(make_batch(tokens, [0, 0], pages, rows=[8, 2]), cache).values
-    none = model.forward(make_batch(tokens, [0, 0], pages, rows=[]), cache).values
+    whole = model.forward(make_batch(tokens, [0, 0], pages), cache)
+    some = model.forward(make_batch(tokens, [0, 0], pages, rows=[8, 2]), cache)
+    none = model.forward(make_batch(tokens, [0, 0], pages, rows=[]), cache)
     assert whole.dtype == torch.float32
     assert difference([some], [whole[[8, 2]]]) < 1e-5
     assert none.shape == (0, 260)
@@ -43,7 +43,7 @@ def test_tokens_taken_back_leave_no_trace(model):
     first, second = SEQUENCES[2][:30], SEQUENCES[1][:12]
     cache = KVCache(model.layouts(None, 16), 4, 1)
     model.forward(make_batch([first], [0], [[2, 0, 3]]), cache)
-    logits = model.forward(make_batch([second], [20], [[2, 0, 3]]), cache).values
+    logits = model.forward(make_batch([second], [20], [[2, 0, 3]]), cache)
     assert difference([logits], [run(model, [first[:20] + second])[0][20:]]) < 1e-5
 
 
