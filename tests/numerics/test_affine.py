@@ -161,6 +161,18 @@ def test_one_sided_groups_keep_zero_representable():
     scale, zero = range_parameters(torch.zeros(1), torch.tensor([3.0]), grid)
     assert zero.item() == INT4.minimum
     assert scale.item() == pytest.approx(3 / 15)
+    weight = torch.tensor([[0.5, 3.0], [-3.0, -0.5]])  # the range of such a group starts, or ends, at zero
+    scale, zero = minmax_parameters(weight, grid)
+    assert scale.flatten().tolist() == pytest.approx([3 / 15, 3 / 15])
+    assert zero.flatten().tolist() == [INT4.minimum, INT4.maximum]
+
+
+def test_a_zero_point_belongs_to_the_scale_as_it_is_stored():
+    """bfloat16 rounds 5 / 255 down by 0.3 %: enough to move the zero point of a range of 255 codes."""
+    grid = WeightGrid(WeightScheme(dtype=INT8, symmetric=False), torch.bfloat16)
+    for low in torch.linspace(-4.5, -0.5, 20):
+        scale, zero = range_parameters(low.reshape(1), 5 + low.reshape(1), grid)
+        assert (low / scale + zero - INT8.minimum).abs().item() <= 0.501  # the lowest value has the lowest code
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=lambda d: d.name)

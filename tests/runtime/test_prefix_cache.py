@@ -34,6 +34,16 @@ def test_one_token_is_always_left(length, pages):
     assert prefix.match(asked) == known.pages[:pages]
 
 
+def test_what_a_preempted_request_finds_again_is_not_counted_as_cached():
+    """Users read `cached_tokens` as work that an earlier request saved them; these pages were mostly its own."""
+    prefix, known = published(range(12))
+    first, again = sequence(range(12)), sequence(range(12))
+    again.num_preemptions = 1
+    for asked in (first, again):
+        prefix.take(asked, known.pages[:2])
+    assert (first.num_cached, again.num_cached, again.num_computed) == (8, 0, 8)
+
+
 def test_a_page_counts_only_after_the_same_history():
     prefix, _ = published([1, 2, 3, 4, 5, 6, 7, 8])
     assert len(prefix.match(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))) == 2

@@ -11,7 +11,7 @@ from quantkit.runtime.cache.prefix_cache import PrefixCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.scheduler import Scheduler
 from quantkit.runtime.sequence import Sequence
-from quantkit.runtime.types import SamplingParams
+from quantkit.runtime.types import PromptScoring, SamplingParams
 from tests.runtime.toy import ToyModel, build_engine
 
 
@@ -139,6 +139,18 @@ def test_nobody_starves_in_a_stream_of_short_requests():
         engine.step()
         waited += 1
         assert waited < 60
+
+
+@pytest.mark.parametrize(("others", "second"), [(15, True), (16, False)])
+def test_the_search_for_a_request_that_need_not_wait_has_an_end(others, second):
+    """Requests whose beginning is being computed are overtaken, but a step looks at no more than 8 times its rows."""
+    made, _ = scheduler(max_sequences=2, token_budget=64)
+    made._prefix = PrefixCache(made._pool, 4)
+    asked = [list(range(12)) for _ in range(1 + others)] + [list(range(50, 62))]
+    for number, ids in enumerate(asked):
+        params = SamplingParams(max_tokens=0, scoring=PromptScoring(num_tokens=2))
+        made.add(Sequence(id=number, ids=ids, num_prompt=12, params=params, limit=99))
+    assert [item.id for item, _ in made.schedule()] == ([0, 1 + others] if second else [0])
 
 
 def test_who_waits_for_pages_keeps_no_drafts():

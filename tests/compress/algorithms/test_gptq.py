@@ -103,6 +103,13 @@ def test_dead_inputs_are_rounded_on_their_own():
     assert torch.equal(codes[:, 3].float(), (weight[:, 3] / scale[:, 0]).round().clamp(-8, 7))
 
 
+def test_a_dead_input_gets_the_mean_of_the_diagonal_before_damping():
+    _, hessian = problem()
+    hessian[3] = hessian[:, 3] = 0
+    mean = hessian.diagonal().mean().item()
+    assert cholesky_factor(hessian, torch.arange(48), 0.01).diagonal[3].item() == pytest.approx(1.01 * mean)
+
+
 def test_infinite_inputs_are_an_error(make_layer):
     with pytest.raises(ModelError, match="cannot be factorised"):
         cholesky_factor(torch.full((4, 4), torch.inf), torch.arange(4), 0.01)

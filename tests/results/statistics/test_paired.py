@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from functools import cache
 
 import pytest
@@ -230,6 +231,15 @@ def test_the_mean_over_tasks_of_different_size_and_loss_is_covered():
         ratio += result.ratio_low <= ratio_truth <= result.ratio_high
     assert abs(covered / 600 - 0.95) <= 0.027  # three standard errors of 600 draws
     assert abs(ratio / 600 - 0.95) <= 0.027
+
+
+def test_the_smallest_scored_task_decides_how_wide_the_interval_is():
+    """Student's t of the 4 pairs, 3.18 standard errors at 3 degrees of freedom, whatever the 400 others know."""
+    rng = random.Random(5)
+    small, large = ([rng.gauss(0, 1) for _ in range(count)] for count in (4, 400))
+    result = compare_pairs([([0.0] * len(after), after) for after in (small, large)])
+    error = math.sqrt(sum(statistics.variance(after) / len(after) for after in (small, large))) / 2
+    assert (result.high - result.low) / 2 == pytest.approx(3.1824 * error, rel=1e-3)
 
 
 def test_equal_answers_give_no_difference_and_an_interval_that_still_admits_one():
