@@ -9,7 +9,6 @@ import click
 
 from quantkit.cli._options import Settings, option_group, set_option, settings_of
 from quantkit.cli._output import Command, Output
-from quantkit.models.kv_budget import DEFAULT_POLICY
 from quantkit.quantities import (
     byte_size,
     duration,
@@ -21,6 +20,7 @@ from quantkit.quantities import (
     short,
 )
 from quantkit.report.table import Column, Table, facts
+from quantkit.runtime.cache import policies
 from quantkit.runtime.config import EngineConfig
 from quantkit.settings import setting
 
@@ -137,7 +137,7 @@ def _overview(plan: Estimate) -> Table:
             ("activations", f"{byte_size(plan.activations)}, an estimate for steps of {STEP_TOKENS} tokens"),
         ]
     if plan.eviction.budget is not None:
-        policy = plan.eviction.policy or DEFAULT_POLICY
+        policy = plan.eviction.policy or policies.DEFAULT
         rows.append(("kept in the cache", f"{plan.kept:,} tokens of each sequence of {plan.context:,}, {policy}"))
     if plan.device is not None:
         rows.append(("device", f"{plan.device.title}, {byte_size(plan.device.memory_bytes)}"))

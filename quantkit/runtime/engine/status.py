@@ -3,7 +3,7 @@
 from typing import Any
 
 from quantkit.kernels import cpu, gpu
-from quantkit.models.kv_budget import DEFAULT_POLICY
+from quantkit.runtime.cache import policies
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.first_run import describe_kernels
 from quantkit.runtime.model.cache_schemes import cache_type
@@ -54,7 +54,7 @@ def describe_engine(engine: Engine, threads: str) -> dict[str, str]:
     if (graphs := engine.runner.graph_status) is not None:
         topics["CUDA graphs"] = graphs
     if (eviction := engine.eviction) is not None:
-        policy, evicted = engine.config.kv_policy or DEFAULT_POLICY, counts["kv_evicted_pages"]
+        policy, evicted = engine.config.kv_policy or policies.DEFAULT, counts["kv_evicted_pages"]
         topics["KV budget"] = f"{eviction.budget.tokens} tokens of a sequence, {policy}; {evicted} pages evicted"
     if counts["prefix_hit_tokens"]:
         topics["prefix cache"] = f"{counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"

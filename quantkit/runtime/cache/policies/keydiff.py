@@ -4,7 +4,7 @@ Eviction for Long-Context LLM Inference in Resource-Constrained Environments."""
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from quantkit.runtime.cache.policies.base import Policy
+from quantkit.runtime.cache.policies import Policy
 
 
 class KeyDiff(Policy):

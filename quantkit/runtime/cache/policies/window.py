@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantkit.runtime.cache.policies.base import Policy
+from quantkit.runtime.cache.policies import Policy
 
 
 class NewestTokens(Policy):
