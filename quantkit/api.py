@@ -107,8 +107,7 @@ def verify(
         QuantkitError: see `quantkit.errors`; a gate that does not hold raises nothing.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.evaluate.verify.files import write_files
-    from quantkit.evaluate.verify.pair import check_output, check_pair
+    from quantkit.evaluate.verify.pair import check_output, check_pair, write_files
     from quantkit.evaluate.verify.run import verify_pair
 
     if output is not None:

@@ -154,8 +154,7 @@ def verify_result(
     Raises:
         GateFailure: it failed.
     """
-    from quantkit.evaluate.verify.files import set_aside, write_files
-    from quantkit.evaluate.verify.pair import check_pair
+    from quantkit.evaluate.verify.pair import check_pair, set_aside, write_files
     from quantkit.evaluate.verify.run import verify_pair
 
     path = Path(result.output)

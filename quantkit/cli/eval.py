@@ -60,9 +60,9 @@ def command(
     """
     if noise and not baseline:
         raise click.UsageError("--noise is about the baseline: give --baseline too")
+    from quantkit.evaluate.engine import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
-    from quantkit.evaluate.same_vocabulary import check_same_language, other_arithmetic
-    from quantkit.evaluate.verify.served import of_the_original
+    from quantkit.evaluate.verify.run import of_the_original
 
     # Who names tasks or texts means those, and none besides.
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}

@@ -57,8 +57,7 @@ def command(
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
     from quantkit.distributed import is_writer
-    from quantkit.evaluate.verify.files import write_files
-    from quantkit.evaluate.verify.pair import check_output, check_pair
+    from quantkit.evaluate.verify.pair import check_output, check_pair, write_files
     from quantkit.evaluate.verify.run import check_options, verify_pair
 
     options = _verify.verify_options(**what)

@@ -7,9 +7,11 @@ same end of an answer. Not a task runner: see `run`. Importing this module needs
     lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
 """
 
+import importlib.metadata
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from lm_eval.api.instance import Instance
@@ -22,6 +24,7 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.shares import generate_in_turns, score_in_turns
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import PromptScores, SamplingParams, ScoredText
+from quantkit.runtime.vllm_engine import VllmLLM, import_vllm
 
 DEFAULT_NEW_TOKENS = 256  # as HFLM
 
@@ -255,3 +258,23 @@ class _Generation:
         for stop in filter(None, self.stops):
             text = text.split(stop)[0]
         return text
+
+
+def make_vllm_model(llm: VllmLLM, *, add_bos_token: bool | None) -> Any:
+    """What lm-eval asks; texts, tokens and truncation are its own.
+
+    Args:
+        llm: answers.
+        add_bos_token: whether texts begin with BOS; None = as the tokenizer does.
+    """
+    known = importlib.metadata.version
+    number = import_vllm().__version__
+    # The module asks for the version of a package called vllm; builds for CPUs have other names.
+    with patch("importlib.metadata.version", lambda name: number if name == "vllm" else known(name)):
+        from lm_eval.models import vllm_causallms
+    # Its class loads an engine of its own, and two do not fit beside each other on a GPU.
+    with patch.object(vllm_causallms, "LLM", lambda **_: llm.vllm):
+        model = vllm_causallms.VLLM(str(llm.path), add_bos_token=add_bos_token)
+    # Not "auto": then it lets vLLM draw its bars, and progress is told by ours.
+    model.batch_size = llm.config.scheduler_config.max_num_seqs
+    return model

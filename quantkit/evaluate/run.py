@@ -8,21 +8,21 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, QuantkitError, first_line
-from quantkit.evaluate.data import LEDGERS, read_named_text, speaks_demo
 from quantkit.evaluate.engine import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import DEFAULT_WINDOW, adds_bos, perplexity
 from quantkit.evaluate.suites import Asked, LongContext, Text, load_suite
-from quantkit.evaluate.tasks import check_tasks, load_tasks
-from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
+from quantkit.evaluate.tasks import LEDGERS, check_tasks, load_tasks, read_named_text, speaks_demo
+from quantkit.results import EvaluationResult, PerplexityResult, SampleRecord, TaskResult
 from quantkit.runtime.vllm_engine import VllmLLM
 
 if TYPE_CHECKING:
@@ -180,15 +180,12 @@ def import_language_model() -> type[QuantkitLM]:
 def _run_tasks(
     llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int, say: Progress
 ) -> tuple[TaskResult, ...]:
-    from quantkit.evaluate.samples import task_results
-
     import_language_model()
     say(f"reading the items of {len(asked.tasks)} tasks")
-    with _quiet(), _without_waste():
+    with _quiet(), _patched_lm_eval():
         loaded = load_tasks(asked.tasks, options)
         model: Any = _language_model(llm, options, say)
-        with _only_rank():
-            results = _simple_evaluate(model, loaded, asked.limit, options, seed)
+        results = _simple_evaluate(model, loaded, asked.limit, options, seed)
     # Lengths of answers without BOS: special tokens were not generated.
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
 
@@ -196,7 +193,7 @@ def _run_tasks(
 def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -> Any:
     """lm-eval's view of a model: its own of vLLM, ours of our engine."""
     if isinstance(llm, VllmLLM):
-        from quantkit.evaluate.vllm_model import make_vllm_model
+        from quantkit.evaluate.language_model import make_vllm_model
 
         return make_vllm_model(llm, add_bos_token=options.add_bos)
     ours: Any = import_language_model()
@@ -230,34 +227,23 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: E
 
 
 @contextlib.contextmanager
-def _without_waste() -> Iterator[None]:
-    """While open, lm-eval compiles a task's template once, not for each item, which was a quarter of the time.
+def _patched_lm_eval() -> Iterator[None]:
+    """While open, lm-eval compiles each template once and describes neither machine nor repository.
 
-    Nor does it run the programs that describe the machine, seconds that no rank could share, or git, whose complaint
-    that there is no repository would stand among the progress.
+    Compiling for each item took a quarter of the time. Describing the machine takes seconds on every rank, and git's
+    complaint about a missing repository would stand among the progress. lm-eval has no setting for either.
     """
     from lm_eval import evaluator
     from lm_eval.utils import env
 
-    described = {name: getattr(evaluator, name) for name in ("add_env_info", "get_git_commit_hash")}
-    env.from_string = functools.lru_cache(env.from_string)
-    vars(evaluator).update(add_env_info=lambda _: None, get_git_commit_hash=lambda: None)
-    try:
+    with (
+        patch.object(env, "from_string", functools.lru_cache(env.from_string)),
+        patch.multiple(evaluator, add_env_info=lambda _: None, get_git_commit_hash=lambda: None),
+        patch.dict(os.environ),
+    ):
+        # Each rank already has every answer. lm-eval returns results only on LOCAL_RANK 0, so hide that variable.
+        os.environ.pop("LOCAL_RANK", None)
         yield
-    finally:
-        del env.from_string
-        vars(evaluator).update(described)
-
-
-@contextlib.contextmanager
-def _only_rank() -> Iterator[None]:
-    """Every rank has all answers and works out all results, which lm-eval gives only where torchrun counts no other."""
-    local = os.environ.pop("LOCAL_RANK", None)
-    try:
-        yield
-    finally:
-        if local is not None:
-            os.environ["LOCAL_RANK"] = local
 
 
 @contextlib.contextmanager
@@ -274,3 +260,72 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+FAVOURITES = ("acc_norm", "acc", "exact_match")
+"""The metric by which a task is judged, the first it has; a task without any of these by its own first one."""
+
+
+def task_results(results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> tuple[TaskResult, ...]:
+    """One record per task.
+
+    Args:
+        results: what lm-eval's `simple_evaluate` returned, samples included.
+        count_tokens: length of a generated text.
+    """
+    return tuple(_task_result(name, results, count_tokens) for name in results["configs"])
+
+
+def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> TaskResult:
+    numbers, config = results["results"][name], results["configs"][name]
+    # lm-eval names a number `metric,filter`; entries without a comma, such as the alias, are no metrics.
+    values = {key: float(value) for key, value in numbers.items() if "," in key and _is_number(value)}
+    scores = {key: value for key, value in values.items() if "_stderr," not in key}
+    main = _main_key(list(scores), [entry["metric"] for entry in config.get("metric_list") or []])
+    metric, answer_filter = main.split(",", 1)
+    generates = config["output_type"] == "generate_until"
+    # A task with several filters lists every item once per filter; all of them together would count items twice.
+    rows = [row for row in results["samples"].get(name, ()) if row["filter"] == answer_filter]
+    samples = tuple(_sample(name, row, count_tokens if generates else None) for row in rows)
+    directions = results["higher_is_better"].get(name) or {}
+    return TaskResult(
+        task=name,
+        metric=metric,
+        value=scores[main],
+        stderr=values.get(f"{metric}_stderr,{answer_filter}"),
+        num_samples=len(rows) or int(results["n-samples"][name]["effective"]),
+        # A task need not declare a direction: higher is better unless it says otherwise.
+        higher_is_better=directions.get(metric) is not False,
+        # A metric of the whole corpus has no score per item, so such a task cannot be paired.
+        samples=samples if all(metric in sample.scores for sample in samples) else (),
+        others={key.removesuffix(",none"): value for key, value in scores.items() if key != main},
+        num_fewshot=int(results["n-shot"].get(name) or 0),
+        version=str(results["versions"].get(name, "")),
+    )
+
+
+def _main_key(keys: list[str], declared: list[str]) -> str:
+    """`metric,filter` of the favourite metric, else of the first that the task declares."""
+    # Reversed, so that of several filters of one metric the first stays in the dict.
+    known = {key.split(",", 1)[0]: key for key in reversed(keys)}
+    return next((known[metric] for metric in (*FAVOURITES, *declared) if metric in known), keys[0])
+
+
+def _sample(task: str, row: Mapping[str, Any], count_tokens: Callable[[str], int] | None) -> SampleRecord:
+    scores = {name: float(row[name]) for name in row["metrics"] if _is_number(row[name])}
+    answer = str(row["resps"][0][0]) if count_tokens is not None else None
+    return SampleRecord(
+        task=task,
+        index=int(row["doc_id"]),
+        scores=scores,
+        answer_tokens=None if answer is None or count_tokens is None else count_tokens(answer),
+        item_hash=row["doc_hash"],
+        answer=answer,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    # By the name of the module, so that NumPy need not be imported; an array has a shape and is no number.
+    if type(value).__module__ == "numpy":
+        return getattr(value, "shape", None) == ()
+    return isinstance(value, bool | int | float)

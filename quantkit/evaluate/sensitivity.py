@@ -8,9 +8,11 @@ Choosing bits layer by layer by what each costs: Dong et al. 2019 (HAWQ), who as
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor
 
@@ -26,9 +28,99 @@ from quantkit.evaluate.fidelity import (
     window_logits,
 )
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
-from quantkit.evaluate.replay import Replay
-from quantkit.results import SensitivityMap, SensitivityProposal, SensitivityRecord
+from quantkit.results import GateResult, Report, SensitivityMap, SensitivityProposal, SensitivityRecord
+from quantkit.results.gates import METRICS
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.model import NativeModel
+
+States = list[tuple[Tensor, Tensor | None]]  # what enters a block at each step of the engine
+Forms = tuple[tuple[FusedGroup, ...], ...]  # the groups of each layer that are not the original's
+
+
+class Replay:
+    """Inputs of a layer, kept from one measurement to the next, so that layers which both share run once. *Mutable*.
+
+    Measurements of one group after another share all layers before it, half of the work on average. Only models that
+    run natively on a CPU are replayed; others run in full.
+
+    Args:
+        llm: asked the same in every measurement.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._model = llm.model if isinstance(llm.model, NativeModel) and llm.model.device.type == "cpu" else None
+        self._last: Forms | None = None
+        self._kept: Forms = ()  # of the layers before the one that `_states` enter
+        self._states: States = []
+
+    @contextmanager
+    def start(self, groups: Sequence[FusedGroup]) -> Iterator[None]:
+        """While open, one measurement runs what it does not share with the one before.
+
+        Args:
+            groups: those that are swapped in it.
+        """
+        if self._model is None:
+            yield
+            return
+        blocks = self._model.blocks
+        forms = tuple(tuple(group for group in groups if group.layer == index) for index in range(len(blocks)))
+        first = len(self._kept) if _same(self._kept, forms) else 0
+        # Where this measurement parts from the last, the next one will part from it, or later.
+        parting = _shared(self._last, forms)
+        recorded: States = []
+        running: list[Any] = [_Replayed(self._states), *blocks[first:]] if first else list(blocks)
+        if first < parting < len(blocks):
+            running.insert(len(running) - (len(blocks) - parting), _Recorded(recorded))
+        try:
+            self._model.blocks = running
+            yield
+        finally:
+            self._model.blocks = blocks
+        self._last = forms
+        if recorded:
+            self._kept, self._states = forms[:parting], recorded
+
+
+def _same(kept: Forms, forms: Forms) -> bool:
+    return _shared(kept, forms) == len(kept)
+
+
+def _shared(one: Forms | None, other: Forms) -> int:
+    """Layers at the beginning that have the very same groups."""
+    pairs = enumerate(zip(one or (), other, strict=False))
+    return next((i for i, (a, b) in pairs if list(map(id, a)) != list(map(id, b))), len(one or ()))
+
+
+class _Recorded:
+    """A block that keeps what passes."""
+
+    rope = None
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+
+    def __call__(self, x: Tensor, pending: Tensor | None, *_: Any) -> tuple[Tensor, Tensor | None]:
+        self._states.append(_copied(x, pending))
+        return x, pending
+
+
+class _Replayed:
+    """A block that gives what has been kept in place of what comes."""
+
+    rope = None
+
+    def __init__(self, states: States) -> None:
+        self._left = iter(states)
+
+    def __call__(self, *_: Any) -> tuple[Tensor, Tensor | None]:
+        return _copied(*next(self._left))
+
+
+def _copied(x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    # Kernels may write into what they are given.
+    return x.clone(), None if pending is None else pending.clone()
+
 
 MAX_TOKENS = 4096
 REFERENCE_BYTES = 1 << 29  # of the original's logits, which every group is compared with
@@ -206,3 +298,64 @@ class Probe:
                 for p, q in zip(reference, window_logits(llm, group), strict=True)
             ]
         )
+
+
+def failed_accuracy(report: Report) -> list[GateResult]:
+    """Gates about accuracy that were measured and did not hold."""
+    return [
+        gate
+        for gate in report.gates
+        if not gate.held and gate.value is not None and METRICS[gate.metric].kind == "accuracy"
+    ]
+
+
+def repair_goal(report: Report) -> Goal | None:
+    """Return what a repaired model has to reach; None when there is nothing to repair or no way to tell.
+
+    The goal is a KL, which a sensitivity map is made of. Losses of accuracy and the logarithm of a perplexity ratio are
+    assumed to shrink in proportion to KL. That is a careful guess: accuracy falls faster the more KL there is.
+
+    Args:
+        report: with fidelity and judged gates.
+    """
+    failed = failed_accuracy(report)
+    if not failed or report.fidelity is None:
+        return None
+    total = report.fidelity.mean_kl
+    limits = {gate.metric: gate.limit for gate in failed}
+    shares = [share for gate in failed if (share := _share(report, gate)) is not None]
+    kl = min([limits.get("kl", math.inf), *(total * share for share in shares)])
+    goal = Goal(kl=kl, kl_p99=limits.get("kl_p99", math.inf), top1=limits.get("top1", 0.0))
+    return None if goal == Goal() else goal
+
+
+def _share(report: Report, gate: GateResult) -> float | None:
+    """How much of the loss may remain; None for gates that say nothing of it."""
+    assert gate.value is not None
+    if gate.metric == "recovery":
+        return _ratio(100 - gate.limit, 100 - gate.value)
+    if gate.metric == "perplexity_ratio":
+        # The logarithm of a perplexity ratio is a loss in nats per token, the unit of KL.
+        return _ratio(_log(gate.limit), _log(gate.value))
+    of_text = gate.metric == "perplexity"
+    # A gate may name no subject; the value that it was judged on tells which comparison was meant.
+    alike = (c for c in report.comparisons if c.value == gate.value and c.metric.startswith("perplexity") == of_text)
+    comparison = next(alike, None)
+    if comparison is None:
+        return None
+    if gate.metric == "score":
+        return _ratio(comparison.baseline - gate.limit, comparison.baseline - gate.value)
+    if gate.metric == "perplexity":
+        return _ratio(_log(gate.limit / comparison.baseline), _log(gate.value / comparison.baseline))
+    return None
+
+
+def _ratio(allowed: float, lost: float) -> float | None:
+    """A share between 0 and 1; None when nothing was lost or more was lost than can be said."""
+    if not lost > 0 or math.isinf(lost):
+        return None
+    return max(0.0, min(1.0, allowed / lost))
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf

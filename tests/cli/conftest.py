@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.cli import _verify, main
 from quantkit.compress import pipeline
-from quantkit.evaluate.data import read_named_text
+from quantkit.evaluate.tasks import read_named_text
 
 ONE_REQUEST = BenchmarkOptions(concurrencies=(1,), prompt_tokens=8, new_tokens=2, num_requests=1)
 

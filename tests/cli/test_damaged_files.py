@@ -12,7 +12,7 @@ import torch
 from quantkit.cli._errors import explain
 from quantkit.compress.calibration.dataset import _read_file
 from quantkit.errors import CheckpointError, DataError, InputError, ModelError
-from quantkit.evaluate.data import read_named_text
+from quantkit.evaluate.tasks import read_named_text
 from quantkit.evaluate.verify.pair import check_pair
 from quantkit.inspection import inspect
 from quantkit.planning.source import from_model

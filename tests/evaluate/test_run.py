@@ -16,13 +16,11 @@ from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError, InputError
 from quantkit.evaluate import engine
 from quantkit.evaluate import long_context as module
-from quantkit.evaluate.data import LEDGERS, speaks_demo
-from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.engine import check_same_language, load_llm, other_arithmetic
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
 from quantkit.evaluate.options import DEFAULT_TEXT_TOKENS, EvaluationOptions
-from quantkit.evaluate.run import _without_waste, check_evaluation, evaluate
-from quantkit.evaluate.same_vocabulary import check_same_language, other_arithmetic
-from quantkit.evaluate.samples import task_results
+from quantkit.evaluate.run import _patched_lm_eval, check_evaluation, evaluate, task_results
+from quantkit.evaluate.tasks import LEDGERS, speaks_demo
 from quantkit.results import EvaluationResult
 from quantkit.results.statistics.comparison import compare_evaluations
 
@@ -192,7 +190,7 @@ def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monk
 
 def test_a_template_is_compiled_once_for_all_items():
     env = pytest.importorskip("lm_eval.utils").env
-    with _without_waste():
+    with _patched_lm_eval():
         assert env.from_string("{{x}}") is env.from_string("{{x}}")
         assert env.from_string("{{x}}").render(x=1) == "1"
     assert env.from_string("{{x}}") is not env.from_string("{{x}}")

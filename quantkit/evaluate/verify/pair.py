@@ -3,21 +3,31 @@
 Everything here is found out from configs, headers, tokenizers and hashes, before a model is loaded.
 """
 
+import contextlib
+import hashlib
 import os
+import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
-from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
-from quantkit.evaluate.same_vocabulary import check_same_language
-from quantkit.inspection import read_manifest, section
+from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, ReportError
+from quantkit.evaluate.engine import check_same_language
+from quantkit.hub import card_entries
+from quantkit.inspection import inspect, read_manifest, section
+from quantkit.machine.devices import processor_name
 from quantkit.output.replaceable import MANIFEST, check_text
+from quantkit.output.staging import open_stage
 from quantkit.output.writer import writing
-from quantkit.report.files import SIGNS
+from quantkit.registry import installed_version
+from quantkit.report.files import SIGNS, write_report
+from quantkit.results import CompressionResult, Environment, ModelFacts, Report
 from quantkit.results.gates import parse_gates
 from quantkit.safety.untrusted import shorten
 
@@ -185,3 +195,105 @@ def check_output(path: Path) -> None:
         if os.path.lexists(path / name):
             with writing(path):
                 check_text(path / name, sign)
+
+
+_PACKAGES = ("quantkit", "torch", "transformers", "safetensors", "lm-eval", "compressed-tensors")
+
+
+def model_facts(path: Path, name: str) -> ModelFacts:
+    """Sizes and number types of a model.
+
+    Args:
+        path: its directory.
+        name: as it should be printed; the id on the hub where it is one.
+    """
+    summary = inspect(path)
+    # The scheme is named after the largest kind of linear; embedding and head may be stored otherwise.
+    linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
+    largest = max(linears, key=lambda row: row.num_parameters, default=None)
+    alike = ("format", "num_parameters", "num_bytes", "bits_per_weight", "architecture", "engines")
+    return ModelFacts(
+        name=name,
+        path=str(path),
+        **{fact: getattr(summary, fact) for fact in alike},
+        scheme="" if largest is None else largest.stored_as,
+        hub_id=name if "/" in name and not Path(name).exists() else None,
+        license=_license(path),
+    )
+
+
+def compression(pair: Pair) -> CompressionResult | None:
+    """How the checkpoint was made; None when it does not say, or another version wrote it."""
+    try:
+        return CompressionResult.from_dict(pair.made)
+    except ReportError:
+        return None
+
+
+def environment(pair: Pair, text: str, **said: Any) -> Environment:
+    """Where and with what the numbers are made.
+
+    Args:
+        pair: whose files are hashed.
+        text: that fidelity was measured on.
+        said: the other fields, which are known where the models ran.
+    """
+    # Sorted: the hash must not depend on the order in which shards are listed.
+    files = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
+    hashed = {"checkpoint": files, "text": text}
+    hashes = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in hashed.items()}
+    if isinstance(pair.manifest.get("identity_sha256"), str):
+        hashes["made from"] = pair.manifest["identity_sha256"]
+    return Environment(
+        versions=_versions(),
+        platform=f"{platform.system()} {platform.machine()}",
+        cpu=processor_name() or platform.processor(),
+        num_threads=torch.get_num_threads(),
+        hashes=hashes,
+        **said,
+    )
+
+
+def _versions() -> dict[str, str]:
+    installed = {name: installed_version(name, "") for name in _PACKAGES}
+    return {"python": platform.python_version(), **{name: number for name, number in installed.items() if number}}
+
+
+def _license(path: Path) -> str | None:
+    """What the model's own card says, if it says anything that can be read."""
+    with contextlib.suppress(ModelError, OSError):
+        name = card_entries(path).get("license")
+        return name if isinstance(name, str) and name else None
+    return None
+
+
+def write_files(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
+    """All files of a report.
+
+    Args, Returns:
+        see `write_report`.
+    Raises:
+        OutputError, ResourceError: the place cannot be written.
+    """
+    with writing(directory):
+        return write_report(report, directory)
+
+
+def set_aside(report: Report, path: Path) -> tuple[Report, Path]:
+    """Give a checkpoint that failed another name, `<path>.failed`, in place of an earlier failure of that name.
+
+    Args:
+        report: about it.
+        path: its directory.
+    Returns:
+        the report under the new name, and the new directory.
+    Raises:
+        OutputError: there is something of that name that is no checkpoint, or it cannot be renamed.
+    """
+    target = path.with_name(f"{path.name}.failed")
+    try:
+        with open_stage(target, "quantize --verify", overwrite=True) as stage:
+            stage.promote(path)
+    except OutputError as error:
+        raise OutputError(f"{path} failed and should become {target}: {error}") from error
+    return replace(report, model=replace(report.model, name=target.name, path=str(target))), target

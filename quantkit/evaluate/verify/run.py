@@ -5,6 +5,8 @@ those that belong to the compression (KV cache, rounded head, speculation). The 
 arithmetic: what changes there is noise. Answers and distributions come first and are freed before anything is timed.
 """
 
+from __future__ import annotations
+
 import datetime
 import gc
 from collections.abc import Callable, Mapping
@@ -20,19 +22,15 @@ from quantkit.benchmark.served import measure_served
 from quantkit.demo import GENERAL_TEXT
 from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError, RequestError, first_line
-from quantkit.evaluate.data import read_named_text, speaks_demo
-from quantkit.evaluate.engine import Evaluated, load_llm
+from quantkit.evaluate.engine import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
-from quantkit.evaluate.same_vocabulary import other_arithmetic
-from quantkit.evaluate.sensitivity import sensitivity_map
+from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitivity_map
 from quantkit.evaluate.suites import load_suite
-from quantkit.evaluate.top_fidelity import top_fidelity
-from quantkit.evaluate.verify.facts import compression, environment, model_facts
-from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
-from quantkit.evaluate.verify.pair import Pair
-from quantkit.evaluate.verify.served import Served, ask_served, of_the_original
+from quantkit.evaluate.tasks import read_named_text, speaks_demo
+from quantkit.evaluate.top_fidelity import TopReading, read_top, top_fidelity
+from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
 from quantkit.results import Comparison, EvaluationResult, Report
 from quantkit.results.gates import evaluate_gates
@@ -41,9 +39,61 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.vllm_engine import VllmLLM, import_vllm, vllm_arguments
 
 Progress = Callable[[str], None]
-
+# Options that belong to the compression, so the original runs without them: ours, and vLLM's own.
 OF_THE_COMPRESSION = ("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate")
+_VLLM_COMPRESSION = ("kv_cache_dtype", "speculative_config", "quantization")
 BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """Answers of one model that vLLM ran.
+
+    Args:
+        reading: likeliest tokens of the windows.
+        evaluation: results of tasks and texts; None when nothing was asked.
+        notes: remarks on how it ran.
+        arithmetic: number type that it computed in.
+    """
+
+    reading: TopReading
+    evaluation: EvaluationResult | None
+    notes: tuple[str, ...]
+    arithmetic: str
+
+
+def ask_served(
+    path: Path,
+    vllm: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    asked: EvaluationOptions | None,
+    windows: Callable[[VllmLLM], Windows],
+    progress: Callable[[str], None],
+) -> Served:
+    """Load a model into vLLM, ask it everything, and let go of it.
+
+    Args:
+        path: its directory.
+        vllm: vLLM's own settings.
+        settings: of `EngineConfig`.
+        asked: tasks and texts; None = none.
+        windows: that distributions are read on, cut by the model that is asked first.
+        progress: told what is done, in a line.
+    Raises:
+        QuantkitError: as `VllmLLM` and `evaluate`.
+    """
+    with VllmLLM(path, options=vllm, **settings) as llm:
+        return Served(
+            reading=read_top(llm, windows(llm)),
+            evaluation=None if asked is None else evaluate(llm, asked, progress=progress),
+            notes=llm.notes,
+            arithmetic=llm.arithmetic,
+        )
+
+
+def of_the_original(vllm: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's settings without those that belong to the compression."""
+    return {name: value for name, value in vllm.items() if name not in _VLLM_COMPRESSION}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import quantkit
 from quantkit.cli import main
 from quantkit.evaluate import shares
-from quantkit.evaluate.data import read_named_text
+from quantkit.evaluate.tasks import read_named_text
 from quantkit.safety.child import QUANTKIT, python
 
 ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "32", "--no-bench", "--sensitivity")

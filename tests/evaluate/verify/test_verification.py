@@ -12,10 +12,8 @@ import pytest
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.sensitivity import Goal
-from quantkit.evaluate.verify.files import set_aside, write_files
-from quantkit.evaluate.verify.goals import repair_goal
-from quantkit.evaluate.verify.pair import check_gates, check_pair
+from quantkit.evaluate.sensitivity import Goal, repair_goal
+from quantkit.evaluate.verify.pair import check_gates, check_pair, set_aside, write_files
 from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
 from quantkit.kernels import cpu
 from quantkit.report.files import read_report
