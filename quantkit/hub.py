@@ -15,7 +15,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
-from quantkit.report.markdown import markdown_table, plain
+from quantkit.report.files import markdown_table, plain
 from quantkit.report.table import Column, Table
 from quantkit.report.tables import engine_table
 from quantkit.safety.untrusted import MAX_YAML_BYTES, parse_yaml

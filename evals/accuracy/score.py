@@ -30,7 +30,7 @@ from torch import Tensor
 
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import check_vocabulary
-from quantkit.results.statistics.distributions import student_quantile
+from quantkit.results.statistics.paired import student_quantile
 from quantkit.runtime.llm import LLM
 
 WINDOW, MAX_WINDOWS, MAX_BLOCKS = 256, 1000, 100

@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli._errors import end_output, open_streams, report_error
 from quantkit.cli._memory import guard_imports
-from quantkit.cli._output import CommandGroup
+from quantkit.cli._output import CommandGroup, end_output, open_streams, report_error
 from quantkit.errors import is_panic, suggestion
 from quantkit.registry import Registry
 

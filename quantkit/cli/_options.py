@@ -213,7 +213,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
     )
     @functools.wraps(function)
     def command(*args: Any, nproc: int | None, **values: Any) -> None:
-        from quantkit.cli._errors import explain
+        from quantkit.cli._output import explain
         from quantkit.distributed import is_launched, is_writer, joined
         from quantkit.errors import GateFailure
 

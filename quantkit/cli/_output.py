@@ -1,25 +1,156 @@
-"""What all commands share: help that ends in examples, results to stdout, everything else to stderr."""
+"""Output of all commands: help that ends in examples, results on stdout, everything else on stderr.
+
+An error that ends a command becomes one line on stderr and an exit code, also where the streams themselves fail.
+
+0 done · 1 a bug · 2 usage · 3 a gate · 4 bad input · 5 out of disk, memory or device memory, or not on Linux
+130 interrupted · 141 nobody reads stdout
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
 import inspect
 import json
 import logging
+import os
+import re
+import resource
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from quantkit.cli._errors import say
 from quantkit.distributed import is_writer
-from quantkit.errors import GateFailure
+from quantkit.errors import GateFailure, InputError, QuantkitError, ResourceError, is_panic
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from quantkit.report.table import Table
+
+_LONGEST_LINE = 2000
+INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell says of what SIGINT and SIGPIPE end
+
+# Torch's classes and the loader's failures are told by name and text: nothing is imported to report an error, C++ and
+# torch's CPU allocator raise a plain RuntimeError, and a library that cannot be mapped is an ImportError.
+_NO_MEMORY = re.compile(r"can(no|')t allocate memory|bad_alloc|failed to map segment|can't start new thread", re.I)
+
+
+def open_streams() -> None:
+    """Open the null device in place of streams that the caller closed, before a file is opened under their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - for as long as the process
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line on stderr; ignore it when nobody reads stderr, since that is no reason to end hours of work."""
+    with contextlib.suppress(OSError):
+        click.echo(text, file=stream or sys.stderr)
+
+
+def end_output() -> BaseException | None:
+    """Flush stdout; return the error that prevents it, if any, and give up stdout then."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # a stream in memory has no number
+            # Python flushes stdout once more at exit, which cannot fail on the null device.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+        if isinstance(error, BrokenPipeError):
+            return error
+        return ResourceError(f"cannot write to stdout: {error.strerror}; send the output to another place")
+    return None
+
+
+def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
+    """Print an error in one line on stderr, and with --json also as an object on stdout.
+
+    Args:
+        error: exception that ended the command.
+        as_json: whether stdout carries JSON.
+        verbose: whether to print the traceback first.
+    Returns:
+        the exit code.
+    """
+    if isinstance(error, BrokenPipeError):
+        return READER_GONE  # as quiet as every other command in front of `head`
+    if verbose and not isinstance(error, click.exceptions.ClickException | click.Abort):
+        traceback.print_exception(error, file=sys.stderr)
+    code, text = explain(error)
+    if code == ResourceError.exit_code:  # what else fails at the end, for want of the same, has nothing to add
+        atexit.register(setattr, sys, "unraisablehook", lambda _: None)
+    if as_json:
+        with contextlib.suppress(OSError):
+            click.echo(json.dumps({"error": text, "exit_code": code}, ensure_ascii=False))
+        end_output()
+    if isinstance(error, click.UsageError) and not as_json:
+        with contextlib.suppress(OSError):
+            error.show(sys.stderr)  # usage line and a pointer to --help, as click users know it
+    else:
+        say(f"error: {text}")
+    return code
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and one line for an error."""
+    if isinstance(error, QuantkitError):
+        return error.exit_code, _one_line(str(error))
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return (
+            INTERRUPTED,
+            "interrupted; quantize and search go on where they stopped when the same command is given again",
+        )
+    if isinstance(error, click.ClickException):
+        return error.exit_code, _one_line(error.format_message())
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = error.filename or "the output"
+        return ResourceError.exit_code, f"no space left on the disk of {what}; free some, or write to another"
+    shortage = next(filter(_is_memory, _chain(error)), None)
+    if shortage is not None:
+        what = _one_line(str(shortage))[:200] or type(shortage).__name__
+        advice = "when compressing see `quantkit plan --recipe`, and on a GPU try --activations disk"
+        return ResourceError.exit_code, f"out of memory: {what}; {advice}; when running try a smaller --kv-memory"
+    if is_panic(error):  # on what a file says, such as a tokenizer's regular expression that gives up on a text
+        return InputError.exit_code, f"a library written in Rust fails on a file or text: {_one_line(str(error))}"
+    what = f"{type(error).__name__}: {_one_line(str(error))}"
+    return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those it was raised from: libraries wrap failed imports in errors of their own."""
+    seen: list[BaseException] = []
+    # Causes may form a ring.
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+
+
+def _is_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError | ImportError | OSError) and bool(_NO_MEMORY.search(str(error))))
+        # C code that loses its MemoryError; without a limit on the process it is a bug of its own.
+        or (isinstance(error, SystemError) and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
+    )
+
+
+def _one_line(text: str) -> str:
+    """Shorten a text to one line of a few screens, without control characters."""
+    # Cut before it is split: a message may quote megabytes of a file.
+    line = " ".join(text[: 2 * _LONGEST_LINE].split())
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+    return shown if len(shown) <= _LONGEST_LINE else f"{shown[: _LONGEST_LINE - 3]}..."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from quantkit.cli._errors import say
-from quantkit.cli._output import Output, plain_console
+from quantkit.cli._output import Output, plain_console, say
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.machine.memory import resident_bytes
 from quantkit.quantities import byte_size, elapsed

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._errors import say
 from quantkit.cli._options import option_group, runtime_options, settings_of
-from quantkit.cli._output import Command, Output
+from quantkit.cli._output import Command, Output, say
 from quantkit.quantities import duration
 from quantkit.runtime.types import SamplingParams
 

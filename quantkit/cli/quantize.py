@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import _verify
-from quantkit.cli._errors import explain
 from quantkit.cli._options import RUN, Settings, launch_ranks, option_group, push_option, set_option
-from quantkit.cli._output import Command, Output
+from quantkit.cli._output import Command, Output, explain
+from quantkit.cli.verify import check_before, gate_option, verify_result
 from quantkit.quantities import byte_size, elapsed
 from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
@@ -67,7 +66,7 @@ _ENGINE = setting(
 @option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
 @push_option
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
-@_verify.gate_option
+@gate_option
 def command(
     output_to: Output,
     *,
@@ -113,7 +112,7 @@ def command(
     if result is None:
         return
     if verify:  # a checkpoint that fails goes nowhere
-        _verify.verify_result(output_to, result, model, gates, how, lambda: _summary(result))
+        verify_result(output_to, result, model, gates, how, lambda: _summary(result))
     if push_to_hub:
         _push(result, push_to_hub, model)
     if not verify:
@@ -129,7 +128,7 @@ def _read(
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
     read = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
     if verify:
-        _verify.check_before(read, gates)
+        check_before(read, gates)
     return read
 
 

@@ -72,7 +72,7 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
     import os
     from pathlib import Path
 
-    from quantkit.cli._errors import say
+    from quantkit.cli._output import say
     from quantkit.errors import InputError
 
     try:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.bit_search.options import SearchOptions
-from quantkit.cli._errors import say
 from quantkit.cli._options import RUN, Settings, as_arguments, option_group, set_option, settings_of
-from quantkit.cli._output import Command, Output
-from quantkit.cli._verify import check_before, verify_options
-from quantkit.cli.verify import ASKED
+from quantkit.cli._output import Command, Output, say
+from quantkit.cli.verify import ASKED, check_before, verify_options
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.report.table import Column, Table
 from quantkit.runtime.config import EngineConfig

@@ -1,16 +1,177 @@
-"""`quantkit verify`: a checkpoint beside its original, and whether it keeps its promises."""
+"""`quantkit verify`: a checkpoint beside its original, and whether it keeps its promises; also `quantize --verify`."""
 
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import _verify
 from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.report.table import Table
+
+if TYPE_CHECKING:
+    from quantkit.compress.recipe import Recipe
+    from quantkit.evaluate.verify.run import VerifyOptions
+    from quantkit.results import CompressionResult, Report
 
 ASKED = ("suite", "tasks", "limit", "data", "include_path", "text_tokens", "seed")
+
+gate_option = click.option(
+    "--gate",
+    "gates",
+    multiple=True,
+    metavar="GATE",
+    # None, not an empty tuple: without --gate those of the recipe count.
+    callback=lambda _ctx, _option, gates: gates or None,
+    help="What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]",
+)
+
+
+def verify_options(
+    asked: Mapping[str, Any], engine: Mapping[str, Any], *, text: str | None = None, bench: bool = True, **what: Any
+) -> VerifyOptions:
+    """Make the options of a verification from those of a command.
+
+    Args:
+        asked: fields of `EvaluationOptions`.
+        engine: keywords of `LLM`.
+        text: file or name of the text on which distributions are compared.
+        bench: whether to time both models.
+        what: further fields of `VerifyOptions`.
+    """
+    from quantkit.evaluate.verify.run import BENCH, VerifyOptions
+
+    return VerifyOptions(
+        evaluation=EvaluationOptions(**{"suite": "quick", "texts": (text,) if text else (), **asked}),
+        text=text,
+        bench=BENCH if bench else None,
+        engine=engine,
+        # Quoted, so that it can be pasted into a shell again.
+        command=shlex.join(["quantkit", *sys.argv[1:]]),
+        **what,
+    )
+
+
+def finish(
+    output_to: Output, report: Report, files: Mapping[str, Path], problem: str, entries: Mapping[str, Any] | None = None
+) -> None:
+    """Print a report, and fail when a gate did not hold.
+
+    Args:
+        output_to: where to print.
+        report: judged by its gates.
+        files: files that were written, by kind.
+        problem: reason why a file is missing; empty when all were written.
+        entries: further entries of the JSON object.
+    Raises:
+        GateFailure: a gate did not hold; with --json the exit code alone says so.
+    """
+    if problem:
+        output_to.tell(f"warning: {problem}")
+    output_to.result(lambda: {**(entries or {}), **report_numbers(report, files)}, *shown(report, files))
+    output_to.require(report.held, lambda: failure(report))
+
+
+def failure(report: Report) -> str:
+    """Name the gates that failed, by how much, and the nearest remedy, in one line."""
+    from quantkit.report.tables import remedies
+
+    failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
+    todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
+    return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Nearest remedy: {todo}"
+
+
+def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
+    """Return what --json prints of a report; report.json has all of it."""
+    from quantkit.report.files import json_ready
+    from quantkit.results.gates import gate_numbers
+
+    proposal = report.sensitivity and report.sensitivity.proposal
+    return {
+        "held": report.held,
+        "gates": json_ready([gate.to_dict() for gate in report.gates]),
+        "metrics": json_ready(gate_numbers(report)),
+        "proposal": json_ready(proposal and proposal.to_dict()),
+        "notes": list(report.notes),
+        "files": {kind: str(path) for kind, path in files.items()},
+    }
+
+
+def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Table | str | None]]:
+    """Return the texts and tables to print, the verdict first; the report has the same tables."""
+    from quantkit.report import speed_tables, tables
+    from quantkit.report.tables import gate_lines, headline
+
+    runs = list(speed_tables.report_runs(report))
+    folders = sorted({str(path.parent) for path in files.values()})
+    names = ", ".join(path.name for path in files.values())
+    return [
+        lambda: headline(report),
+        lambda: "\n".join(gate_lines(report.gates)) or None,
+        lambda: tables.comparison_table(report.comparisons),
+        lambda: tables.fidelity_table(report.fidelity, report.noise_fidelity),
+        lambda: tables.worst_groups_table(report.sensitivity) if report.sensitivity else None,
+        lambda: speed_tables.latency_table(runs),
+        lambda: speed_tables.throughput_table(runs),
+        lambda: speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
+        lambda: "\n".join([*report.notes, f"written to {', '.join(folders)}: {names}"]),
+    ]
+
+
+def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
+    """Refuse before compressing what verification would refuse afterwards.
+
+    Raises:
+        QuantkitError: the format cannot be run, a gate cannot be read, or a package is missing.
+    """
+    from quantkit.errors import RecipeError
+    from quantkit.evaluate.verify.pair import check_gates
+    from quantkit.evaluate.verify.run import VerifyOptions, check_options
+    from quantkit.formats import REGISTRY as FORMATS
+
+    if FORMATS.load(recipe.format).suffix:
+        raise RecipeError(
+            f"--verify cannot run a {recipe.format} file; verify the same recipe as compressed-tensors and convert the "
+            f"checkpoint with `quantkit convert --to {recipe.format}`"
+        )
+    check_gates(recipe.gates if gates is None else gates)
+    check_options(VerifyOptions())
+
+
+def verify_result(
+    output_to: Output,
+    result: CompressionResult,
+    model: str | None,
+    gates: tuple[str, ...] | None,
+    how: Mapping[str, Any],
+    summary: Callable[[], Table],
+) -> None:
+    """Verify a new checkpoint, and give it another name when it fails.
+
+    Raises:
+        GateFailure: it failed.
+    """
+    from quantkit.evaluate.verify.pair import check_pair, set_aside, write_files
+    from quantkit.evaluate.verify.run import verify_pair
+
+    path = Path(result.output)
+    pair = check_pair(path, model, gates)
+    options = verify_options({}, {name: value for name, value in how.items() if name == "device"})
+    report = verify_pair(pair, options, progress=output_to.tell)
+    if not report.held:
+        # Renamed first, so that the report is written into the checkpoint that it is about.
+        report, path = set_aside(report, path)
+        output_to.tell(f"the checkpoint failed and is kept as {path}")
+    files, problem = write_files(report, path)
+    if not output_to.as_json:  # there it is one object, together with the report's
+        output_to.result(dict, summary, lambda: "")
+    finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})
 
 
 @click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed, then gates.")
@@ -24,7 +185,7 @@ ASKED = ("suite", "tasks", "limit", "data", "include_path", "text_tokens", "seed
     help="Find the parts of the model that hurt.  [default: when accuracy fails]",
 )
 @click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on.")
-@_verify.gate_option
+@gate_option
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @runtime_options
 @engine_choice
@@ -60,11 +221,11 @@ def command(
     from quantkit.evaluate.verify.pair import check_output, check_pair, write_files
     from quantkit.evaluate.verify.run import check_options, verify_pair
 
-    options = _verify.verify_options(**what)
+    options = verify_options(**what)
     check_options(options)
     pair = check_pair(checkpoint, baseline, gates)
     folder = pair.path if output is None else Path(output)
     check_output(folder)
     report = verify_pair(pair, options, progress=output_to.tell)
     files, problem = write_files(report, folder) if is_writer() else ({}, "")
-    _verify.finish(output_to, report, files, problem)
+    finish(output_to, report, files, problem)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.cli import _verify, main
+from quantkit.cli import main, verify
 from quantkit.compress import pipeline
 from quantkit.evaluate.tasks import read_named_text
 
@@ -40,7 +40,7 @@ def invoke():
 @pytest.fixture
 def three_items(monkeypatch, tmp_path_factory):
     """`quantize --verify` asks the quick suite; here three items, a page of text and one request stand for it."""
-    options_of = _verify.verify_options
+    options_of = verify.verify_options
     page = tmp_path_factory.mktemp("text") / "page.txt"
     page.write_text(read_named_text("demo", ())[:3000])
 
@@ -49,7 +49,7 @@ def three_items(monkeypatch, tmp_path_factory):
         made = options_of(few, {**engine, "threads": 1}, **{**options, "text": str(page)})
         return replace(made, noise=False, bench=made.bench and ONE_REQUEST)
 
-    monkeypatch.setattr(_verify, "verify_options", small)
+    monkeypatch.setattr(verify, "verify_options", small)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from quantkit.cli._errors import explain
+from quantkit.cli._output import explain
 from quantkit.compress.calibration.dataset import _read_file
 from quantkit.errors import CheckpointError, DataError, InputError, ModelError
 from quantkit.evaluate.tasks import read_named_text

@@ -15,7 +15,7 @@ import click
 import pytest
 
 from quantkit.cli import main
-from quantkit.cli._errors import explain
+from quantkit.cli._output import explain
 from quantkit.compress import pipeline
 from quantkit.errors import AuditError, ModelError, ResourceError
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from quantkit.cli._errors import explain
+from quantkit.cli._output import explain
 from quantkit.distributed import (
     assign_work,
     broadcast,

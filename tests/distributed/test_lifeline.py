@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from quantkit.cli._errors import explain
+from quantkit.cli._output import explain
 from quantkit.distributed import gather, job, joined, lifeline, rank
 from quantkit.errors import InputError, ResourceError
 from tests.distributed import jobs

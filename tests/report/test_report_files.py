@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from quantkit.errors import ReportError
-from quantkit.report.files import SIGNS, _alone, dumps, read_report, render_junit, write_report
-from quantkit.report.markdown import render_markdown
+from quantkit.report.files import SIGNS, _alone, dumps, read_report, render_junit, render_markdown, write_report
 from quantkit.results import EngineReading, ModelFacts, Report
 from tests.report.make_schema import SCHEMA, schema
 from tests.report.synthetic import make_report

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from quantkit.report.markdown import markdown_table
+from quantkit.report.files import markdown_table
 from quantkit.report.page import render_html
 from quantkit.report.speed_tables import latency_table, memory_table, report_runs, roofline_table, throughput_table
 from quantkit.report.table import Column, Table, facts, terminal_table

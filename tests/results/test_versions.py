@@ -11,8 +11,7 @@ import pytest
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import ReportError
 from quantkit.inspection import inspect
-from quantkit.report.files import read_report
-from quantkit.report.markdown import render_markdown
+from quantkit.report.files import read_report, render_markdown
 from quantkit.report.page import render_html
 from quantkit.results import SCHEMA_VERSION, CompressionResult, Report
 

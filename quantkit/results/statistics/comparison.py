@@ -12,8 +12,15 @@ from dataclasses import asdict, replace
 
 from quantkit.errors import ReportError
 from quantkit.results import Comparison, EvaluationResult, PerplexityResult, SampleRecord, TaskResult, Verdict
-from quantkit.results.statistics.distributions import NORMAL, student_cdf, student_quantile
-from quantkit.results.statistics.paired import CONFIDENCE, PairedResult, Pairs, compare_pairs
+from quantkit.results.statistics.paired import (
+    CONFIDENCE,
+    NORMAL,
+    PairedResult,
+    Pairs,
+    compare_pairs,
+    student_cdf,
+    student_quantile,
+)
 
 ALL_TASKS = "all tasks"
 ANSWER_LENGTH = "answer length"

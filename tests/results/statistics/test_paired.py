@@ -9,9 +9,9 @@ from functools import cache
 
 import pytest
 
-from quantkit.results.statistics.distributions import binomial_pmf
 from quantkit.results.statistics.paired import (
     Counts,
+    binomial_pmf,
     compare_pairs,
     compare_strata,
     mcnemar,

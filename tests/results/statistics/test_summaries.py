@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quantkit.results.statistics.distributions import binomial_cdf, student_cdf, student_quantile
+from quantkit.results.statistics.paired import binomial_cdf, student_cdf, student_quantile
 from quantkit.results.statistics.summary import fit_polynomial, least_squares, percentile, quantiles
 
 
