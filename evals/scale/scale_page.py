@@ -19,14 +19,14 @@ from quantkit.compress.recipe import load
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/scale"
 KILLED = ((1, 2), (2, 1))  # ranks of the job that is killed, and of the one that ends it
-TALK = ("quantkit.distributed.collectives", "quantkit.distributed.shared_memory")
+TALK = "quantkit.distributed.collectives"
 Row = dict[str, Any]
 
 
 def code(recipe: Mapping[str, Any]) -> str:
     """Digest of a recipe, of the code behind it, and of how ranks talk."""
-    files = map(source, TALK)
-    talk = " ".join(code_digest(ast.parse(file.read_text(encoding="utf-8"))) for file in files if file is not None)
+    file = source(TALK)
+    talk = "" if file is None else code_digest(ast.parse(file.read_text(encoding="utf-8")))
     return hashlib.sha256(f"{digest(recipe)} {talk}".encode()).hexdigest()[:10]
 
 

@@ -56,7 +56,7 @@ if __name__ == "__main__":
         distributed.launch = lambda nproc, _: launch(nproc, command)
     else:
         atexit.register(write, Path(folder) / f"rank{os.environ.get('RANK', '0')}.json")
-        collectives._mourned = timed
+        collectives.lost_contact = timed
         if sys.argv[1] == "verify":
             from quantkit.evaluate import fidelity, shares
 

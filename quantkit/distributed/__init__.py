@@ -7,8 +7,7 @@ on the number of processes.
 """
 
 from quantkit.distributed.collectives import assign_work, barrier, broadcast, exchange, fill, gather, share_out
-from quantkit.distributed.job import is_launched, is_writer, joined, rank, world
-from quantkit.distributed.launch import launch
+from quantkit.distributed.job import is_launched, is_writer, joined, launch, rank, world
 
 __all__ = [
     "assign_work",

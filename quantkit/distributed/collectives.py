@@ -1,17 +1,12 @@
 """What the processes of a job tell each other: tensors on a GPU by NCCL, all else by gloo, and nothing alone."""
 
-import contextlib
 import io
 import itertools
 import pickle
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from quantkit.distributed.job import forget_shared_memory, group, next_number, rank, shared_memory, world
-from quantkit.distributed.lifeline import RESUME
-from quantkit.distributed.shared_memory import Layout
-from quantkit.errors import ResourceError
+from quantkit.distributed.job import group, lost_contact, next_number, rank, world
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +18,41 @@ K = TypeVar("K", bound=Hashable)
 _TOLD_AT_ONCE = 32  # results of shared work
 _PADDED_AT_MOST = 1 << 16  # bytes of a value that is gathered at once with the others', each as long as the longest
 _ALIGNED = 16  # bytes: where a tensor may begin among others
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory, which the order of a sum over it may follow."""
+
+    dtype: "torch.dtype"
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: "torch.Tensor") -> "Layout":
+        """Return the layout of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def length(self) -> int:
+        """Number of elements from the first to the last, including those that lie between them."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of these elements in bytes."""
+        return self.length * self.dtype.itemsize
+
+    def row(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Return the bytes of a tensor of this layout, from its first element to its last."""
+        import torch
+
+        return tensor.as_strided((self.length,), (1,)).view(torch.uint8)
+
+    def tensor(self, row: "torch.Tensor") -> "torch.Tensor":
+        """Inverse of `row`; shares its memory."""
+        return row.view(self.dtype).as_strided(self.shape, self.strides)
 
 
 def barrier() -> None:
@@ -74,7 +104,7 @@ def _gathered(tensor: "torch.Tensor") -> "list[torch.Tensor]":
     import torch
 
     gathered = [torch.empty_like(tensor) for _ in range(world())]
-    with _mourned():
+    with lost_contact():
         group("cpu").allgather([gathered], [tensor]).wait()
     return gathered
 
@@ -87,7 +117,7 @@ def fill(tensor: "torch.Tensor", source: int) -> None:
 
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
-    with _mourned():
+    with lost_contact():
         group(tensor.device.type).broadcast([tensor], options).wait()
 
 
@@ -105,7 +135,7 @@ def _unpacked(packed: "torch.Tensor") -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by their bytes, where torch would write an archive for each."""
+    """Tensors by their bytes; torch would write all of the memory that one is a part of, and the GPU it lay on."""
 
     def reducer_override(self, value: Any) -> Any:
         import torch
@@ -137,7 +167,6 @@ def share_out(
     """
     if world() == 1:
         return [compute(item) for item in items]
-    forget_shared_memory()
     owners = owners or (assign_work(costs) if costs else ())
     taken = (number for number, owner in enumerate(owners) if owner == rank()) if owners else _free(len(items))
     own = {number: compute(items[number]) for number in taken}
@@ -156,7 +185,7 @@ def _free(count: int) -> Iterator[int]:
     """Numbers below this one that no other process has taken, one after another."""
     name = f"free {next(_asked)}"
     while True:
-        with _mourned():
+        with lost_contact():
             number = next_number(name)
         if number >= count:
             return
@@ -176,7 +205,7 @@ def assign_work(costs: Sequence[float]) -> list[int]:
 def exchange(
     outgoing: "Sequence[Mapping[K, torch.Tensor]]", device: "torch.device"
 ) -> "list[Mapping[K, torch.Tensor]]":
-    """Tensors for each process for those from each process, which are good until the next exchange or shared work.
+    """Send tensors to each process, and return those that each process has sent to this one.
 
     Args:
         outgoing: by name, per process; those for oneself come back as they are.
@@ -184,9 +213,6 @@ def exchange(
     """
     if world() == 1:
         return list(outgoing)
-    memory = shared_memory(gather) if device.type == "cpu" else None
-    if memory is not None:
-        return memory.exchange(outgoing)
     headers = gather([{name: Layout.of(x) for name, x in named.items()} for named in outgoing])
     incoming: list[Mapping[K, torch.Tensor]] = [{} for _ in range(world())]
     incoming[rank()] = outgoing[rank()]
@@ -212,7 +238,7 @@ def _swapped(
         start += _padded(len(row))
     travels = group(device.type)
     todo = [(travels.send, sent, to), (travels.recv, received, source)]
-    with _mourned():
+    with lost_contact():
         # NCCL does in order what a pair has to do, so that one of the two must receive first.
         works = [move([data], peer, 0) for move, data, peer in (todo if rank() < to else todo[::-1]) if len(data)]
         for work in works:
@@ -225,13 +251,3 @@ def _swapped(
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
-
-
-@contextlib.contextmanager
-def _mourned() -> Iterator[None]:
-    """While open, an error of torch's means that another process is gone, which is told by who notices it first."""
-    try:
-        yield
-    except RuntimeError as error:
-        time.sleep(10)  # in which this process is ended, unless the error is another one
-        raise ResourceError(f"lost contact with the other processes ({str(error)[:200]}); {RESUME}") from error

@@ -1,35 +1,56 @@
-"""Which process of its job this one is, and the time during which it is one."""
+"""Which process of its job this one is, how a job is started, and that its processes end together.
+
+Whoever started the processes, torchrun or `launch`, ends the others when one fails, and torch tells a process that the
+one that it waits for is gone. What is left to do here is that one process tells an error, and only one.
+"""
 
 import contextlib
+import ctypes
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
-from quantkit.distributed.lifeline import RESUME, START, Lifeline
-from quantkit.distributed.shared_memory import Gather, SharedMemory
 from quantkit.errors import InputError, ResourceError, first_line
+from quantkit.machine.cores import available_cores
+
+RESUME = "give the same command again to go on, with any number of processes"
+START = timedelta(minutes=30)
+"""In which all processes of a job must have come together: people and schedulers start them one after another."""
 
 # Deaths are noticed at once; waiting is no sign of one, since a writer may be busy for hours with what it alone can do.
 _PATIENCE = timedelta(days=7)
 # Torch has no class of errors for it.
 _TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
+_LAUNCHED = "QUANTKITLAUNCHED"  # by `launch`, which itself says which process was killed
+_STARTED = "TORCHELASTIC_RUN_ID"  # by torchrun or `launch`: both end the other processes when one fails
+_FIRST_SPEAKS = 1.0  # seconds in which the first process, if it fails likewise, says so as one process alone would
+_BEING_ENDED = 10.0  # seconds in which whoever started this process ends it
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
-_lifeline: Lifeline | None = None
+_rank, _world = 0, 1
 _groups: dict[str, Any] = {}  # by type of device
 _store: Any = None  # torch's, that all processes have
-_memory: list[SharedMemory | None] = []  # one, once it has been asked for
+
+
+class LostError(ResourceError):
+    """Another process of this job is gone."""
 
 
 def rank() -> int:
     """Number of this process in its job."""
-    return 0 if _lifeline is None else _lifeline.rank
+    return _rank
 
 
 def world() -> int:
     """How many processes do this job."""
-    return 1 if _lifeline is None else _lifeline.world
+    return _world
 
 
 def is_writer() -> bool:
@@ -37,46 +58,52 @@ def is_writer() -> bool:
     return rank() == 0
 
 
+def is_launched() -> bool:
+    """Whether torchrun, or `launch`, has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
 @contextlib.contextmanager
 def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
-    """While open, this process is one of those that torchrun has started, if it has; when one ends badly, all do.
+    """While open, this process is one of those that torchrun has started, if it has; none leaves before the others.
 
-    An error is told by the first process alone, and ends all of them with its exit code; so does a death, with that of
-    a ResourceError.
+    An error is told by one process alone: by the first one, if it has it too.
 
     Args:
         explain: exit code and one line for an error.
     """
-    global _lifeline, _store
-    if not is_launched() or _lifeline is not None:
+    global _rank, _world, _store
+    if not is_launched() or _store is not None:
         yield
         return
-    line = Lifeline(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    line.watch_launcher()
+    stream = sys.stderr  # of now: later a library's own words may be kept away from it
+    if _STARTED in os.environ:
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        _store = _meet(line)  # from here on nobody waits for one that dies
-        _open_groups(_store, line.rank, line.world)
-        _lifeline = line
+        _store = _meet()
+        _open_groups(number, size)
+        _rank, _world = number, size
         yield
-        line.leave()
+        with lost_contact():
+            _groups["cpu"].barrier().wait()
     except BaseException as error:
-        line.fail(*explain(error))
+        _fail(error, *explain(error), stream)
         raise
     finally:
-        _lifeline = _store = None
+        _rank, _world, _store = 0, 1, None
         _groups.clear()
-        if _memory and (memory := _memory.pop()):
-            memory.close()
 
 
-def _meet(line: Lifeline) -> Any:
+def _meet() -> Any:
     """Connect with all other processes; a store of torch's that all have."""
     from torch.distributed.rendezvous import rendezvous
 
     try:
-        # No default group of torch's: libraries that see one talk to their own kind in all processes, who are away.
         store = next(rendezvous("env://", timeout=START))[0]
-        line.connect(store)
+        number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store.set(f"here {number}", "")
+        store.wait([f"here {other}" for other in range(size)], START)
     except (RuntimeError, OSError, ValueError) as error:
         text = first_line(error)
         if not _TIMED_OUT.search(text):  # a port in use, a host that nobody knows
@@ -88,43 +115,17 @@ def _meet(line: Lifeline) -> Any:
     return store
 
 
-def group(device_type: str) -> Any:
-    """What tensors on such a device travel by: a backend of torch's."""
-    return _groups[device_type]
-
-
-def shared_memory(tell: Gather) -> SharedMemory | None:
-    """What the processes of this job show each other tensors by, opened by all at once; None: not all are neighbours.
-
-    Args:
-        tell: see `Gather`.
-    """
-    if not _memory:
-        _memory.append(SharedMemory.open(rank(), tell))
-    return _memory[0]
-
-
-def forget_shared_memory() -> None:
-    """Give back what `shared_memory` has taken, in all processes at once."""
-    if _memory and _memory[0]:
-        _memory[0].forget()
-
-
-def next_number(name: str) -> int:
-    """0 for who asks first of all processes, then 1, and so on; no two of them get the same."""
-    return int(_store.add(name, 1)) - 1
-
-
-def _open_groups(store: Any, number: int, size: int) -> None:
+def _open_groups(number: int, size: int) -> None:
+    # No default group of torch's: libraries that see one talk to their own kind in all processes, who are away.
     from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-    _groups["cpu"] = ProcessGroupGloo(PrefixStore("gloo", store), number, size, _PATIENCE)
+    _groups["cpu"] = ProcessGroupGloo(PrefixStore("gloo", _store), number, size, _PATIENCE)
     if _use_gpu(int(os.environ.get("LOCAL_RANK", number))):
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = _PATIENCE
-        _groups["cuda"] = ProcessGroupNCCL(PrefixStore("nccl", store), number, size, options)
+        _groups["cuda"] = ProcessGroupNCCL(PrefixStore("nccl", _store), number, size, options)
 
 
 def _use_gpu(local: int) -> bool:
@@ -143,6 +144,97 @@ def _use_gpu(local: int) -> bool:
     return True
 
 
-def is_launched() -> bool:
-    """Whether torchrun, or `launch`, has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+def group(device_type: str) -> Any:
+    """What tensors on such a device travel by: a backend of torch's."""
+    return _groups[device_type]
+
+
+def next_number(name: str) -> int:
+    """0 for who asks first of all processes, then 1, and so on; no two of them get the same."""
+    return int(_store.add(name, 1)) - 1
+
+
+@contextlib.contextmanager
+def lost_contact() -> Iterator[None]:
+    """While open, an error of torch's means that another process is gone.
+
+    Raises:
+        LostError: it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostError(f"lost contact with the other processes ({str(error)[:200]}); {RESUME}") from error
+
+
+def _is_first_to_fail() -> bool:
+    """Whether no other process of this job has told an error yet; from now on one has."""
+    try:
+        return _store is None or next_number("failed") == 0
+    except RuntimeError:  # the store was in a process that is gone, so one of those that are left has to speak
+        return os.environ["RANK"] in ("0", "1")
+
+
+def _fail(error: BaseException, code: int, text: str, stream: TextIO) -> None:
+    """End this process, whose error is told by one process of all; return in the first one, if that is to tell it."""
+    number, is_lost = int(os.environ["RANK"]), isinstance(error, LostError)
+    if number and not is_lost:
+        time.sleep(_FIRST_SPEAKS)
+    if _is_first_to_fail():
+        if not number and not is_lost:
+            return
+        if not is_lost or _LAUNCHED not in os.environ:
+            _say(text if is_lost else f"rank {number}: {text}", stream)
+    if is_lost and _STARTED in os.environ:
+        time.sleep(_BEING_ENDED)  # so that the exit code of the process that failed is that of the job
+    os._exit(code)
+
+
+def _say(text: str, stream: TextIO) -> None:
+    with contextlib.suppress(OSError):
+        stream.write(f"error: {text}\n")
+        stream.flush()
+
+
+def launch(nproc: int, command: Sequence[str]) -> int:
+    """Run a command as that many processes of this machine, by torch's own launcher; the exit code of all.
+
+    What goes wrong inside of them they say themselves; who is killed cannot, so that is said here.
+
+    Args:
+        nproc: as many processes. The CPU's threads are divided among them, unless OMP_NUM_THREADS says how many.
+        command: a program and its arguments.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
+    os.environ[_LAUNCHED] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=secrets.token_hex(8),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    logging.disable(logging.CRITICAL)  # its own words about a failure are a page
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        codes = {number: failure.exitcode for number, failure in error.failures.items()}
+        killed = next((number for number, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
+        if killed is None:
+            return next((code for code in codes.values() if code > 0), ResourceError.exit_code)
+        text = f"rank {killed} was lost: killed, or its machine is gone (signal {-codes[killed]})"
+        _say(f"{text}; {RESUME}", sys.stderr)
+        return ResourceError.exit_code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    finally:
+        del os.environ[_LAUNCHED]
+        logging.disable(logging.NOTSET)
+    return 0

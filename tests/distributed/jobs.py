@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -13,82 +11,55 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from quantkit.distributed import lifeline
+from torch.distributed import TCPStore
+
 from tests import forked
 
 THREE_BATCHES = 128  # tokens, of 8 samples of 48
-_HELD: list[Any] = []  # files, open as long as the process
 
 
 def _work(number: int, count: int, port: int, errors: Path, function: Callable[..., object], arguments: Any) -> None:
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with errors.open("w", buffering=1) as stream, redirect_stderr(stream):
         function(*arguments)
 
 
-def free_port() -> int:
-    """On which the processes of a job can meet."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
-
-
-def start(folder: Path, count: int, function: Callable[..., object], *arguments: Any) -> list[BaseProcess]:
-    """`function(*arguments)` of a module in so many processes; what each says on stderr goes to `folder/<number>`."""
-    port = free_port()
-    return [
-        forked.start(_work, number, count, port, folder / str(number), function, arguments) for number in range(count)
-    ]
-
-
-def finish(folder: Path, processes: list[BaseProcess]) -> tuple[list[int | None], str]:
-    """Exit codes, and all that was said on stderr."""
-    for process in processes:
-        process.join(120)
-    return [process.exitcode for process in processes], "".join(
-        (folder / str(number)).read_text() for number in range(len(processes)) if (folder / str(number)).exists()
-    )
-
-
 def run(folder: Path, count: int, function: Callable[..., object], *arguments: Any) -> tuple[list[int | None], str]:
-    """Start and finish."""
-    return finish(folder, start(folder, count, function, *arguments))
+    """`function(*arguments)` of a module in so many processes, ended together as torchrun ends them.
+
+    Returns:
+        Exit codes, and all that was said on stderr.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    files = [folder / str(number) for number in range(count)]
+    processes: list[BaseProcess] = [
+        forked.start(_work, number, count, store.port, files[number], function, arguments) for number in range(count)
+    ]
+    end = time.monotonic() + 120
+    while time.monotonic() < end and any(process.exitcode is None for process in processes):
+        if any(process.exitcode for process in processes):
+            break
+        time.sleep(0.1)
+    for process in processes:
+        process.terminate()
+        process.join()
+    return [process.exitcode for process in processes], "".join(file.read_text() for file in files if file.exists())
 
 
-def hold(folder: Path) -> None:
-    """Keep a file locked until this process is gone; see `run_until_launcher_is_killed`."""
-    file = (folder / f"{os.environ['RANK']}.held").open("w")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    _HELD.append(file)
-
-
-def get_ready(folder: Path) -> None:
-    """From here on the launcher may be killed."""
-    (folder / f"{os.environ['RANK']}.ready").touch()
-
-
-def _launch_and_die(folder: Path, port: int, function: Callable[..., object]) -> None:
-    """As `launch` does, and killed once two processes are at work."""
-    os.environ |= {lifeline.LAUNCHED: str(os.getpid()), lifeline._STARTED: "job"}
+def launch_and_die(folder: Path, function: Callable[..., object]) -> None:
+    """As torchrun does, and killed once two processes are at work, which leave `<pid>.ready` in the folder."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for number in range(2):
         if os.fork() == 0:
             try:
-                _work(number, 2, port, folder / str(number), function, (folder,))
+                _work(number, 2, store.port, folder / str(number), function, (folder,))
             finally:
                 os._exit(0)
     while len(list(folder.glob("*.ready"))) < 2:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run_until_launcher_is_killed(folder: Path, function: Callable[[Path], object]) -> list[str]:
-    """What each of two processes has said when both are gone; `function` calls `hold`, then `get_ready`."""
-    assert forked.run(_launch_and_die, folder, free_port(), function) == -signal.SIGKILL
-    for number in range(2):
-        with (folder / f"{number}.held").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # as soon as the process is gone
-    return [(folder / str(number)).read_text() for number in range(2)]
 
 
 def command(arguments: list[str], batch_tokens: int, layers: int | None = None, killed: int | None = None) -> None:

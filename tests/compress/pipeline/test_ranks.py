@@ -61,8 +61,8 @@ def test_a_killed_job_is_finished_by_any_number(tiny_llama, tmp_path, text_file,
     expected, output = compress(tmp_path, 1, tiny_llama, text_file, "gptq-int4"), tmp_path / "out"
     given = arguments(tiny_llama, text_file, "gptq-int4", output)
     codes, said = jobs.run(tmp_path, first, jobs.command, given, jobs.THREE_BATCHES, 1, killed)
-    assert codes == [-signal.SIGKILL if number == killed else 5 for number in range(first)], said
-    assert said.count("\n") == 1
+    assert codes == [-signal.SIGKILL if number == killed else -signal.SIGTERM for number in range(first)], said
+    assert said.count("\n") <= 1
     assert (tmp_path / "out.partial" / "progress.json").exists()
     codes, said = jobs.run(tmp_path, then, jobs.command, given, jobs.THREE_BATCHES)
     assert codes == [0] * then, said
