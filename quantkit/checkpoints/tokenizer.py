@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 from quantkit.errors import ModelError, first_line
 from quantkit.safety.child import ends_well
-from quantkit.safety.untrusted import bounded
 
 _TIMEOUT_S, _MAX_BYTES = 20.0, 1 << 30
 _CHAT_S, _CHAT_BYTES = 10.0, 1 << 30
@@ -24,6 +23,8 @@ _MAX_ADDED_TOKENS, _MAX_FILE_BYTES = 1 << 18, 1 << 28
 _MAX_GROWTH = 1000
 # Digits, accents, an emoji, another script, spaces and a run: what tokenizers have steps of their own for.
 _SAMPLE = "The quick brown fox, 12.5 km/h: à l'été — \U0001f98a 狐狸\n\tdef f(x):  return x_1**2  # aaaaaaaa\n"
+
+_TURNS = tuple({"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant", "user"))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -67,16 +68,16 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
         ValueError: it makes far more text of the conversation than any should.
         Exception: whatever the template raises.
     """
-    render = partial(renderer.apply_chat_template, list(messages), **options, tokenize=False)
+    render = partial(renderer.apply_chat_template, **options, tokenize=False)
     template = str(renderer.chat_template)
     # Only a process can be ended in the middle of one operation such as 10**10**10. A child for every conversation
-    # would cost a server with a large model too much, so the later ones are looked at between operations.
+    # would cost a server with a large model too much, so a child renders the first one and one of several turns.
     if _TRIED_TEMPLATES.get(renderer) != template:
-        if not ends_well(partial(_try_template, render), seconds=_CHAT_S, num_bytes=_CHAT_BYTES):
+        work = partial(_try_template, render, (list(messages), _TURNS))
+        if not ends_well(work, seconds=_CHAT_S, num_bytes=_CHAT_BYTES):
             raise TimeoutError(f"it takes more than {_CHAT_S:.0f} s or {_CHAT_BYTES >> 20} MiB")
         _TRIED_TEMPLATES[renderer] = template
-    with bounded(_CHAT_S, _CHAT_BYTES):
-        text = str(render())
+    text = str(render(list(messages)))
     given = len(repr((messages, options)))
     if len(text) > _CHAT_CHARACTERS + _CHAT_GROWTH * given:  # minutes of a tokenizer's time
         raise ValueError(f"it makes {len(text)} characters of {given}")
@@ -86,13 +87,14 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
 _TRIED_TEMPLATES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
-def _try_template(render: Any) -> None:
-    try:
-        render()
-    except MemoryError:
-        raise
-    except Exception:  # to be raised by the parent, which can read it
-        return
+def _try_template(render: Any, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    for messages in conversations:
+        try:
+            render(messages)
+        except MemoryError:
+            raise
+        except Exception:  # to be raised by the parent, which can read it
+            continue
 
 
 def _check_size(folder: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from quantkit.cli._memory import guard_imports
 from quantkit.cli._output import CommandGroup, end_output, open_streams, report_error
 from quantkit.errors import is_panic, suggestion
 from quantkit.registry import Registry
@@ -46,7 +45,6 @@ class _Commands(CommandGroup):
         if not standalone_mode:
             return super().main(words, standalone_mode=False, **extra)
         open_streams()
-        guard_imports()
         _keep_torch_out_of_tmp()
         stdout = sys.stdout
         failure: BaseException | None = None

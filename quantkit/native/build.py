@@ -59,7 +59,7 @@ def build_library(sources: Path, *, widest: str | None = None) -> tuple[Path, st
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     folder = cache_folder()
     library = folder / f"quantkit-{digest.hexdigest()[:32]}.so"
-    if not is_whole(library):
+    if not library.is_file():
         compile_library(compiler, compile_flags, [s for s in files if s.suffix == ".c"], library)
     threads = "" if find_openmp() else ", one thread: torch has no OpenMP library to share"
     return library, f"compiled by {version}{threads}"
@@ -156,29 +156,9 @@ def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], 
             list(pool.map(_run, commands))
         finished = Path(work) / library.name
         _run([compiler, *objects, *_LINK, "-o", str(finished)])
-        seal(finished)
+        with finished.open("rb") as file:
+            os.fsync(file.fileno())  # or the machine could stop after the renaming and before the writing
         finished.replace(library)
-
-
-def seal(library: Path) -> None:
-    """Write the digest of a library behind it, where loaders do not look, and have both on disk."""
-    with library.open("r+b") as file:
-        digest = hashlib.sha256(file.read()).digest()
-        file.write(digest)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def is_whole(library: Path) -> bool:
-    """Whether a library is there and as it was sealed; the machine may have stopped while it was written."""
-    try:
-        if not library.is_file():  # a pipe or a device may have no end
-            return False
-        data = library.read_bytes()
-    except OSError:
-        return False
-    size = hashlib.sha256().digest_size
-    return hashlib.sha256(data[:-size]).digest() == data[-size:]
 
 
 def _run(command: list[str]) -> str:

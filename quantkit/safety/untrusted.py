@@ -7,10 +7,7 @@ import contextlib
 import itertools
 import json
 import re
-import resource
 import stat
-import sys
-import time
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -185,29 +182,6 @@ def _check_values(data: Any, *, has_escapes: bool) -> None:
 
 def _inside(level: list[Any]) -> Iterator[Iterable[Any]]:
     return (item.values() if isinstance(item, dict) else item for item in level)
-
-
-@contextlib.contextmanager
-def bounded(seconds: float = 10.0, num_bytes: int = 1 << 30) -> Iterator[None]:
-    """Ends Python code of strangers, such as a template, that takes too long or too much; looked at line by line.
-
-    Raises:
-        TimeoutError: it did.
-    """
-    end, before = time.monotonic() + seconds, sys.gettrace()
-    # In KiB on Linux, and the highest so far: only growth beyond it can be seen.
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + (num_bytes >> 10)
-
-    def trace(_frame: object, _event: str, _argument: object) -> Any:
-        if time.monotonic() > end or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > most:
-            raise TimeoutError(f"it takes more than {seconds:.0f} s or {num_bytes >> 20} MiB")
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:

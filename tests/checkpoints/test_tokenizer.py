@@ -125,17 +125,15 @@ def test_a_template_without_end_is_ended(tmp_path, monkeypatch, template):
         llm.encode_chat([{"role": "user", "content": "x"}])
 
 
-def test_a_template_without_end_for_some_conversations_is_ended_too(tmp_path, monkeypatch):
+def test_a_template_without_end_for_several_turns_is_refused_at_the_first(tmp_path, monkeypatch):
     llm = LLM(make_model(tmp_path), lazy=True)
     llm.tokenizer.chat_template = (
         "{% if messages | length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
         "{% endif %}{{ messages[0].content }}"
     )
     monkeypatch.setattr(module, "_CHAT_S", 2.0)
-    message = {"role": "user", "content": "x"}
-    assert llm.encode_chat([message])
     with pytest.raises(RequestError, match="the chat template refuses these messages: it takes more than 2 s or"):
-        llm.encode_chat([message, message])
+        llm.encode_chat([{"role": "user", "content": "x"}])
 
 
 def test_a_template_that_makes_a_book_of_a_line_is_refused(tmp_path):

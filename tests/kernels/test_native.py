@@ -230,26 +230,3 @@ def test_the_sources_are_packaged():
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for folder in ("kernels/cpu", "numerics/native"):
         assert f"{folder}/*.[ch]" in pyproject
-
-
-def test_a_device_in_the_place_of_a_library_is_not_read(tmp_path):
-    (tmp_path / "library.so").symlink_to("/dev/full")  # zeros without end
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))\n"
-    code += "from pathlib import Path; from quantkit.native.build import is_whole; print(is_whole(Path(sys.argv[1])))"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "library.so"], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
-
-
-@needs_compiler
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"\0" * len(data), lambda _: b""])
-def test_a_damaged_library_is_built_anew(tmp_path, monkeypatch, damage):
-    source = tmp_path / "one.c"
-    source.write_text(SOURCE)
-    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
-    library, _ = build.build_library(tmp_path)
-    whole = library.read_bytes()
-    library.write_bytes(damage(whole))
-    assert not build.is_whole(library)
-    assert build.build_library(tmp_path)[0] == library
-    assert build.is_whole(library)
-    assert ctypes.CDLL(str(library)).answer() == 42
