@@ -47,13 +47,11 @@ LAYERS = {
     "runtime.config": 2,
     "runtime.detokenizer": 2,
     "runtime.json_output": 2,
-    "runtime.devices": 4,
     "server.client": 1,
     "hub": 5,  # a card says what inspection saw
     "inspection": 4,
     "report": 4,
-    "kernels.ops": 4,  # picks among the three below, which do not know each other
-    "kernels.torch": 3,
+    "kernels.ops": 4,  # picks among the two below, which do not know each other
     "kernels.cpu": 3,
     "kernels.gpu": 3,
     "kernels": 2,  # types, page layouts and the reference, which all of them agree with

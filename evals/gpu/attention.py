@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from quantkit.benchmark.timing import measure, num_copies
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes
-from quantkit.kernels.types import AttentionOptions
+from quantkit.kernels.types import AttentionOptions, ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 
 

@@ -34,11 +34,17 @@ from recorder import Launch, Recorder, modules, pretended
 from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_all, default_jobs, page
 from triton.runtime.jit import JITFunction
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu.expert_tiles import ExpertWeights
 from quantkit.kernels.gpu.packing import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight, Packing
 from quantkit.kernels.layouts import KVViews, kv_scheme, layer_layout
-from quantkit.kernels.types import ActivationQuantization, AttentionOptions, HeadNorms, QuantizedActivations, States
+from quantkit.kernels.types import (
+    ActivationQuantization,
+    AttentionOptions,
+    ForwardBatch,
+    HeadNorms,
+    QuantizedActivations,
+    States,
+)
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
 

@@ -28,8 +28,8 @@ from attention import PAGE, decode_batch, fill
 from random_model import make_model
 from results import Results, first_line
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, page_bytes
+from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.assembly import build_engine

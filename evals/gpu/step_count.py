@@ -25,7 +25,7 @@ from recorder import PROCESSORS, arguments_of, pretended
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.model import NativeModel
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
-from quantkit.models.attention_shape import AttentionShape
+from quantkit.models.attention_shape import AttentionShape, StateShape
 from quantkit.models.cache import (
     DEFAULT_PAGE_SIZE,
     KV_FORMS,
@@ -34,7 +34,6 @@ from quantkit.models.cache import (
     residual_tokens,
     side_of,
 )
-from quantkit.models.state_shape import StateShape
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.kv_cache import (
     FP8_TENSOR,

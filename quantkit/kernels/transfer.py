@@ -3,7 +3,7 @@
 A copy from ordinary memory makes the host wait for everything that was launched before it. So the arrays are put one
 behind another into pinned memory, and go from there. That memory is torch's: it keeps freed pinned blocks and hands
 one out again only after the copies out of it are done, so a step never overwrites what the last one is still sending.
-Not here: decode steps with fixed addresses, which have pinned memory of their own (`runtime.engine.decode_graphs`).
+Not here: decode steps with fixed addresses, which have pinned memory of their own (`runtime.engine.runner`).
 """
 
 import itertools

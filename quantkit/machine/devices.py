@@ -1,4 +1,4 @@
-"""The device that a user means by a name, and the name that a device has."""
+"""The device that a user means by a name, its own name, and the memory that it has left."""
 
 import contextlib
 import os
@@ -10,9 +10,10 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.machine.cores import cgroup_quota
+from quantkit.machine.memory import proc_bytes
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
-"""Of a computation; OpenMP ends the process where it cannot start as many as it is told."""
+"""Most threads of a computation. OpenMP aborts the process if it cannot start as many as it is asked for."""
 
 
 def threads_within_quota() -> int:
@@ -54,3 +55,20 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return ""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a process can still take on a device: the least of what the system and its control group leave."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = proc_bytes("meminfo", "MemAvailable")
+    limits = [] if available is None else [available]
+    group = Path("/sys/fs/cgroup")
+    try:
+        # In a container MemAvailable is the host's, and the group's limit ends the process before that is used up.
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        if limit != "max":
+            limits.append(max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return min(limits) if limits else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

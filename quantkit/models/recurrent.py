@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quantkit.errors import ModelError
+from quantkit.models.attention_shape import StateShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.linear_sets import LinearSet
-from quantkit.models.state_shape import StateShape
 from quantkit.models.tensors import Matrix
 
 

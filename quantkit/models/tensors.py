@@ -7,9 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quantkit.models.attention_shape import AttentionShape
+from quantkit.models.attention_shape import AttentionShape, StateShape
 from quantkit.models.linear_sets import EXPERT, at
-from quantkit.models.state_shape import StateShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,14 +4,22 @@ Shapes: N outputs, G groups per row. Two levels (nvfp4): scale = e4m3 / global_s
 tensor's largest magnitude. Powers of two (mxfp4, mxfp8): the largest magnitude's own, less that of the type's largest
 value; one up where the magnitude's first two mantissa bits are set, as compressed-tensors does and OCP MX leaves open.
 Source: OCP Microscaling Formats (MX) 1.0, section 6.3; compressed-tensors `quantization/utils/{helpers,mxfp_utils}.py`.
+
+`with_two_levels` turns MXFP4 into NVFP4 without a loss: the same codes, and each group of 32 becomes two of 16. Under a
+power of two as the tensor's scale, 18 powers of two in a row are 8-bit floats, the lowest three of them subnormal; a
+tensor whose scales span more has no exact form.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quantkit.numerics.dtype import DType
+from quantkit.numerics.dtype import MXFP4, NVFP4, DType
+from quantkit.numerics.scheme import WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
 
 _E4M3_MAXIMUM = 448.0
 _E4M3_FLOOR = 0.125  # what compressed-tensors puts in place of a scale that rounds to zero
@@ -120,3 +128,38 @@ def power_of_two_scale(largest: Tensor, dtype: DType) -> Tensor:
     exponent = torch.floor(torch.log2(carried)) - math.floor(math.log2(dtype.maximum))
     scale = torch.exp2(exponent.clamp(*_EXPONENTS).double()).float()
     return torch.where(torch.isfinite(largest), scale, torch.nan)
+
+
+# Exponents of the powers of two among 8-bit floats (E4M3).
+_LOWEST, _HIGHEST = -9, 8
+_FROM = WeightScheme(dtype=MXFP4, group_size=32)
+_TO = WeightScheme(dtype=NVFP4, group_size=16)
+
+
+def has_two_levels(scheme: WeightScheme, asked: WeightScheme) -> bool:
+    """Whether codes of one scheme can be those of another one, as far as schemes can tell."""
+    return (scheme, asked) == (_FROM, _TO)
+
+
+def with_two_levels(weights: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | None:
+    """Weights in MXFP4 as NVFP4 of the same values, all under one number; None where their scales span too much.
+
+    Args:
+        weights: that share the number, as linears that engines fuse do.
+    """
+    used = [weight.codes.float().view(*weight.scale.shape, 32).ne(0).any(-1) for weight in weights]  # (N, G)
+    exponents = [torch.log2(weight.scale.double()) for weight in weights]
+    counted = torch.cat([exponent[own] for exponent, own in zip(exponents, used, strict=True)])
+    highest = counted.amax() if counted.numel() else torch.zeros((), dtype=torch.float64)
+    if counted.numel() and bool(counted.amin() < highest - (_HIGHEST - _LOWEST)):
+        return None
+    outer = torch.exp2(_HIGHEST - highest).float().reshape(1)
+    if not torch.isfinite(outer).all() or not bool((outer > 0).all()):
+        return None
+    made = []
+    for weight, exponent, own in zip(weights, exponents, used, strict=True):
+        # Groups of zeros may have any scale.
+        scale = torch.exp2(torch.where(own, exponent, highest)).float().repeat_interleave(2, dim=1)
+        two = replace(weight, scheme=_TO, scale=scale, global_scale=outer, value_dtype=weight.values_dtype)
+        made.append(two)
+    return made

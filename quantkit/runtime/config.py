@@ -100,7 +100,7 @@ class EngineConfig:
                 "step: give a larger budget or a smaller max_sequences"
             )
         if self.kv_budget is not None:
-            object.__setattr__(self, "kv_budget", parse_budget(self.kv_budget))
+            parse_budget(self.kv_budget)  # refuses what is neither tokens nor a share
             policies.REGISTRY.find(self.kv_policy or policies.DEFAULT)  # refuses an unknown name
         elif self.kv_policy is not None:
             raise RequestError(f"kv_policy {self.kv_policy!r} evicts beyond a budget, and none is given; add kv_budget")
@@ -112,13 +112,12 @@ class EngineConfig:
                     f"{self.max_length}; use {pages} pages or more, or a smaller max_length"
                 )
         if self.memory is not None:
-            # The class is frozen, and a size that cannot be read is refused here, before a model is looked at.
-            object.__setattr__(self, "memory", parse_bytes(self.memory))
+            parse_bytes(self.memory)  # refuses what is no size
 
     @property
     def memory_bytes(self) -> int | None:
-        """`memory`, which is bytes once it has been read."""
-        return None if self.memory is None else int(self.memory)
+        """`memory` in bytes."""
+        return None if self.memory is None else parse_bytes(self.memory)
 
     def context_length(self, model_length: int) -> int:
         """Tokens of a sequence, whatever the memory: as asked, else what the model can.

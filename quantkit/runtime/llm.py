@@ -12,17 +12,19 @@ from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
 from quantkit.errors import RequestError
+from quantkit.kernels import cpu, gpu
 from quantkit.kernels.layouts import page_bytes
 from quantkit.machine.devices import pick_device
 from quantkit.native.neighbours import watch_neighbours
+from quantkit.runtime.cache import policies
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
-from quantkit.runtime.engine import status
 from quantkit.runtime.engine.assembly import build_engine, fit_pages, predict_capacity
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.first_run import check_kernels
+from quantkit.runtime.engine.first_run import check_kernels, describe_kernels
 from quantkit.runtime.engine.scoring import scoring_inputs
-from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.engine.speculation import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads, guard_forks
+from quantkit.runtime.model.cache_schemes import cache_type
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.model.model import Model
 from quantkit.runtime.prompts import Messages, Prompts
@@ -198,7 +200,8 @@ class LLM(Prompts):
     @property
     def kv_type(self) -> str:
         """Number type of the cache: as asked for, or what the checkpoint says where that was `auto`."""
-        return status.kv_type(self.engine)
+        cache, asked = self.engine.runner.cache, self.config.kv_cache
+        return asked if cache is None else cache_type(cache.layouts, asked)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -207,12 +210,51 @@ class LLM(Prompts):
         return 0.0 if cache is None else page_bytes(cache.layouts) / cache.page_size
 
     def stats(self) -> dict[str, Any]:
-        """Sizes, and counts since the start."""
-        return status.stats(self.engine)
+        """Return sizes, and counts since the start."""
+        engine = self.engine
+        controller, cache = engine.controller, engine.runner.cache
+        return {
+            "weight_bytes": engine.model.num_bytes,
+            "kv_bytes": 0 if cache is None else cache.num_bytes + cache.residual_bytes,
+            "kv_tokens": engine.pool.num_pages * engine.config.page_size,
+            "kv_pages": engine.pool.num_pages,
+            "kv_free_pages": engine.pool.num_free,
+            "kv_cache": self.kv_type,
+            "kv_budget": None if engine.eviction is None else engine.eviction.budget.tokens,
+            "kv_evicted_pages": 0 if engine.eviction is None else engine.eviction.num_evicted_pages,
+            "prefix_hit_tokens": engine.prefix.num_hit_tokens,
+            "prefix_asked_tokens": engine.prefix.num_asked_tokens,
+            "preemptions": engine.scheduler.num_preemptions,
+            "drafted_tokens": 0 if controller is None else controller.num_drafted,
+            "accepted_tokens": 0 if controller is None else controller.num_accepted,
+            "acceptance": None if controller is None else controller.acceptance,
+        }
 
     def describe(self) -> dict[str, str]:
-        """What a user should know about how it runs, by topic."""
-        return status.describe_engine(self.engine, self._threads)
+        """Return what a user should know about how it runs, by topic."""
+        engine, counts, model = self.engine, self.stats(), self.model
+        topics = {"computed in": f"{str(model.dtype).removeprefix('torch.')} on {model.device}"}
+        if model.device.type == "cpu":
+            topics["CPU kernels"] = cpu.status()
+        elif gpu.is_used(model.device):
+            topics["GPU kernels"] = describe_kernels(model.device)
+        if self._threads:
+            topics["threads"] = self._threads
+        if (graphs := engine.runner.graph_status) is not None:
+            topics["CUDA graphs"] = graphs
+        if (eviction := engine.eviction) is not None:
+            policy, evicted = engine.config.kv_policy or policies.DEFAULT, counts["kv_evicted_pages"]
+            topics["KV budget"] = f"{eviction.budget.tokens} tokens of a sequence, {policy}; {evicted} pages evicted"
+        if counts["prefix_hit_tokens"]:
+            topics["prefix cache"] = f"{counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"
+        if counts["preemptions"]:
+            topics["preemptions"] = str(counts["preemptions"])
+        if engine.controller is not None:
+            share = counts["acceptance"]
+            topics["speculation"] = "not used" if share is None else f"{share:.0%} of {counts['drafted_tokens']} drafts"
+        if model.notes:
+            topics["notes"] = "; ".join(model.notes)
+        return topics
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -21,7 +21,6 @@ AS_A_WHOLE = tuple(
         "kernels.gpu",
         "kernels.ops",
         "kernels.reference",
-        "kernels.torch",
     )
 )
 FOREIGN = {"transformers", "safetensors", "accelerate", "datasets", "gguf", "click", "rich", "pydantic"}

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import cpu
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as _native_attention
 from quantkit.kernels.layouts import KVLayout, kv_scheme, layer_layout
 from quantkit.kernels.reference.kv_codes import codes_of, decode_states
-from quantkit.kernels.types import AttentionOptions
+from quantkit.kernels.types import AttentionOptions, ForwardBatch
 from quantkit.numerics.kv_cache import hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
 

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.kernels import cpu
+from quantkit.kernels import cpu, torch_linear
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.kernels.torch import linear as torch_linear
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs

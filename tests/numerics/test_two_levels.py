@@ -7,9 +7,9 @@ import torch
 
 from quantkit.formats import REGISTRY
 from quantkit.numerics.dtype import MXFP4
+from quantkit.numerics.scales import with_two_levels
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
-from quantkit.numerics.two_levels import with_two_levels
 
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, -0.0])
 

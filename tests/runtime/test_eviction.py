@@ -16,7 +16,7 @@ from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.policies import Policy
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
-from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.engine.speculation import SpeculationController
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import PromptScoring, SamplingParams

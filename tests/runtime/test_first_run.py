@@ -15,7 +15,7 @@ import torch
 from quantkit import LLM
 from quantkit.kernels import gpu
 from quantkit.runtime import llm
-from quantkit.runtime.engine import first_run, status
+from quantkit.runtime.engine import first_run
 from quantkit.runtime.engine.first_run import Verdict
 from tests.runtime import planted
 
@@ -179,6 +179,6 @@ def test_kernels_are_checked_before_a_model_is_loaded(family_models, monkeypatch
 
 def test_stats_speak_of_it(load, family_models, monkeypatch):
     monkeypatch.setattr(llm, "check_kernels", lambda device: None)
-    engine = LLM(family_models["llama"], device="cpu", threads=1).engine
-    monkeypatch.setattr(engine.model, "device", torch.device("meta"))
-    assert status.describe_engine(engine, "")["GPU kernels"] == "as torch in all checks"
+    loaded = LLM(family_models["llama"], device="cpu", threads=1)
+    monkeypatch.setattr(loaded.model, "device", torch.device("meta"))
+    assert loaded.describe()["GPU kernels"] == "as torch in all checks"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
-from quantkit.runtime.engine.decode_graphs import _Inputs
+from quantkit.runtime.engine.runner import _Inputs
 
 
 def holder(number, row, pages):

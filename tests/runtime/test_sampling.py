@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quantkit.kernels.reference import sampling
-from quantkit.runtime.sampling.penalties import apply_penalties
-from quantkit.runtime.sampling.sampler import draw_of, log_probabilities, sample
+from quantkit.runtime.sampling import apply_penalties, draw_of, log_probabilities, sample
 from quantkit.runtime.sequence import Sequence, TokenHistory
 from quantkit.runtime.types import SamplingParams
 

@@ -75,7 +75,7 @@ def test_pages_come_back_from_sequences_that_gave_some_up(speculate):
     chance, model, budget, chunk = random.Random(2), ToyModel(), 16, 12
     settings = {
         "model": model, "page_size": 2, "max_sequences": 8, "token_budget": chunk, "kv_budget": budget,
-        "speculate": speculate, "max_drafts": 2,
+        "kv_policy": "window", "speculate": speculate, "max_drafts": 2,
     }  # fmt: skip
     engine = build_engine(num_pages=40, **settings)
     common = [chance.randrange(VOCAB) for _ in range(30)]

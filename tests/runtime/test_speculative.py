@@ -9,9 +9,8 @@ import torch
 
 from quantkit.errors import RequestError
 from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
-from quantkit.runtime.engine.speculation_controller import SpeculationController
-from quantkit.runtime.sampling.sampler import sample
+from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, SpeculationController
+from quantkit.runtime.sampling import sample
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.types import SamplingParams
 from tests.runtime.toy import VOCAB, ToyCache, ToyModel, build_engine, generate, greedy, prompts, run

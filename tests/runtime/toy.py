@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.sizing import kv_budget
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
-from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, SpeculationController
 from quantkit.runtime.types import Completion, SamplingParams
 
 VOCAB = 32

@@ -8,9 +8,9 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import RecipeError, located
 from quantkit.formats.base import Format
+from quantkit.numerics.scales import with_two_levels
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
-from quantkit.numerics.two_levels import with_two_levels
 from quantkit.results import LinearRecord
 
 

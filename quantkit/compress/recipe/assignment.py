@@ -14,8 +14,8 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, find_expert, fused_conflicts
+from quantkit.numerics.scales import has_two_levels
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
-from quantkit.numerics.two_levels import has_two_levels
 from quantkit.results import EngineReading
 
 Schemes = dict[str, LinearScheme | None]

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from quantkit.errors import ResourceError
 from quantkit.kernels import cpu
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu.ops import STATE_TYPES
 from quantkit.kernels.layouts import KVViews, PagedArray
 from quantkit.kernels.reference.attention import TorchAttention
-from quantkit.kernels.types import AttentionOptions, States
+from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
 _PLAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

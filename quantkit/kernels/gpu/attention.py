@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import gpu
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import kv_store, paged_attention, power_of_two
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.reference.attention import attend, store_residuals
-from quantkit.kernels.types import Angles, AttentionOptions, PagedAttention, States
+from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, PagedAttention, States
 
 _LARGEST_HEAD = 256
 

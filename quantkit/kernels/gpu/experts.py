@@ -19,8 +19,7 @@ from quantkit.kernels.gpu.packing import PackedWeight, Packing
 from quantkit.kernels.gpu.quantized_linear import PackedLinear
 from quantkit.kernels.gpu.w4a16 import dequantize_weight
 from quantkit.kernels.reference import experts as reference
-from quantkit.kernels.reference.block import gated
-from quantkit.kernels.reference.linear import DenseLinear
+from quantkit.kernels.reference.block import DenseLinear, gated
 from quantkit.kernels.types import Linear, LinearFacts
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -121,7 +120,7 @@ def sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def stack(
     experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str, num_chosen: int, normalize: bool
 ) -> TritonExperts | str:
-    """See `ops.experts.stack`."""
+    """See `ops.linear.stack`."""
     if activation not in GATES:
         return f"there is no kernel for experts with {activation}"
     stacked: list[ExpertWeights] = []

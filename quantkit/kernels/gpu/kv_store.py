@@ -21,12 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import power_of_two
 from quantkit.kernels.gpu.floats import round_even, to_e4m3
-from quantkit.kernels.gpu.page_arguments import fixed, page_constants, page_tensors, residual_strides, strides
+from quantkit.kernels.gpu.paged_tiles import fixed, page_constants, page_tensors, residual_strides, strides
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.types import Angles, AttentionOptions, States
+from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, States
 
 
 @triton.jit

@@ -15,14 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import capability, choices, power_of_two
 from quantkit.kernels.gpu.choices import autotuned
-from quantkit.kernels.gpu.page_arguments import fixed, page_constants, page_tensors, residual_strides, strides
-from quantkit.kernels.gpu.paged_tiles import load_query, over_cache, score_keys, softmax_step, visible
+from quantkit.kernels.gpu.paged_tiles import (
+    fixed,
+    load_query,
+    over_cache,
+    page_constants,
+    page_tensors,
+    residual_strides,
+    score_keys,
+    softmax_step,
+    strides,
+    visible,
+)
 from quantkit.kernels.gpu.split_kv import chunk, empty_partials, merge_splits, split_bounds, splits_of_cache, store_out
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.types import AttentionOptions, States
+from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
 from quantkit.numerics.dtype import FP8, INT4
 
 FP8_CAPABILITY = 90

@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN201, ANN202, RET505  of branches on constants one is compiled
 """Rows of inputs quantized to 8 bits in one launch, and what integer sums become.
 
-Bit for bit as `reference.linear.quantize_tokens` and `numerics.inputs` have it. A row that holds what cannot be
+Bit for bit as `reference.block.quantize_tokens` and `numerics.inputs` have it. A row that holds what cannot be
 quantized has a scale of NaN, which makes its outputs NaN.
 Shapes: T tokens, N outputs, K inputs.
 """
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.cublas import int_mm_rows
 from quantkit.kernels.gpu import power_of_two
 from quantkit.kernels.gpu.floats import half_of_e4m3, round_even, to_e4m3
 from quantkit.kernels.gpu.gates import GATES, load_gated
+from quantkit.kernels.torch_linear import int_mm_rows
 from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
 
 PACKED_ROWS = 16

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, int_mm_rows, is_int8_by_output, scaled_mm
 from quantkit.kernels.gpu import attempt, packing, w4a16
 from quantkit.kernels.gpu.choices import TILE_LIMIT
 from quantkit.kernels.gpu.gates import GATES
 from quantkit.kernels.gpu.packing import PackedWeight
 from quantkit.kernels.gpu.quantize_activations import PACKED_ROWS, dequantize_rows, quantize_rows, scale_sums
+from quantkit.kernels.torch_linear import fits_int_mm, fits_scaled_mm, int_mm_rows, is_int8_by_output, scaled_mm
 from quantkit.kernels.types import (
     ActivationQuantization,
     Linear,

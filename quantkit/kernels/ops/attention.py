@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import gpu, ops
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as on_cpu
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.reference.attention import TorchAttention
-from quantkit.kernels.types import Angles, AttentionOptions, PagedAttention, States
+from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, PagedAttention, States
 from quantkit.numerics.kv_cache import hadamard
 
 

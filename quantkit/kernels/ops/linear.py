@@ -1,23 +1,24 @@
-"""Linear layers laid out for one kernel: which one is decided here, once, when a weight is loaded.
+"""Linear layers, and experts of a layer, laid out for one kernel, which is chosen once, when a weight is loaded.
 
-Weights come kernel-agnostic (`Tensor` or `QuantizedTensor`) and leave as a `Linear` that can only multiply. What the
-numbers mean is in `numerics`; the kernels are in `kernels.cpu` (C, this machine's instructions), `kernels.gpu` (Triton)
-and in torch.
+Weights come kernel-agnostic (`Tensor` or `QuantizedTensor`) and leave as a `Linear` that can only multiply. The numbers
+are defined in `numerics`; the kernels are in `kernels.cpu` (C, this machine's instructions), `kernels.gpu` (Triton)
+and `kernels.torch_linear`. Experts are stacked only where Triton's kernels run them together; elsewhere
+`reference.experts` chooses and runs them one by one.
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from quantkit.kernels import gpu
+from quantkit.kernels import torch_linear as torch_kernels
 from quantkit.kernels.cpu import linear as on_cpu
-from quantkit.kernels.reference.linear import DenseLinear
-from quantkit.kernels.torch import linear as torch_kernels
-from quantkit.kernels.types import Linear, LinearSettings, LinearSource, WrappedLinear, describe_linear
+from quantkit.kernels.reference.block import DenseLinear
+from quantkit.kernels.types import Linear, LinearSettings, LinearSource, StackedExperts, WrappedLinear, describe_linear
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -152,3 +153,26 @@ def _same_groups(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
+
+
+def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether experts on this device are for Triton's kernels, if they are stored in a way that those take."""
+    return gpu.module("experts", device) is not None and dtype in (torch.bfloat16, torch.float16)
+
+
+def stack(
+    experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str, num_chosen: int, normalize: bool
+) -> StackedExperts | str:
+    """Lay the experts of a layer out as one.
+
+    Args:
+        experts: gate with up, and down, of each; one that has been asked for is not needed any more.
+        count: E.
+        activation: of the gate.
+        num_chosen, normalize: see `reference.experts.route`.
+    Returns:
+        the experts; or why they must be run one by one.
+    """
+    from quantkit.kernels.gpu import experts as on_gpu
+
+    return on_gpu.stack(experts, count=count, activation=activation, num_chosen=num_chosen, normalize=normalize)

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews, PagedArray
 from quantkit.kernels.reference.kv_codes import codes_of, decode_states
-from quantkit.kernels.types import AttentionOptions, States
+from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
 
 
 class TorchAttention:

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from quantkit.models.kv_budget import SINK_TOKENS, KVBudget
-from quantkit.runtime.cache.compaction import Array, lowest
-from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.cache.kv_cache import Array, KVCache, lowest
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.policies import Policy
 from quantkit.runtime.sequence import Sequence

@@ -7,10 +7,10 @@ import torch
 
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import Layout, page_bytes, pages_for_budget, residual_bytes
+from quantkit.machine.devices import free_bytes
 from quantkit.models.kv_budget import KVBudget
 from quantkit.quantities import byte_size
 from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.devices import free_bytes
 
 _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unasked; the rest is for activations
 _STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and values itself

@@ -14,8 +14,14 @@ from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.sizing import Capacity, kv_budget, size_pool
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer, check_draft, check_states
-from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.engine.speculation import (
+    DraftModelProposer,
+    NgramProposer,
+    Proposer,
+    SpeculationController,
+    check_draft,
+    check_states,
+)
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.loader import pick_dtype, read_headers

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.transfer import send
+from quantkit.kernels.types import ForwardBatch
 
 Array = np.ndarray[Any, Any]
 

@@ -31,11 +31,10 @@ from quantkit.runtime.engine.overlap import InFlightStep, Overlap
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.scheduler import Scheduler, Work
 from quantkit.runtime.engine.scoring import collect_scores, empty_scores
-from quantkit.runtime.engine.speculation import Proposer
-from quantkit.runtime.engine.speculation_controller import SpeculationController
+from quantkit.runtime.engine.speculation import Proposer, SpeculationController
 from quantkit.runtime.json_output import JsonSchemas
 from quantkit.runtime.model.model import Model
-from quantkit.runtime.sampling.sampler import Rows, derived_seed, log_probabilities, sample, select_rows
+from quantkit.runtime.sampling import Rows, derived_seed, log_probabilities, sample, select_rows
 from quantkit.runtime.sequence import Sequence, TokenHistory
 from quantkit.runtime.types import FinishReason, SamplingParams, StepOutput, TokenLogprob
 

@@ -25,13 +25,11 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.kernels import gpu, ops
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, layer_layout
-from quantkit.kernels.ops import experts
-from quantkit.kernels.ops.linear import build_linear
-from quantkit.kernels.reference import experts as reference_experts
+from quantkit.kernels.ops.linear import build_linear, can_stack, stack
+from quantkit.kernels.reference import experts
 from quantkit.kernels.reference.block import gated
-from quantkit.kernels.types import AttentionOptions, HeadNorms, Linear
+from quantkit.kernels.types import AttentionOptions, ForwardBatch, HeadNorms, Linear
 from quantkit.machine.devices import entered
 from quantkit.native.build import cache_folder
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
@@ -263,8 +261,8 @@ def _mixture(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) -> 
     linears = [(_linear(scheme, 2 * WIDTH, device, dtype), _linear(scheme, WIDTH, device, dtype)) for _ in range(4)]
     each = [lambda rows, up=up, down=down: down(gated(up(rows), "silu")) for up, down in linears]
     stacked: Any = None
-    if experts.can_stack(device, dtype):
-        stacked = experts.stack(linears, count=4, activation="silu", num_chosen=2, normalize=True)
+    if can_stack(device, dtype):
+        stacked = stack(linears, count=4, activation="silu", num_chosen=2, normalize=True)
         assert not isinstance(stacked, str), stacked
     for tokens in (3, 40):
         # Scores that are far apart: rounding chooses no other expert.
@@ -272,8 +270,8 @@ def _mixture(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) -> 
         if stacked is not None:
             yield stacked(x, scores, None, None)
         else:
-            weights, chosen = reference_experts.route(scores, 2, True)
-            yield reference_experts.run_each(x, chosen, weights, each, torch.zeros_like(x))
+            weights, chosen = experts.route(scores, 2, True)
+            yield experts.run_each(x, chosen, weights, each, torch.zeros_like(x))
 
 
 def _scheme(name: str, group: int | None, inputs: str | None = None, *, symmetric: bool = True) -> LinearScheme:

@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.scheduler import Scheduler, Work
-from quantkit.runtime.sampling.sampler import choose_tokens
+from quantkit.runtime.sampling import choose_tokens
 from quantkit.runtime.sequence import Sequence
 
 

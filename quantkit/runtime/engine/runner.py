@@ -1,15 +1,29 @@
-"""Runs a model on what is scheduled: as a captured graph where it can be, else launch by launch."""
+"""Run a model on scheduled work: as a captured CUDA graph if possible, else launch by launch.
+
+Decode steps have one graph per number of sequences and of pages, captured when it is first needed. A decode step of a
+large model is some hundred launches of a few microseconds each, which the host cannot keep up with; a graph is one.
+Everything a step needs is written into one buffer on the host, copied to the device at once, and read by the kernels
+from there, so the captured launches stay valid. Batches are filled up to the next size with sequences that have no
+token: kernels skip them, and their slots, -1, store nothing. Batches with prompts or drafts run launch by launch. Not
+here: what a step computes (`model`).
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from quantkit.errors import first_line
+from quantkit.kernels import gpu
+from quantkit.kernels.transfer import aligned
+from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
-from quantkit.runtime.engine.decode_graphs import DecodeGraphs, why_not
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, table_width
 from quantkit.runtime.model.model import Model, NativeModel
 
 
@@ -75,3 +89,222 @@ class Runner:
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
         return self.model.forward(batch, self.cache)
+
+
+# Fewest pages that a graph reads: short sequences would only make more graphs.
+_LEAST_PAGES = 16
+_ROWS = 5  # numbers of each sequence in a step's inputs
+
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
+    """What keeps decode steps of a model from being captured; None when nothing does.
+
+    Args:
+        model: to run.
+        cache: its keys and values.
+        max_length: tokens of the longest sequence.
+    """
+    if not cache.is_capturable:
+        return "attention of this KV cache is computed by torch, sequence by sequence"
+    return model.why_not_capturable(max_length)
+
+
+class DecodeGraphs:
+    """The graphs of a model over its cache.
+
+    Args:
+        model: to run.
+        cache: its keys and values; `why_not` says nothing against it.
+        builder: knows the page table.
+        max_sequences: in one batch.
+        max_pages: of one sequence.
+        max_length: tokens of its text, of which pages may have been evicted; None = as many as its pages hold.
+        capture: gives the function that repeats a step; None = as a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        cache: KVCache,
+        builder: BatchBuilder,
+        *,
+        max_sequences: int,
+        max_pages: int,
+        max_length: int | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        self._model, self._cache, self._builder = model, cache, builder
+        self._max_sequences, self._max_pages = max_sequences, max_pages
+        self._max_length = max_length or max_pages * cache.page_size
+        self._capture = capture or _CudaCapture(model.device)
+        self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Tensor]]] = {}  # inputs, and what replays
+        # What Triton raises is no RuntimeError; either means only that decode steps go on without graphs.
+        self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
+        self.failure: str | None = None
+        # Graphs keep the addresses of the rotary tables, which therefore must not grow once one is captured.
+        model.reserve(self._max_length)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._steps)
+
+    def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
+        """Logits of a decode step; nothing is waited for.
+
+        Args:
+            chunks: one new token each, whose logits are wanted.
+            tokens: (len(chunks),) int64, those tokens where the host does not know them yet; None = in the chunks.
+        Returns:
+            of each chunk, valid until the next call; None when this is not a decode step, or when capturing
+            has failed, which `failure` then tells.
+        """
+        if self.failure is not None or not all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks):
+            return None
+        count, size = len(chunks), self._cache.page_size
+        longest = max(chunk.start - chunk.holder.num_evicted for chunk in chunks) // size + 1
+        # Powers of two: every shape costs a capture and stays in memory, and less than half of a batch is filler.
+        shape = (_bucket(count, 1, self._max_sequences), _bucket(longest, _LEAST_PAGES, self._max_pages))
+        try:
+            inputs, replay = self._steps.get(shape) or self._steps.setdefault(shape, self._captured(*shape))
+        except self._refusals as error:
+            self.failure = first_line(error)
+            return None
+        inputs.write(chunks, self._builder.table_of(chunks, min(longest, shape[1])), size)
+        inputs.send()
+        if tokens is not None:
+            # Behind the copy from the host, which brings placeholders for tokens that only the device knows.
+            inputs.batch.token_ids[:count].copy_(tokens)
+        return replay()[:count]
+
+    def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Tensor]]:
+        inputs = _Inputs(sequences, pages, self._cache.page_size, self._max_length, self._model.device)
+        inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
+        inputs.send()
+        return inputs, self._capture(lambda: self._model.forward(inputs.batch, self._cache))
+
+
+class _Inputs:
+    """A decode batch at fixed addresses, and the memory of the host from which it is filled in one copy.
+
+    There are two copies of that memory, used in turn: the last step's may not have been copied yet.
+
+    Args:
+        sequences: B.
+        pages: P, of each.
+        page_size: tokens per page.
+        max_length: tokens of a text.
+        device: of the model.
+    """
+
+    def __init__(self, sequences: int, pages: int, page_size: int, max_length: int, device: torch.device) -> None:
+        self._sequences, self._width = sequences, table_width(pages)
+        # Arrays begin at multiples of 16 bytes, as those of eager steps do: the launches are then compiled already.
+        self._starts_at = _ROWS * aligned(8 * sequences)
+        self._table_at = self._starts_at + aligned(4 * (sequences + 1))
+        num_bytes = self._table_at + 4 * sequences * self._width
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        on_gpu = device.type == "cuda"
+        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._arrays = [[part.numpy() for part in self._split(host)] for host in self._hosts]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
+        self._turn = 0
+        numbers, query_starts, page_table = self._split(self._device)
+        token_ids, positions, slots, residual_rows, text_positions = numbers
+        self.batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            residual_rows=residual_rows,
+            query_starts=query_starts,
+            page_table=page_table,
+            logit_rows=torch.arange(sequences, device=device),
+            query_lengths=(1,) * sequences,
+            # Upper bounds: what the host sees while capturing must hold for every step that the graph repeats.
+            context_lengths=(pages * page_size,) * sequences,
+            sequence_ids=tuple(range(sequences)),
+            text_positions=text_positions,
+            text_lengths=(max_length,) * sequences,
+            is_fixed=True,
+        )
+
+    def _split(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers per sequence (5, B) int64, starts (B + 1,) and page table (B, P) int32 in one stretch of memory."""
+        count = self._sequences
+        numbers = memory[: self._starts_at].view(torch.int64).view(_ROWS, -1)[:, :count]
+        starts = memory[self._starts_at : self._table_at].view(torch.int32)[: count + 1]
+        return numbers, starts, memory[self._table_at :].view(torch.int32).view(count, self._width)
+
+    def write(self, chunks: Sequence[ScheduledChunk], table: np.ndarray[Any, Any], page_size: int) -> None:
+        """Write a batch into the memory whose turn it is.
+
+        Args:
+            chunks: at most B, one token each.
+            table: (len(chunks), at most P) int32, pages of each.
+            page_size: tokens per page.
+        """
+        self._turn ^= 1
+        if self._copied:
+            # The copy out of this memory was begun two steps ago and may still be waiting for the device.
+            self._copied[self._turn].synchronize()
+        numbers, starts, pages = self._arrays[self._turn]
+        count = len(chunks)
+        for index, (holder, tokens, start, _) in enumerate(chunks):
+            kept = start - holder.num_evicted
+            slot = holder.pages[kept // page_size] * page_size + kept % page_size
+            numbers[:, index] = tokens[0], kept, slot, holder.row, start
+        numbers[:, count:] = 0
+        numbers[2, count:] = -1
+        # Sequences beyond the batch start where it ends, so they have no token.
+        starts[:] = np.minimum(np.arange(len(starts)), count)
+        pages[:count, : table.shape[1]] = table
+
+    def send(self) -> None:
+        """Copy to the device what was written last."""
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
+
+
+class _CudaCapture:
+    """Captures CUDA graphs that share their memory: only one runs at a time.
+
+    Rehearsed and captured on one stream of its own: kernels that count use the counters of the stream (`gpu.splits`),
+    and those that a graph keeps must be there before, and nobody else's.
+
+    Args:
+        device: where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Capture`; the step is run twice before, which compiles its kernels."""
+        current = torch.cuda.current_stream(self._device)
+        side = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            # Kernels are compiled and loaded here; that may synchronize, which CUDA refuses during a capture.
+            for _ in range(2):
+                step()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            logits = step()
+        self._pool = self._pool or graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+def _bucket(count: int, least: int, most: int) -> int:
+    """The next power of two from `least` on, `most` at most."""
+    return min(max(least, 1 << (count - 1).bit_length()), most)

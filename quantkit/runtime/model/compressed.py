@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.reference.attention import Span, attend_plainly, seen_by, spans
 from quantkit.kernels.reference.block import rotary_
 from quantkit.kernels.reference.experts import choose_experts
-from quantkit.kernels.types import Angles, AttentionOptions, Linear
+from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, Linear
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.rope import RopeConfig
 from quantkit.runtime.cache.entries import EntryPool

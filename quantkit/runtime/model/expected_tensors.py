@@ -14,11 +14,11 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ResourceError
 from quantkit.formats._kv_cache import CACHE_TENSORS
 from quantkit.formats.base import by_module
+from quantkit.machine.devices import free_bytes
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.quantities import byte_size
-from quantkit.runtime.devices import free_bytes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Buffers that old checkpoints carry or that are constants read beside, and scales of a KV cache, which belong to no

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.types import Angles, AttentionOptions, Linear
+from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, Linear
 from quantkit.models.description import LatentShape
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.layers import Norm

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import ops
-from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.types import ActivationQuantization, Angles, AttentionOptions, HeadNorms, Linear, LinearFacts
+from quantkit.kernels.types import (
+    ActivationQuantization,
+    Angles,
+    AttentionOptions,
+    ForwardBatch,
+    HeadNorms,
+    Linear,
+    LinearFacts,
+)
 from quantkit.models.family import Parts
 from quantkit.runtime.cache.kv_cache import KVCache
 

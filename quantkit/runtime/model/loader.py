@@ -17,7 +17,7 @@ from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.linear import join
-from quantkit.kernels.reference.linear import DenseLinear
+from quantkit.kernels.reference.block import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.machine.devices import entered
 from quantkit.machine.memory import release_freed_memory

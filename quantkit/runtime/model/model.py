@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import EntryLayout, Layout, StateLayout, kv_dtype, layer_layout
-from quantkit.kernels.types import Linear
+from quantkit.kernels.types import ForwardBatch, Linear
+from quantkit.models.attention_shape import StateShape
 from quantkit.models.rope import RopeConfig
-from quantkit.models.state_shape import StateShape
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache

@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.ops.recurrence import causal_conv, scan
-from quantkit.kernels.types import Angles, Linear
+from quantkit.kernels.types import Angles, ForwardBatch, Linear
+from quantkit.models.attention_shape import StateShape
 from quantkit.models.recurrent import Recurrent
-from quantkit.models.state_shape import StateShape
+from quantkit.runtime.cache.entries import runs
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.cache.states import runs
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.transfer import send
+from quantkit.kernels.types import ForwardBatch
 from quantkit.models.rope import RopeConfig
 
 _FIRST_ROWS = 1024

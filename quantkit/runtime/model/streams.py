@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.types import Angles
+from quantkit.kernels.types import Angles, ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import AnyAttention, Norm

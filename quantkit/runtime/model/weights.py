@@ -13,8 +13,7 @@ from torch import Tensor
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
-from quantkit.kernels.ops.experts import can_stack, stack
-from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.kernels.ops.linear import build_linear, can_stack, join, stack
 from quantkit.kernels.reference.block import CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU, clamped_swiglu, xielu
 from quantkit.kernels.reference.experts import choose_experts
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "evals" / "gpu"))
 from random_model import make_model
 from step_count import META, PAGE, StepCount, on_meta
 
-from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
-from quantkit.runtime.engine.decode_graphs import DecodeGraphs
+from quantkit.runtime.engine.runner import DecodeGraphs
 from quantkit.runtime.model.model import NativeModel
 
 MOST_SEQUENCES, MOST_PAGES = 17, 41

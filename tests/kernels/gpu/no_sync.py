@@ -24,7 +24,7 @@ from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.engine.runner import Runner
-from quantkit.runtime.sampling.sampler import choose
+from quantkit.runtime.sampling import choose
 from quantkit.runtime.types import SamplingParams
 from tests.runtime.test_sampling import sequence
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from quantkit.kernels import ops
-from quantkit.kernels.ops.experts import stack
-from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.ops.linear import build_linear, stack
 from quantkit.kernels.reference import block as reference
 from quantkit.kernels.reference import experts
 from quantkit.kernels.types import ActivationQuantization, AttentionOptions, HeadNorms

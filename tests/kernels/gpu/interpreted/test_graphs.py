@@ -16,8 +16,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from quantkit.errors import first_line
 from quantkit.kernels import gpu
-from quantkit.runtime.engine.decode_graphs import DecodeGraphs, _CudaCapture, why_not
 from quantkit.runtime.engine.overlap import Overlap
+from quantkit.runtime.engine.runner import DecodeGraphs, _CudaCapture, why_not
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model import loader
 from quantkit.runtime.model import weights as _weights

@@ -11,7 +11,7 @@ from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu import quantized_linear, w4a16
 from quantkit.kernels.gpu.packing import pack
 from quantkit.kernels.gpu.quantize_activations import dequantize_rows, quantize_rows
-from quantkit.kernels.reference.linear import quantize_tokens
+from quantkit.kernels.reference.block import quantize_tokens
 from quantkit.kernels.types import ActivationQuantization, LinearSource, WrappedLinear
 from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DTYPES
