@@ -24,7 +24,7 @@ from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.engine.runner import Runner
-from quantkit.runtime.sampling import choose
+from quantkit.runtime.sampling import choose_tokens
 from quantkit.runtime.types import SamplingParams
 from tests.runtime.test_sampling import sequence
 
@@ -112,10 +112,10 @@ def test_a_step_and_its_choice_wait_for_nothing(no_wait, weights, kv, mix):
     pages = range(len(MIXES[mix]))
     chunks = [ScheduledChunk(holder(i, [i]), [i], 5, 1) for i in pages]
     rows = [(sequence(SamplingParams(**params)), 0) for params in MIXES[mix]]
-    tokens = choose(runner.step(chunks), rows)
+    tokens = choose_tokens(runner.step(chunks), rows)
     assert (tokens.device, tokens.shape, tokens.dtype) == (META, (len(rows),), torch.int64)
     # And the next step takes them from there.
-    assert choose(runner.step(chunks, tokens), rows).shape == (len(rows),)
+    assert choose_tokens(runner.step(chunks, tokens), rows).shape == (len(rows),)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
@@ -136,7 +136,7 @@ def test_prompts_wait_for_nothing_either(no_wait, kv):
     ]
     drafting = sequence(SamplingParams(temperature=1.0), drafts=(1, 2, 3))
     rows = [(sequence(SamplingParams()), 0)] * 2 + [(drafting, ahead) for ahead in range(4)]
-    assert choose(runner.step(chunks), rows).shape == (6,)
+    assert choose_tokens(runner.step(chunks), rows).shape == (6,)
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
@@ -148,4 +148,4 @@ def test_experts_are_chosen_without_waiting(no_wait, weights, count):
     runner = Runner(model, cache, EngineConfig(max_sequences=8, page_size=PAGE), max_pages=8)
     holders = [holder(i, [i]) for i in range(count)]
     chunks = [ScheduledChunk(each, [1], 5, 1) for each in holders]
-    assert choose(runner.step(chunks), [(sequence(SamplingParams()), 0)] * count).shape == (count,)
+    assert choose_tokens(runner.step(chunks), [(sequence(SamplingParams()), 0)] * count).shape == (count,)
