@@ -1,4 +1,4 @@
-"""How an engine takes a checkpoint: the first rule about each linear answers, and the worst answer counts."""
+"""Verdict of an engine on a checkpoint: the first rule about each linear answers, and the worst counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where keys and values lie in memory: one page of one layer, its bytes, and how many pages a budget buys.
+"""Layout of keys and values in memory: one page of one layer, its bytes, and how many pages a budget buys.
 
 Allocator, kernels and planner ask the same functions, so what is planned is what is allocated, to the byte.
 It is geometry and names only; how numbers are rounded is in `reference.kv_codes`.
@@ -97,7 +97,7 @@ class KVViews:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVLayout:
-    """How one layer keeps keys and values.
+    """Layout of one layer's keys and values.
 
     Args:
         num_heads: key/value heads, H.
@@ -227,7 +227,7 @@ class KVLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateLayout:
-    """What one recurrent layer keeps, in float32: a row of a pool for each sequence that runs, and no pages.
+    """State of one recurrent layer, in float32: a row of a pool for each sequence that runs, and no pages.
 
     Args:
         shape: sizes of one sequence's state.
@@ -255,7 +255,7 @@ class StateLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryLayout:
-    """How one layer keeps entries that each stand for several tokens: in pages, with the keys of their indexer.
+    """Layout of entries that each stand for several tokens: in pages, with their indexer's keys.
 
     Beside them, in a row for each sequence that runs: a window of raw tokens, and what the next entries are made of.
 

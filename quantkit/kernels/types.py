@@ -75,7 +75,7 @@ States = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationQuantization:
-    """How rows of inputs are quantized to 8 bits.
+    """Quantization of rows of inputs to 8 bits.
 
     Args:
         name: int8 or fp8.
@@ -87,7 +87,7 @@ class ActivationQuantization:
 
 
 class LinearFacts:
-    """What a linear layer says of itself; all that is left of one that became part of a stack of experts.
+    """Description of a linear layer; it remains when the layer becomes part of a stack of experts.
 
     Args:
         shape: (N, K).
@@ -106,7 +106,7 @@ class LinearFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearSettings:
-    """What a linear is laid out from besides its weight.
+    """Settings that a linear is laid out from, besides its weight.
 
     Args:
         bias: (N,), added after the product; or None.
@@ -127,7 +127,7 @@ class LinearSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearSource(LinearSettings):
-    """What a linear with a quantized weight (N, K) is laid out from."""
+    """Source of a linear with a quantized weight (N, K)."""
 
     weight: QuantizedTensor
 
@@ -215,7 +215,7 @@ class StackedExperts(Protocol):
 
     @property
     def linears(self) -> tuple[LinearFacts, ...]:
-        """What was stacked, two of each expert."""
+        """The stacked linears, two of each expert."""
         ...
 
     def __call__(
@@ -226,7 +226,7 @@ class StackedExperts(Protocol):
         shared_score: Tensor | None,
         choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """What `reference.experts.route` and `run_each` compute.
+        """Compute the same as `reference.experts.route` and `run_each`.
 
         Args:
             x: (T, K); not modified.
@@ -257,7 +257,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """What attention does besides softmax(q . k) v.
+    """Options of attention beyond softmax(q . k) v.
 
     Args:
         scale: of the scores.

@@ -1,1 +1,1 @@
-"""What a quantized number is: types, schemes, tensors and the arithmetic between them. Torch, no I/O."""
+"""Quantized numbers: types, schemes, tensors and the arithmetic between them. Torch, no I/O."""

@@ -36,20 +36,20 @@ class Ranges(NamedTuple):
     zero_point: Tensor | None
 
     def split(self, sizes: Sequence[int]) -> list["Ranges"]:
-        """Of matrices of so many rows, one below the other; the inverse of `join_ranges`."""
+        """Split the ranges of matrices of so many rows, one below the other; the inverse of `join_ranges`."""
         zeros = [None] * len(sizes) if self.zero_point is None else torch.split(self.zero_point, list(sizes))
         return [Ranges(*own) for own in zip(torch.split(self.scale, list(sizes)), zeros, strict=True)]
 
 
 def join_ranges(parts: Sequence[Ranges]) -> Ranges:
-    """Of matrices of one scheme, one below the other."""
+    """Join the ranges of matrices of one scheme, one below the other."""
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
     return Ranges(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGrid:
-    """What a weight can be rounded to, up to the ranges of its groups.
+    """Grid that a weight is rounded to, except for the ranges of its groups.
 
     Args:
         scheme: number type and granularity.
@@ -63,7 +63,7 @@ class WeightGrid:
     tensor_largest: Tensor | None = None
 
     def completed(self, weight: Tensor) -> "WeightGrid":
-        """With the largest magnitude of this weight, where one is needed and none is given."""
+        """Add the largest magnitude of this weight, if one is needed and none is given."""
         if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
             return self
         return replace(self, tensor_largest=largest_magnitude(weight))
@@ -148,7 +148,7 @@ def minmax_range(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 
 
 def _over_rows(values: Tensor, scheme: WeightScheme, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """What the rows of a block have in common, in all of them; (N, G), zeros take the place of missing rows."""
+    """Reduce the rows of each block and repeat the result in all of them, (N, G); zeros pad missing rows."""
     num_rows, groups = values.shape
     rows = num_rows if scheme.block_rows is None else scheme.block_rows
     if rows == 1:

@@ -40,7 +40,7 @@ class DType:
 
     @property
     def half_range(self) -> float:
-        """What a symmetric absmax is divided by to get the scale: 7.5 for int4, 448 for fp8."""
+        """Divisor that turns a symmetric absmax into the scale: 7.5 for int4, 448 for fp8."""
         # Half a step from the last code at either end, where 7 would leave -8 unused and 8 would clip a whole step.
         return (self.maximum - self.minimum) / 2
 

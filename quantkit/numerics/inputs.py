@@ -17,7 +17,7 @@ from quantkit.numerics.scheme import ActivationScheme
 
 
 def fake_quantize_inputs(values: Tensor, scheme: ActivationScheme, scale: Tensor | None = None) -> Tensor:
-    """What a linear sees when its input is quantized at run time.
+    """Return the values that a linear sees when its input is quantized at run time.
 
     Args:
         values: (..., K); not modified.

@@ -1,4 +1,4 @@
-"""What one layer's KV cache is quantized to, scales included, and the rotation of its keys. Torch, no I/O.
+"""Quantization of one layer's KV cache, scales included, and the rotation of its keys. Torch, no I/O.
 
 Not the rounding of keys and values, which is the runtime's (`kernels.reference.kv_codes`), nor the choice of their
 scales, which is `calibration.kv_cache`. Names of number types and granularities are those of `numerics.scheme`.
@@ -35,7 +35,7 @@ UNQUANTIZED = KVScheme()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCache:
-    """How one layer's keys and values are kept.
+    """Storage of one layer's keys and values.
 
     Args:
         scheme: number types; the default keeps both as computed.
@@ -49,7 +49,7 @@ class LayerCache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheGoal:
-    """What a recipe asks of the KV cache of every layer.
+    """Settings of a recipe for the KV cache of every layer.
 
     Args:
         scheme: number types.

@@ -1,4 +1,4 @@
-"""Which names a pattern means: shell-style, or a regular expression after `re:`; within bounds of time.
+"""Patterns of names: shell-style, or a regular expression after `re:`; within bounds of time.
 
 Patterns come from files that strangers may have written, and the standard library's engine cannot be stopped: one of
 ten characters takes longer than the age of the world. `regex` can be; what only it understands is refused, so that a

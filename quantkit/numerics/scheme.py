@@ -1,4 +1,4 @@
-"""Which numbers a model is stored in: per weight, per activation, per module. How well they are chosen is elsewhere."""
+"""Number types of a stored model: per weight, activation and module. Other modules choose the numbers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -149,7 +149,7 @@ class ActivationScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearScheme:
-    """What one linear layer is stored in: its weight, and its input if that is quantized too."""
+    """Scheme of one linear layer: of its weight, and of its input if that is quantized too."""
 
     weight: WeightScheme
     activation: ActivationScheme | None = None
@@ -282,7 +282,7 @@ class CacheScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVScheme:
-    """How keys and values are kept in the cache.
+    """Storage of keys and values in the cache.
 
     Args:
         key, value: number types.

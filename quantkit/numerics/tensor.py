@@ -56,7 +56,7 @@ class QuantizedTensor:
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """In which loaders compute the values, usually the model's."""
+        """Dtype in which loaders compute the values, usually the model's."""
         return self.value_dtype or self.scale.dtype
 
     def take_rows(self, rows: Tensor | slice) -> "QuantizedTensor":

@@ -1,4 +1,4 @@
-"""What a user can set about an engine: said once here, read by `LLM`, the scheduler, the caches and the command line.
+"""Settings of an engine, stated once for `LLM`, the scheduler, the caches and the command line.
 
 No torch: `--help` is answered from it. What depends on a model or a device is checked where those are known.
 """

@@ -57,7 +57,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """What was held back, broken characters and all; nothing may be pushed afterwards."""
+        """Return the text held back, with broken characters; call this last."""
         return self._text_of(self._window)[self._shown :] if self._window else ""
 
     def _restart(self, text: str) -> None:
@@ -106,7 +106,7 @@ class StopFinder:
         return text[: len(text) - size], False
 
     def flush(self) -> str:
-        """What was held back."""
+        """Return the text held back."""
         held, self._held = self._held, ""
         return held
 

@@ -88,7 +88,7 @@ class LLM(Prompts):
 
     @property
     def engine(self) -> Engine:
-        """What computes; its weights are read now if they have not been."""
+        """The engine; its weights are read now if they have not been."""
         with self._lock:
             if self._engine is None:
                 self._engine = self._load()
@@ -96,7 +96,7 @@ class LLM(Prompts):
 
     @property
     def model(self) -> Model:
-        """What is run."""
+        """The model that runs."""
         return self.engine.model
 
     def generate(
@@ -184,17 +184,17 @@ class LLM(Prompts):
 
     @property
     def arithmetic(self) -> str:
-        """What it computes in."""
+        """Dtype of the computation."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def engine_name(self) -> str:
-        """What a report calls the engine that a figure is of."""
+        """Name of the engine in reports."""
         return "quantkit"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a report should say of how it ran."""
+        """Notes for reports about how the model ran."""
         return tuple(self.model.notes)
 
     @property
@@ -268,7 +268,7 @@ class LLM(Prompts):
             return number
 
     def _run(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Completion]:
-        """What requests became, in order; all of them are in the engine before the first is computed."""
+        """Yield the completions of requests in order; all of them are queued before the first is computed."""
         numbers: list[int] = []
         try:
             for ids, params in requests:

@@ -96,7 +96,7 @@ def select_rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def draw_of(row: tuple[Sequence, int]) -> Draw:
-    """How a row's token is drawn, with a key that only this request has at this position."""
+    """Return how a row's token is drawn, with a key that only this request has at this position."""
     sequence, ahead = row
     params = sequence.params
     key = derived_seed(sequence.seed, len(sequence.ids) + ahead)

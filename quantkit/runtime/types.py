@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: how a request is to be answered, and what it became."""
+"""Input and output of the engine: how to answer a request, and its result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_PENALTY = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScoring:
-    """What a request asks about tokens that are given instead of drawn.
+    """Questions of a request about tokens that are given instead of drawn.
 
     A worked example, prompt [a, b, c, d], num_tokens 2, continuations (x, y): the answer has the log-probabilities of
     c after ab, of d after abc, of x and of y after abcd.
@@ -56,7 +56,7 @@ class PromptScoring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends; what an option can set stands beside it. Greedy by default.
+    """Choice of one request's tokens, and its end. Greedy by default. Fields with a flag are options.
 
     Args:
         max_tokens: None = until the context is full; 0 only with `scoring`.
@@ -164,7 +164,7 @@ class ScoredText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScores:
-    """What a `PromptScoring` asked for.
+    """Answer to a `PromptScoring`.
 
     Args:
         logprobs: (num_tokens + len(continuations),) float32 on the CPU, of each token given all before it.
@@ -181,7 +181,7 @@ class PromptScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What a request became.
+    """Result of a request.
 
     Args:
         prompt_token_ids: as given.
@@ -206,7 +206,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """What one step added to one request.
+    """Tokens and text that one step added to one request.
 
     Args:
         request_id: as `Engine.add` returned it.

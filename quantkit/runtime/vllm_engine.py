@@ -55,7 +55,7 @@ class TopLogprobs:
 
 @dataclass(kw_only=True, slots=True)
 class _Request:
-    """What has come of a request. *Mutable*."""
+    """State of a request. *Mutable*."""
 
     prompt: tuple[int, ...]
     arrived_s: float
@@ -97,7 +97,7 @@ class VllmLLM(Prompts):
 
     @property
     def engine(self) -> VllmLLM:
-        """What computes, by `add` and `step`."""
+        """The engine, with `add` and `step`."""
         return self
 
     @property
@@ -117,7 +117,7 @@ class VllmLLM(Prompts):
 
     @property
     def arithmetic(self) -> str:
-        """What it computes in."""
+        """Dtype of the computation."""
         return str(self.config.model_config.dtype).removeprefix("torch.")
 
     @property
@@ -132,7 +132,7 @@ class VllmLLM(Prompts):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a report should say of how it ran."""
+        """Notes for reports about how the model ran."""
         return (f"{self.path.name} ran in {self.engine_name}, KV cache {self.kv_type}.",)
 
     def __enter__(self) -> VllmLLM:
@@ -267,7 +267,7 @@ class VllmLLM(Prompts):
         ]
 
     def _prompt_rows(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[dict[int, Any]], Any]]:
-        """Of each prompt vLLM's rows of log-probabilities: of all tokens but the first, and of what follows."""
+        """Return vLLM's log-probabilities of each prompt: of all tokens but the first, and of the next one."""
         params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=count, logprobs=count, detokenize=False)
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         try:
@@ -340,7 +340,7 @@ def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong first, in one line."""
+    """Return the first cause of an error in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:500] or type(error).__name__

@@ -44,7 +44,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
-    """What Triton raises where a kernel cannot be compiled for a chip or does not fit it; none is a RuntimeError."""
+    """Return the errors of Triton for a kernel that does not compile for a chip or fit it."""
     if not is_installed():
         return ()
     from triton.compiler.errors import CompilationError
@@ -66,13 +66,13 @@ def module(name: str, device: torch.device) -> Any:
 
 
 def why_replaced(family: str, device: torch.device) -> str | None:
-    """Why torch does the work of a family on a device; None = it does not, as far as is known."""
+    """Return why torch does a family's work on a device; None if it does not."""
     # Asked before every launch, and mostly empty: then the device need not be looked up.
     return _replaced.get((family, _number(device))) if _replaced else None
 
 
 def replace(family: str, device: torch.device, reason: str) -> None:
-    """From now on torch does the work of a family on a device, and a warning says so."""
+    """Let torch do a family's work on a device from now on, and warn."""
     _replaced[family, _number(device)] = reason
     _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
 
@@ -89,7 +89,7 @@ def measuring() -> Iterator[None]:
 
 
 def attempt(family: str, device: torch.device, launch: Callable[..., T], *arguments: Any) -> T | None:
-    """What a launch gives; None where Triton refuses it, now or before: then torch does the family's work."""
+    """Launch a kernel; return None if Triton refuses it, now or before: then torch does the family's work."""
     if why_replaced(family, device) is not None:
         return None
     try:

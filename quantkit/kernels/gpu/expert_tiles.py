@@ -84,7 +84,7 @@ class ExpertWeights:
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for."""
+        """Return the constants that kernels are compiled for."""
         return {**self.packing.constants, "SPAN": self.span}
 
 
@@ -100,7 +100,7 @@ def _scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP: tl.constexpr,
 
 @triton.jit
 def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which expert a block of rows is of, and where in the order those begin and its expert's end; end 0 = none."""
+    """Return a block's expert, and in the order the block's start and its expert's end; end 0 = none."""
     experts = tl.arange(0, EXPERTS)
     begin = tl.load(starts + experts, mask=experts < E, other=0)
     count = tl.load(starts + experts + 1, mask=experts < E, other=0) - begin
@@ -114,7 +114,7 @@ def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _beginning_of(expert, rows, columns):
-    """How far into an array over experts the (rows, columns) of one begin."""
+    """Return the offset of one expert's (rows, columns) in an array over experts."""
     return expert.to(tl.int64) * rows * columns
 
 

@@ -71,7 +71,7 @@ class TritonExperts:
     def _run_each(
         self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None, choose: Choose | None
     ) -> Tensor:
-        """Where Triton refuses: one expert after another, and the host is asked who is chosen."""
+        """Run one expert after another where Triton refuses; the host reads which ones are chosen."""
         weights, chosen = (choose or self._route)(scores)
         share = 1 if shared_score is None else shared_score.sigmoid()
         out = torch.zeros_like(x) if shared is None else shared * share

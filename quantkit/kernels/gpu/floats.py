@@ -76,7 +76,7 @@ def load_inputs(at, mask):
 
 @triton.jit
 def row_factor(inputs):
-    """What the scales of rows lack by: see `load_inputs`."""
+    """Return the factor that the scales of rows lack: see `load_inputs`."""
     return 256.0 if inputs.dtype.element_ty == tl.uint8 else 1.0
 
 

@@ -64,7 +64,7 @@ def dequantize(words, zero, PIECE: tl.constexpr, BITS: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def load_zero(zero, index, outputs, kept, num_outputs, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """What is subtracted from the fields of outputs in group `index`, (N, 1) float32."""
+    """Load the zero points of outputs in group `index`, (N, 1) float32."""
     if HAS_ZERO:
         value = tl.load(zero + index * num_outputs + outputs, mask=kept, other=0).to(tl.float32)
     else:
@@ -74,7 +74,7 @@ def load_zero(zero, index, outputs, kept, num_outputs, BITS: tl.constexpr, HAS_Z
 
 @triton.jit
 def inputs_of(block, PIECE: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, UNPACKED: tl.constexpr):
-    """Which inputs (2 SPAN,) the numbers of a piece of a block are multiplied with."""
+    """Return the inputs (2 SPAN,) that the numbers of a piece of a block are multiplied with."""
     lanes, FIELDS = tl.arange(0, 2 * SPAN), 32 // BITS
     if UNPACKED:
         return block * SPAN * FIELDS + 2 * lanes + PIECE

@@ -48,7 +48,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How numbers and scales of a weight are kept; weights that share it and a shape share a kernel.
+    """Storage of a weight's numbers and scales; weights that share it and a shape share a kernel.
 
     Args:
         bits: of a field; 16 = a weight that is not quantized.
@@ -81,7 +81,7 @@ class Packing:
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for."""
+        """Constants that kernels are compiled for."""
         return {
             "BITS": self.bits,
             "SPAN": self.span,

@@ -32,12 +32,12 @@ _GRANULARITIES = {"tensor": 0, "head": 0, "token": 1, "channel": 2}
 
 
 def residual_strides(views: KVViews) -> tuple[int, ...]:
-    """Of the residual windows by row, head and slot."""
+    """Return the strides of the residual windows by row, head and slot."""
     return (0, 0, 0) if views.key_residual is None else views.key_residual.stride()[:3]
 
 
 def page_constants(views: KVViews) -> dict[str, int]:
-    """What kernels that read or write pages are compiled for."""
+    """Return the constants of kernels that read or write pages."""
     constants = {"PAGE": views.layout.page_size, "RESIDUAL": max(1, views.layout.residual_tokens)}
     for side, array in (("K", views.key), ("V", views.value)):
         # Elements of a stored row: half the channels where two share a byte.
@@ -66,7 +66,7 @@ def _ones(heads: int, device: torch.device) -> Tensor:
 
 
 def strides(views: KVViews) -> tuple[tuple[int, ...], ...]:
-    """Of codes by page, head and token, and of scales by page and head: of keys, then of values."""
+    """Return strides of codes by page, head and token, and of scales by page and head: keys, then values."""
     return tuple(
         of
         for array in (views.key, views.value)

@@ -40,7 +40,7 @@ _QUANTIZED = ("int8", "fp8")
 
 
 def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> ActivationQuantization | None:
-    """How inputs are quantized, groups aside; None = not to 8 bits with scales that are numbers."""
+    """Return how inputs are quantized, groups aside; None if not to 8 bits with scales that are numbers."""
     if activation.dtype.name not in _QUANTIZED:
         return None
     if activation.dynamic:

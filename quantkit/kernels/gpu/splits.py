@@ -30,14 +30,14 @@ def is_last_to_come(counter, num_splits):
 
 
 def splits_of(tiles: int, blocks: int, programs: int) -> int:
-    """In how many splits K is cut, so that about this many programs run; none of them is empty."""
+    """Return the number of splits of K, so that about this many programs run; none of them is empty."""
     most = max(1, min(programs // max(tiles, 1), blocks, _MOST_SPLITS))
     splits = 1 << (most.bit_length() - 1)
     return -(-blocks // -(-blocks // splits))
 
 
 def counters(device: torch.device) -> Tensor:
-    """How many splits of each tile are there; all zero between launches, which follow one another on a stream.
+    """Return counters of each tile's finished splits; all zero between launches, which a stream runs in order.
 
     Args:
         device: where.

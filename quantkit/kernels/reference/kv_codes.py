@@ -1,4 +1,4 @@
-"""How keys and values are rounded: codes, scales and zeros of FP8, INT8 and INT4, and back. Plain torch, any device.
+"""Rounding of keys and values: codes, scales and zeros of FP8, INT8 and INT4, and back. Plain torch, any device.
 
 Scales and zeros are fp16, rounded so that the range is covered (zero down, scale up); codes are chosen with the rounded
 ones. An error is then at most half a step, whatever the range. Value of a code: code * scale + zero; INT8 codes are

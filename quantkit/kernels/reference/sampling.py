@@ -34,7 +34,7 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 class Draw(NamedTuple):
-    """How the token of a row is drawn.
+    """Parameters of the draw of a row's token.
 
     Args:
         key: 64 random bits, as a signed integer.

@@ -1,4 +1,4 @@
-"""What compression computes in C, optional: every `*.c` file of this folder as one library (see `quantkit.native`).
+"""Optional C code of compression: every `*.c` file of this folder as one library (see `quantkit.native`).
 
 What is done without it stands beside each call, in torch.
 """

@@ -1,1 +1,1 @@
-"""Where keys and values live: pages, who holds them, shared prefixes, and how many fit."""
+"""Storage of keys and values: pages, who holds them, shared prefixes, and how many fit."""

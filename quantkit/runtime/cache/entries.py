@@ -102,7 +102,7 @@ _BIAS = 127  # of an exponent's byte
 
 @dataclass(frozen=True, slots=True)
 class EntryCodes:
-    """How vectors (n, D) become bytes (n, B), and back.
+    """Encoding of vectors (n, D) as bytes (n, B), and back.
 
     Args:
         width: D.
@@ -220,7 +220,7 @@ class EntryPool:
         self._window[row, slots] = self._entry.encode(keys[-size:])
 
     def past(self, row: Tensor, length: int) -> Tensor:
-        """What is kept (n, past width) of the newest tokens of a sequence of this length."""
+        """Return the kept rows (n, past width) of the newest tokens of a sequence of this length."""
         size = self._past.shape[1]
         return self._past[row, max(0, size - length) :]
 

@@ -90,7 +90,7 @@ class Evictor:
         return range(first, min(kept - self.budget.recent, kept // size * size))
 
     def _given_up(self, sequence: Sequence) -> range:
-        """Which pages of its list go, whatever the policy: the first ones behind the sinks."""
+        """Return the pages of its list that go, whatever the policy: the first ones behind the sinks."""
         first, count = self.budget.first_candidate, self.budget.surplus(sequence.num_kept)
         return range(first, first + count)
 

@@ -1,4 +1,4 @@
-"""Who holds which page of the KV pool. Numbers only: bytes are in `kv_cache`, names of contents in `prefix_cache`.
+"""Owners of the pages of the KV pool. Numbers only: bytes are in `kv_cache`, names of contents in `prefix_cache`.
 
 A page is free or referenced. Free pages whose contents are known keep their key until they are reused, so the free
 list in order of release is the eviction policy: nameless pages go first, then the one released longest ago.

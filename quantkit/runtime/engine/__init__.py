@@ -1,1 +1,1 @@
-"""Who computes what in the next step: scheduler, runner, speculation, graphs, and texts as they come."""
+"""Planning and running of the next step: scheduler, runner, speculation, graphs, and texts as they come."""

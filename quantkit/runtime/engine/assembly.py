@@ -10,6 +10,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, kv_scheme
 from quantkit.models.config import NotNative
+from quantkit.models.kv_budget import KVBudget
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.sizing import Capacity, kv_budget, size_pool
 from quantkit.runtime.config import EngineConfig
@@ -63,16 +64,38 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
     if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device)) is None:
         return None
     model, layouts = read
-    _check_eviction(config, layouts, has_draft=draft is not None)
     drafting = None if draft is None else _read(draft, None, config, device)
     if config.speculate is not None:
         check_states(model.is_recurrent, drafting is not None and drafting[0].is_recurrent)
     if drafting is not None:
         check_draft(drafting[0].vocab_size, model.vocab_size)
-        layouts += drafting[1]
-    num_pages = size_pool(layouts, config, model.max_length, device)
-    budget = kv_budget(config, model.max_length, num_pages, _widest_window(model))
+    drafts = None if draft is None else drafting[1] if drafting else []
+    num_pages, budget = _plan_pool(config, layouts, drafts, model.max_length, _widest_window(model), device)
     return Capacity.of(config, model.max_length, num_pages, budget)
+
+
+def _plan_pool(
+    config: EngineConfig,
+    layouts: Sequence[Layout],
+    drafts: Sequence[Layout] | None,
+    max_length: int,
+    window: int,
+    device: torch.device,
+) -> tuple[int, KVBudget | None]:
+    """Return the pages of the pool, and the budget of each sequence; None if no sequence can exceed one.
+
+    Args:
+        config: settings.
+        layouts: of the model's layers; none if it keeps its keys and values itself.
+        drafts: of the draft model's layers; None = there is no draft model.
+        max_length: tokens of one sequence, as far as the model can.
+        window: of the widest layer with a sliding window; 0 = there is none.
+        device: where the pool will be.
+    """
+    _check_eviction(config, layouts, has_draft=drafts is not None)
+    # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
+    num_pages = size_pool([*layouts, *(drafts or ())], config, max_length, device)
+    return num_pages, kv_budget(config, max_length, num_pages, window)
 
 
 def _read(
@@ -117,12 +140,9 @@ def build_engine(
     if controller is not None:
         check_states(model.is_recurrent, draft is not None and draft.is_recurrent)
     layouts = model.layouts(config.kv_cache, config.page_size)
-    _check_eviction(config, layouts, has_draft=draft is not None)
-    draft_layouts = [] if draft is None else draft.layouts(None, config.page_size)
-    # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
-    num_pages = size_pool([*layouts, *draft_layouts], config, model.max_length, model.device)
-
+    drafts = None if draft is None else draft.layouts(None, config.page_size)
     window = _widest_window(model.config) if isinstance(model, NativeModel) else 0
+    num_pages, budget = _plan_pool(config, layouts, drafts, model.max_length, window, model.device)
 
     def cache(layouts: Sequence[Layout], device: torch.device) -> KVCache | None:
         """None for a model that keeps its own keys and values and so has no layouts."""
@@ -130,7 +150,7 @@ def build_engine(
 
     proposer: Proposer | None = None if controller is None else NgramProposer()
     if draft is not None:
-        draft_cache = cache(draft_layouts, draft.device)
+        draft_cache = cache(drafts or (), draft.device)
         proposer = DraftModelProposer(draft, draft_cache, config, num_pages=num_pages, vocab_size=model.vocab_size)
     return Engine(
         model,
@@ -141,7 +161,7 @@ def build_engine(
         proposer=proposer,
         controller=controller,
         identity=f"{identity} {model.dtype} {config.kv_cache}",
-        budget=kv_budget(config, model.max_length, num_pages, window),
+        budget=budget,
     )
 
 

@@ -26,7 +26,7 @@ def table_width(num_pages: int) -> int:
 
 
 class PageHolder(Protocol):
-    """What has pages: a sequence, or its shadow in a draft model."""
+    """Holder of pages: a sequence, or its shadow in a draft model."""
 
     id: int
     pages: list[int]

@@ -99,7 +99,7 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
-    """What keeps decode steps of a model from being captured; None when nothing does.
+    """Return why decode steps of a model cannot be captured; None if they can.
 
     Args:
         model: to run.

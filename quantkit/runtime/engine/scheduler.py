@@ -1,4 +1,4 @@
-"""Which sequences get how many tokens in the next step. No tensors, no clock.
+"""Choice of the sequences of the next step, and of their numbers of tokens. No tensors, no clock.
 
 There are no phases: a step has one budget of tokens; running decodes take one each (and their drafts), the rest goes
 to prompts in chunks, the oldest first but never all of it to one while others wait for their first token.

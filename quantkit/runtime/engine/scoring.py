@@ -33,7 +33,7 @@ class ScoringInput:
     texts: list[tuple[int, ScoredText]] = field(default_factory=list)
 
     def params(self, chunk_size: int | None) -> SamplingParams:
-        """What to ask the engine: as many tokens as the text needs whose scoring begins first, and each last token."""
+        """Return the request's parameters: scores from the earliest scored token on, and of each last token."""
         scoring = PromptScoring(
             # Less one: the last token of a text is not fed but scored as a continuation.
             num_tokens=max(text.num_scored for _, text in self.texts) - 1,
@@ -70,7 +70,7 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
 
 
 def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> PromptScores:
-    """Where the scores of a prompt of so many tokens go."""
+    """Return empty scores for a prompt of so many tokens."""
     count, top = scoring.num_tokens + len(scoring.continuations), min(scoring.top, vocab_size)
     return PromptScores(
         logprobs=torch.empty(count, dtype=torch.float32),

@@ -41,7 +41,7 @@ _PERIOD = 64  # steps after which the other choice is tried again, for as many s
 
 @dataclass(slots=True)
 class _Record:
-    """What is known about batches of about one size."""
+    """Measurements of batches of about one size."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     # Seconds, share of the sequences that had drafts, and drafts per sequence that had any.
@@ -214,7 +214,7 @@ class NgramProposer:
 
 
 class _Ngrams:
-    """Where each n-gram of a sequence last ended; grows with it, so a step does not search."""
+    """Positions at which each n-gram of a sequence last ended; grows with it, so a step does not search."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -229,7 +229,7 @@ class _Ngrams:
         self._num_read = max(self._num_read, len(ids) - 1)
 
     def continuation(self, ids: list[int], sizes: range, count: int) -> list[int]:
-        """What followed the last tokens; goes on in a circle where that runs into the end of the sequence."""
+        """Return the tokens that followed the last ones before; repeat them if they reach the sequence's end."""
         for size in sizes:
             end = self._ends.get(tuple(ids[-size:])) if size < len(ids) else None
             if end is not None:

@@ -1,4 +1,4 @@
-"""How many threads to compute with: measured, or as the user says; never blindly the number of cores.
+"""Number of threads to compute with: measured, or as the user says; never blindly the number of cores.
 
 Decoding is bound by memory, which one or two threads may exhaust, and on a shared machine every further thread is one
 more to wait for at each barrier. So counts are tried, for a moment, on what a model does. An evaluation scores prompts,
@@ -65,7 +65,7 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
 
 @functools.cache
 def guard_forks() -> None:
-    """From now on a forked child computes with one thread: it inherits OpenMP's pool without the threads in it."""
+    """Let forked children compute with one thread: a child inherits OpenMP's pool without the threads in it."""
     os.register_at_fork(after_in_child=_forget_pool)
 
 

@@ -1,4 +1,4 @@
-"""Which number types each layer's keys and values are kept in: what the user names, else what the checkpoint says."""
+"""Number types of each layer's keys and values: as the user says, else as the checkpoint says."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from quantkit.runtime.model.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCache:
-    """What a checkpoint has for its KV cache.
+    """Settings and scales that a checkpoint has for its KV cache.
 
     Args:
         schemes: what config.json says of each layer; None = nothing.
@@ -50,7 +50,7 @@ class StoredCache:
 
 
 def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCache:
-    """What a checkpoint says about its KV cache; only scales are read.
+    """Read a checkpoint's settings of the KV cache; of tensors only scales are read.
 
     Args:
         reader: of the checkpoint.

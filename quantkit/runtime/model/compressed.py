@@ -246,7 +246,7 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
 
 
 def build_head(weights: Weights) -> StreamHead:
-    """What makes one stream of all after the last layer."""
+    """Build the module that joins all streams after the last layer."""
     weight, bias, scale = (
         weights.tensor(f"model.hc_head.hc_{part}", torch.float32) for part in ("fn", "base", "scale")
     )

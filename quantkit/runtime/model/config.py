@@ -1,4 +1,4 @@
-"""What one model computes: its description, and every constant of its forward pass, checked, with defaults filled in.
+"""Computation of one model: its description, and every constant of its forward pass, checked, with defaults filled in.
 
 Plain JSON is read, both as transformers 4 wrote it (`rope_theta`, `rope_scaling`) and as version 5 does
 (`rope_parameters`); transformers itself is not needed. Which tensors that makes says `models.description`.

@@ -81,7 +81,7 @@ def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | None:
 
 
 def _common_quantization(readers: Sequence[object]) -> ActivationQuantization | None:
-    """How all of these quantize their inputs, if they do and alike; see `types.Linear`."""
+    """Return how these linears quantize their inputs, if all do so alike; see `types.Linear`."""
     quantizations = {getattr(reader, "activation_quantization", None) for reader in readers}
     return quantizations.pop() if len(quantizations) == 1 else None
 
@@ -213,7 +213,7 @@ class MLP:
 
     @property
     def activation_quantization(self) -> ActivationQuantization | None:
-        """How `up` quantizes its inputs."""
+        """Quantization of the inputs of `up`."""
         return self.up.activation_quantization
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -226,11 +226,11 @@ class MLP:
 
 
 class AnyAttention(Protocol):
-    """What a block needs of its attention: `Attention`, or what takes its place."""
+    """Attention of a block: `Attention`, or a layer in its place."""
 
     @property
     def qkv(self) -> Linear:
-        """What reads the layer's input."""
+        """The linear that reads the layer's input."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -306,7 +306,7 @@ class Block:
         return x, (attended + added if self.parallel else added)
 
     def _half(self, entered: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
-        """What a layer adds that is one half only."""
+        """Return the output of a layer that has one half only."""
         if self.attention is not None:
             return self.attention(entered, batch, cache, angles)
         assert self.mlp is not None, "a layer is one half at least"

@@ -145,7 +145,7 @@ def _facts(reader: CheckpointReader, config: ModelConfig) -> Iterator[str]:
 
 
 def build_parts(weights: Weights) -> dict[str, Any]:
-    """What a `NativeModel` is made of by the names of its fields, but for the head."""
+    """Build the parts of a `NativeModel` by field name, except the head."""
     config = weights.config
     # Equal rotary embeddings once, in order: layers share their tables of angles.
     ropes = list(dict.fromkeys(filter(None, config.ropes)))
@@ -173,7 +173,7 @@ def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, 
 
 
 def read_model_config(reader: CheckpointReader) -> ModelConfig:
-    """What a checkpoint's model computes, or the language model in it.
+    """Read the config of a checkpoint's model, or of the language model in it.
 
     Raises:
         ModelError: it does not run natively, or is no model.
@@ -185,7 +185,7 @@ def read_model_config(reader: CheckpointReader) -> ModelConfig:
 
 
 def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
-    """How the quantized linears of a checkpoint are stored; nothing and nothing where it has none.
+    """Return the format and scheme of a checkpoint's quantized linears; (None, None) if it has none.
 
     Raises:
         ModelError: they are in a format that is not decoded here.
@@ -245,7 +245,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
 
 
 def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
-    """What config.json says, else the most common float dtype of the tensors by bytes."""
+    """Return the dtype of config.json, else the most common float dtype of the tensors by bytes."""
     named = str(ConfigReader(reader.config).get("dtype")).removeprefix("torch.")
     if named in DTYPES:
         return DTYPES[named]
@@ -274,7 +274,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
 
 
 def head_scheme(dtype: str, width: int) -> WeightScheme:
-    """What a head (N, K) of this width K is rounded to."""
+    """Return the scheme of a rounded head (N, K) of this width K."""
     # The widest group that divides the width has the fewest scales; without one each output has a single scale.
     group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
     return WeightScheme(dtype=find_dtype(dtype), group_size=group)

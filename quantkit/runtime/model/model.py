@@ -27,7 +27,7 @@ from quantkit.runtime.model.streams import StreamedBlock, StreamHead
 
 @dataclass(kw_only=True, eq=False)
 class Model(ABC):
-    """What the engine runs.
+    """Model that the engine runs.
 
     Args:
         vocab_size, max_length: of the logits, and tokens of a sequence.
@@ -52,7 +52,7 @@ class Model(ABC):
     notes: tuple[str, ...]
 
     def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
-        """How each layer keeps keys and values, or a state; empty where the model keeps them itself.
+        """Return how each layer keeps keys and values, or a state; empty if the model keeps them itself.
 
         Args:
             kv_cache: short name of their number type, see `StoredCache.choose`; None = as computed.
@@ -134,7 +134,7 @@ class NativeModel(Model):
             table.reserve(length)
 
     def why_not_capturable(self, max_length: int) -> str | None:
-        """What a step asks the host on its way, so that it cannot be a CUDA graph; None = nothing.
+        """Return why a step cannot be a CUDA graph, as it asks the host on its way; None if it can.
 
         Args:
             max_length: tokens of the longest sequence.
@@ -165,7 +165,7 @@ class NativeModel(Model):
 def config_layouts(
     config: ModelConfig, stored: StoredCache, kv_cache: str | None, page_size: int, dtype: torch.dtype
 ) -> list[Layout]:
-    """How each layer of a model keeps keys and values, or its state.
+    """Return how each layer of a model keeps keys and values, or its state.
 
     Args:
         config: of the model.

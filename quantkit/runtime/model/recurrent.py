@@ -51,7 +51,7 @@ class RecurrentMixer:
 
     @property
     def qkv(self) -> Linear:
-        """What reads the layer's input, as in `Attention`."""
+        """The linear that reads the layer's input, as in `Attention`."""
         return self.inputs
 
     @property

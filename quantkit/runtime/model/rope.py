@@ -65,7 +65,7 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """As YaRN with a ramp over wavelengths in place of channels."""
+    """Scale frequencies as YaRN does, with a ramp over wavelengths in place of channels."""
     waves = rope.original_length / (2 * math.pi / plain)  # rotations within the original length
     span = rope.high_frequency_factor - rope.low_frequency_factor
     ramp = ((waves - rope.low_frequency_factor) / span).clamp(0, 1)
@@ -73,7 +73,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def query_growth(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """What queries at these positions (T,) are multiplied by, (T,) float32.
+    """Return the factors (T,) float32 of queries at these positions (T,).
 
     Source: Llama 4, temperature tuning of attention; Nakanishi 2025, Scalable-Softmax.
     """

@@ -19,7 +19,7 @@ from quantkit.runtime.model.layers import AnyAttention, Norm
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StreamMixture:
-    """What one half of a layer reads of the streams, and where its output goes.
+    """Mixture of the streams that one half of a layer reads, and the weights of its output in them.
 
     Args:
         weight: ((2 + n) n, n H) float32, of n to read with, n to write with, (n, n) between old and new streams.
@@ -37,7 +37,7 @@ class StreamMixture:
     floor: float
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of streams (T, n, H): what is read (T, H), how an output is written (T, n), the streams mixed (T, n, H)."""
+        """Return of streams (T, n, H): the input (T, H), the weights of the output (T, n), the mix (T, n, H)."""
         count = streams.shape[1]
         weights = F.linear(_unit(streams.flatten(1).float(), self.eps), self.weight)
         sizes = (count, count, count * count)

@@ -47,7 +47,7 @@ Weight = Tensor | QuantizedTensor
 
 @dataclass(kw_only=True, slots=True)
 class Weights:
-    """What parts are made from. *Mutable*: counts bytes.
+    """Source of a model's parts. *Mutable*: counts bytes.
 
     Args:
         reader: of the checkpoint.
@@ -219,7 +219,7 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
 
 
 def _build_mixer(weights: Weights, index: int, prefix: str) -> AnyAttention:
-    """What stands in the place of attention."""
+    """Build the layer that takes the place of attention."""
     if weights.config.recurrent[index]:
         return _build_recurrent(weights, index, prefix)
     return (_build_attention if weights.config.latent is None else _build_latent)(weights, index, prefix)
@@ -331,7 +331,7 @@ def _build_mlp(
 
 
 def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | None:
-    """What is between the linears of an MLP, where that is more than a named activation; `owner` is its module."""
+    """Build the function between the linears of an MLP `owner`, if it is more than a named activation."""
     config, read = weights.config, weights.config.entries
     if config.activation == LIMITED_SWIGLU:
         return partial(clamped_swiglu, alpha=1.0, limit=read.number("swiglu_limit", default=10.0), offset=0.0)
