@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.formats import REGISTRY as FORMATS

@@ -25,7 +25,7 @@ from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.families import find as find_family
 from quantkit.numerics.scheme import LinearScheme, Scheme
-from quantkit.output.replaceable import MANIFEST
+from quantkit.output.staging import MANIFEST
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
 from quantkit.safety.untrusted import read_object
 

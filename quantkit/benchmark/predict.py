@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from quantkit.benchmark.linear_bytes import LinearKernels, dense_bytes, quantized_bytes
+from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.source import resolve
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import page_bytes, residual_bytes

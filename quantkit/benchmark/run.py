@@ -16,7 +16,7 @@ from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_capacity, make_load, request_key
-from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.folder import resolve
 from quantkit.machine.devices import pick_device, processor_name
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM

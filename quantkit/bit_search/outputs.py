@@ -8,8 +8,7 @@ from pathlib import Path
 
 from quantkit.bit_search.options import SearchOptions
 from quantkit.errors import OutputError
-from quantkit.output.replaceable import check_regular
-from quantkit.output.staging import Stage, open_stage
+from quantkit.output.staging import Stage, check_regular, open_stage
 from quantkit.output.work_folder import WorkFolder, work_folder
 from quantkit.output.writer import writing
 

@@ -34,8 +34,8 @@ from quantkit.bit_search.recovery import Judge
 from quantkit.bit_search.sensitivities import TrialRunner, measure_groups
 from quantkit.bit_search.solve import Choice
 from quantkit.bit_search.state import SearchState
+from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.source import resolve
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import GENERAL_TEXT

@@ -71,8 +71,7 @@ class ModelReader(CheckpointReader):
     def of(cls, reader: CheckpointReader, family: Family) -> "ModelReader":
         """A view of what another reader has opened."""
         view = cls.__new__(cls)
-        # Headers have been read and checked already; the view shares what came of it.
-        view.__dict__ |= reader.__dict__
+        view._share(reader)
         view._view(family)
         return view
 

@@ -5,7 +5,6 @@ memory must be bounded by one layer. Every call opens the file, reads its bytes 
 """
 
 import copy
-import functools
 import hashlib
 import itertools
 import math
@@ -58,13 +57,20 @@ class CheckpointReader:
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
         self._stamps = {path: _stamp(path) for path in self._sources()}
+        self._digests: dict[str, str] = {}  # shared with views
+
+    def _share(self, reader: "CheckpointReader") -> None:
+        """Take over what another reader has read and checked."""
+        self.path, self.config, self.files, self.notes = reader.path, reader.config, reader.files, reader.notes
+        self._index, self._stamps, self._digests = reader._index, reader._stamps, reader._digests
+        self._tensors, self.names = reader._tensors, reader.names
 
     @classmethod
     def of_file(cls, file: Path) -> "CheckpointReader":
         """The tensors of one safetensors file of a checkpoint."""
         reader = cls.__new__(cls)
         reader.path, reader.config, reader.files = file.parent, {}, (file,)
-        reader._index = None
+        reader._index, reader._stamps, reader._digests = None, {}, {}
         reader._tensors = read_header(file)
         reader.names = tuple(sorted(reader._tensors))
         return reader
@@ -198,7 +204,7 @@ class CheckpointReader:
             return value_chunks(self._read_tensor(info), size)
         return read_chunks(info.file, info.offset, info.num_bytes, size)
 
-    @functools.cached_property
+    @property
     def digests(self) -> dict[str, str]:
         """SHA-256 by file name of what a compression depends on: config, index, weights and tokenizer.
 
@@ -207,9 +213,11 @@ class CheckpointReader:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        paths = self._sources()
-        with ThreadPoolExecutor(available_cores()) as pool:
-            return dict(zip((path.name for path in paths), pool.map(file_digest, paths), strict=True))
+        if not self._digests:
+            paths = self._sources()
+            with ThreadPoolExecutor(available_cores()) as pool:
+                self._digests |= zip((path.name for path in paths), pool.map(file_digest, paths), strict=True)
+        return self._digests
 
     def _sources(self) -> list[Path]:
         names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)

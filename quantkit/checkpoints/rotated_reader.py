@@ -38,7 +38,8 @@ class RotatedReader(ModelReader):
     """
 
     def __init__(self, source: CheckpointReader, family: Family, *, seed: int, heads: bool) -> None:
-        self.__dict__ |= ModelReader.of(source, family).__dict__  # its files have been opened and checked
+        self._share(source)  # its files have been opened and checked
+        self._view(family)
         self._head = f"{family.stored_head or family.head}.weight"
         self._embedding, self._final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"
         parts = family.parts

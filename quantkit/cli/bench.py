@@ -165,7 +165,7 @@ def _bench_served(
 def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: BenchmarkOptions) -> None:
     """A server, whatever runs it."""
     from quantkit.benchmark.http import COMMON_TOKENS, measure_server
-    from quantkit.checkpoints.source import resolve
+    from quantkit.checkpoints.folder import resolve
     from quantkit.checkpoints.tokenizer import load_tokenizer
     from quantkit.report.speed_tables import throughput_table
     from quantkit.server.client import Remote

@@ -42,8 +42,7 @@ def command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | N
 
 
 def _write_page(output: Path, page: Callable[[], str], overwrite: bool = False) -> None:
-    from quantkit.output.replaceable import check_text
-    from quantkit.output.staging import open_stage
+    from quantkit.output.staging import check_text, open_stage
     from quantkit.output.writer import write_text
     from quantkit.report.files import SIGNS
 

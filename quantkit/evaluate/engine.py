@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.source import resolve
 from quantkit.distributed import broadcast, world
 from quantkit.errors import DataError
 from quantkit.machine.devices import pick_device

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import checked_names, find_tensors, weight_files
+from quantkit.checkpoints.folder import checked_names, download, find_tensors, is_hub_id, resolve, weight_files
 from quantkit.checkpoints.header import TensorInfo
-from quantkit.checkpoints.source import download, is_hub_id, resolve
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import ModelError, SchemeError, suggestion
 from quantkit.models.cache import KVForm, form_of_schemes

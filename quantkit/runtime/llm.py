@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.folder import resolve
 from quantkit.errors import RequestError
 from quantkit.kernels import cpu, gpu
 from quantkit.kernels.layouts import page_bytes

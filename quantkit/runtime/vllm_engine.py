@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.folder import resolve
 from quantkit.errors import InputError, ModelError, RequestError, first_line
 from quantkit.quantities import parse_bytes
 from quantkit.results import RequestTiming

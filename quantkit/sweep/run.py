@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
-from quantkit.checkpoints.source import resolve
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions, refuse_changes
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import InputError, ReportError, ResumeError
 from quantkit.machine.cores import available_cores
-from quantkit.output.replaceable import check_checkpoint
+from quantkit.output.staging import check_checkpoint
 from quantkit.output.work_folder import work_folder
 from quantkit.output.writer import write_json, write_text
 from quantkit.report.compare import CheckpointComparison, compare_reports, render_comparisons

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from quantkit.errors import OutputError
-from quantkit.output.replaceable import check_gguf, check_regular
-from quantkit.output.staging import open_stage
+from quantkit.output.staging import check_gguf, check_regular, open_stage
 from quantkit.output.work_folder import MARKER, work_folder
 from tests import forked
 from tests.helpers import tree

@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.calibration.activations import ActivationStore
-from quantkit.compress.calibration.errors import row_blocks, weight_error
+from quantkit.compress.calibration.errors import plainly_rounded, row_blocks, weight_error
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, removed_after, show_all_tokens, token_rows
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import spread_rows
-from quantkit.compress.calibration.records import plainly_rounded
 from quantkit.errors import CheckpointError
 from quantkit.huggingface.layer_call import Batch
 from quantkit.models.linear_sets import find_expert

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.calibration.cache_statistics import CacheStatistics, HeadStatistics
-from quantkit.compress.calibration.deliveries import own_turns
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.observers import own_turns
 from quantkit.distributed import gather
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.huggingface.layer_call import Batch, cache_argument

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.compress.calibration.activations import ActivationStore
-from quantkit.compress.calibration.deliveries import Deliveries, own_turns
-from quantkit.compress.calibration.errors import row_blocks, signal_to_noise_db
+from quantkit.compress.calibration.errors import measured, row_blocks, signal_to_noise_db
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
     count_tokens,
@@ -25,8 +24,7 @@ from quantkit.compress.calibration.expert_inputs import (
 )
 from quantkit.compress.calibration.folding import output_divisor
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
-from quantkit.compress.calibration.observers import CrossGram, Gram, Observer
-from quantkit.compress.calibration.records import measured
+from quantkit.compress.calibration.observers import CrossGram, Deliveries, Gram, Observer, own_turns
 from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
 from quantkit.distributed import broadcast, gather, share_out, world
 from quantkit.huggingface.layer_call import Batch, LayerCall, states_of

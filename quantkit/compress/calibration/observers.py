@@ -1,7 +1,12 @@
-"""Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
+"""Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs.
+
+With several processes each runs other batches of the data. Not partial sums travel but what is summed: whoever has a
+statistic takes in every batch in the order of the data, so its bits are those of one process, for any number of them,
+and memory holds no second copy of it. Alone nothing travels.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -9,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.distributed import assign_work, fill, rank
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.distributed import assign_work, exchange, fill, rank, world
 from quantkit.numerics.products import Operand, add_products, multiplies_bfloat16, pack_matrix, packed_size
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
@@ -232,3 +238,50 @@ def spread_rows(inputs: Tensor, count: int) -> Tensor:
     """At most `count` > 0 of the rows of (T > 0, K) inputs in float32, spread evenly over them."""
     count = min(count, len(inputs))
     return inputs[torch.linspace(0, len(inputs) - 1, count, device=inputs.device).long()].float()
+
+
+Handler = Callable[[str, Tensor], None]
+"""Takes the rows (T, K) that a linear, by its name, was called with."""
+
+
+class Deliveries:
+    """Rows of one batch of each process at a time.
+
+    Args:
+        handlers: by what the rows are; called in the order of the batches, of one batch in that of `send`.
+        recipients: processes that want the rows of a linear.
+        device: of all rows.
+    """
+
+    def __init__(
+        self, handlers: Mapping[str, Handler], recipients: Callable[[str], Iterable[int]], device: torch.device
+    ) -> None:
+        self._handlers, self._recipients, self._device = handlers, recipients, device
+        self._waiting: list[dict[tuple[int, str, str], Tensor]] = [{} for _ in range(world())]
+        self._count = 0
+
+    def send(self, kind: str, name: str, rows: Tensor) -> None:
+        """Have the handler of a kind called with these rows, at the latest by `deliver`."""
+        if world() == 1:
+            self._handlers[kind](name, rows)
+            return
+        rows = rows.clone()  # the layer may change in place what it has shown
+        self._count += 1
+        for to in self._recipients(name):
+            self._waiting[to][self._count, kind, name] = rows
+
+    def deliver(self) -> None:
+        """Once each process has run its batch, or had none left: all take in what is for them."""
+        if world() == 1:
+            return
+        for rows in exchange(self._waiting, self._device):
+            for (_, kind, name), values in rows.items():
+                self._handlers[kind](name, values)
+        self._waiting = [{} for _ in range(world())]
+
+
+def own_turns(store: ActivationStore) -> Iterator[int | None]:
+    """Number of the batch that this process runs in each turn of all processes, or None where none is left for it."""
+    for first in range(0, len(store), world()):
+        number = first + rank()
+        yield number if number < len(store) else None

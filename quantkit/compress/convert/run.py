@@ -20,8 +20,7 @@ from quantkit.compress.output import Shard, write_rest
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
-from quantkit.output.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
-from quantkit.output.staging import open_stage
+from quantkit.output.staging import MANIFEST, check_apart, check_checkpoint, check_gguf, open_stage
 from quantkit.output.writer import copy_tensors, write_json, writing
 from quantkit.results import SCHEMA_VERSION
 from quantkit.safety.untrusted import read_object

@@ -23,7 +23,7 @@ from quantkit.compress.pipeline.towers import write_towers
 from quantkit.formats.base import unquantized_modules
 from quantkit.machine.memory import peak_bytes
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.output.replaceable import MANIFEST
+from quantkit.output.staging import MANIFEST
 from quantkit.output.writer import copy_tensors, write_json
 from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from quantkit.checkpoints.dense_source import open_dense
-from quantkit.checkpoints.folder import metadata_files
+from quantkit.checkpoints.folder import metadata_files, resolve
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kept import check_kept
@@ -22,15 +21,15 @@ from quantkit.compress.recipe.assignment import LayerLinears, Reader, Schemes, f
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
+from quantkit.huggingface.loader import with_tower_names
 from quantkit.huggingface.skeleton import Skeleton
-from quantkit.huggingface.towers import with_tower_names
 from quantkit.machine.devices import pick_device
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
 from quantkit.numerics.scheme import LinearScheme, Rule
-from quantkit.output.replaceable import check_apart
+from quantkit.output.staging import check_apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

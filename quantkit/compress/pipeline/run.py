@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.folder import resolve
 from quantkit.compress.algorithms.base import keeps_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
@@ -40,8 +40,7 @@ from quantkit.machine.devices import threads_within_quota
 from quantkit.machine.memory import peak_bytes, release_freed_memory
 from quantkit.native.neighbours import watch_neighbours
 from quantkit.numerics.products import quick_products
-from quantkit.output.replaceable import check_apart, check_gguf
-from quantkit.output.staging import open_stage
+from quantkit.output.staging import check_apart, check_gguf, open_stage
 from quantkit.output.work_folder import WorkFolder
 from quantkit.output.writer import writing
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord

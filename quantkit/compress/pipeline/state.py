@@ -13,8 +13,7 @@ from typing import Any
 from quantkit.compress.calibration.activations import check_saved
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, with_threads_of, write_state
 from quantkit.errors import ReportError, ResumeError
-from quantkit.output.replaceable import MANIFEST
-from quantkit.output.staging import Stage
+from quantkit.output.staging import MANIFEST, Stage
 from quantkit.output.work_folder import WorkFolder
 from quantkit.results import LayerRecord
 from quantkit.results._record import Record

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
-from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, ReportError
 from quantkit.evaluate.engine import check_same_language
 from quantkit.hub import card_entries
 from quantkit.inspection import inspect, read_manifest, section
 from quantkit.machine.devices import processor_name
-from quantkit.output.replaceable import MANIFEST, check_text
-from quantkit.output.staging import open_stage
+from quantkit.output.staging import MANIFEST, check_text, open_stage
 from quantkit.output.writer import writing
 from quantkit.registry import installed_version
 from quantkit.report.files import SIGNS, write_report

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from quantkit.compress.calibration import dataset, images
-from quantkit.compress.calibration.pictures import draw_pictures
+from quantkit.compress.calibration.images import draw_pictures
 from quantkit.errors import DataError
 
 IMAGE, CONFIG = 9, {"image_token_id": 9}
