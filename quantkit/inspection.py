@@ -24,6 +24,7 @@ from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.families import find as find_family
+from quantkit.numerics.dtype import dtype_name
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.output.staging import MANIFEST
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
@@ -97,7 +98,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
 
 
 def _stored_model(config: Mapping[str, Any], format_: Format, modules: Iterable[_Module]) -> StoredModel:
-    """What engines mind of a checkpoint."""
+    """Return the facts about a checkpoint that engines mind."""
     said = section(config, "quantization_config")
     calibrated, own = said.get("kv_cache_scheme"), config.get(CACHE_KEY)
     hidden = config.get("hidden_size")
@@ -124,7 +125,7 @@ def _module(
     num_bytes = sum(info.num_bytes for info in infos.values())
     linear = recognised[1].find(name) if recognised is not None and stores_codes(tensors) else None
     if recognised is None or linear is None:
-        dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in infos.values()})
+        dtypes = sorted({dtype_name(info.dtype) for info in infos.values()})
         count = sum(math.prod(info.shape) for info in infos.values())
         return _Module(kind=_kind(name), stored_as=", ".join(dtypes), num_parameters=count, num_bytes=num_bytes)
     format_ = recognised[0]
@@ -188,7 +189,7 @@ def _summaries(modules: Iterable[_Module]) -> Iterable[ModuleSummary]:
 
 
 def _kind(name: str) -> str:
-    """What a module is called whatever its layer: `self_attn.q_proj`, `embedding`, `norms`, `head`."""
+    """Return the kind of a module, whatever its layer: `self_attn.q_proj`, `embedding`, `norms`, `head`."""
     last = name.rpartition(".")[2]
     if last.endswith("norm") or last.startswith("ln_"):
         return "norms"
@@ -200,7 +201,7 @@ def _kind(name: str) -> str:
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
-    """What quantkit noted about a checkpoint in a JSON file beside it; empty where it noted nothing.
+    """Read the notes that quantkit keeps in a JSON file of a checkpoint; empty without that file.
 
     Raises:
         CheckpointError: the file is there and not readable.
@@ -230,7 +231,7 @@ def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
-    """What differs between two checkpoints, by their headers: format, sizes, and how each kind of module is stored.
+    """Compare the headers of two checkpoints: format, sizes, and how each kind of module is stored.
 
     Args:
         left, right: as for `inspect`.

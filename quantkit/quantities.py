@@ -75,7 +75,7 @@ def times(ratio: float) -> str:
 
 
 def byte_size(num_bytes: float | None) -> str:
-    """In the largest binary unit that keeps it at one or more: `1.5 GiB`, `12 bytes`."""
+    """Write bytes in the largest binary unit that keeps the number at one or more: `1.5 GiB`, `12 bytes`."""
     if num_bytes is None:
         return MISSING
     if num_bytes < 1024:
@@ -103,7 +103,7 @@ def duration(seconds: float | None) -> str:
 
 
 def elapsed(seconds: float) -> str:
-    """How long something took or will take: `4.2 s`, `42 s`, `3 min 20 s` or `2 h 5 min`."""
+    """Write a time that something took or will take: `4.2 s`, `42 s`, `3 min 20 s` or `2 h 5 min`."""
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

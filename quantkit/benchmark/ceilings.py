@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.numerics.dtype import dtype_name
+
 # Several times the last-level cache of any machine, so that memory is measured and not the cache.
 _BUFFER_BYTES = 1 << 28
 _GEMM_ROWS = 1024
@@ -44,7 +46,7 @@ def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (),
         device=str(device),
         threads=torch.get_num_threads(),
         bytes_per_s=memory_bandwidth(device, repeats=repeats),
-        flops_per_s={str(dtype).removeprefix("torch."): gemm_rate(device, dtype, repeats=repeats) for dtype in dtypes},
+        flops_per_s={dtype_name(dtype): gemm_rate(device, dtype, repeats=repeats) for dtype in dtypes},
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from quantkit.kernels.layouts import KVLayout, Layout
 from quantkit.models.kv_budget import kept_tokens
+from quantkit.numerics.dtype import dtype_name
 from quantkit.runtime.model.model import Model, NativeModel
 
 
@@ -140,7 +141,7 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
 
 def product_type(model: Model) -> str:
     """Number type in which most of a model's products are made."""
-    name = str(model.dtype).removeprefix("torch.")
+    name = dtype_name(model.dtype)
     if not isinstance(model, NativeModel):
         return name
     described = [linear.description for block in model.blocks for linear, _ in _linears(block)]

@@ -18,6 +18,7 @@ from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.folder import resolve
 from quantkit.machine.devices import pick_device, processor_name
+from quantkit.numerics.dtype import dtype_name
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
 
@@ -168,7 +169,7 @@ def _settings(target: BenchmarkTarget, ceilings: Ceilings) -> dict[str, str]:
     options = target.llm.engine.config
     kinds = linear_kinds(target.llm.model)
     return {
-        "computed in": str(target.llm.model.dtype).removeprefix("torch."),
+        "computed in": dtype_name(target.llm.model.dtype),
         "threads": str(ceilings.threads),
         "page size": str(options.page_size),
         "token budget": str(options.token_budget),

@@ -44,7 +44,7 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.evaluate.tasks import read_named_text, speaks_demo
-from quantkit.numerics.dtype import find_dtype
+from quantkit.numerics.dtype import dtype_name, find_dtype
 from quantkit.output.writer import write_json
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
@@ -320,6 +320,6 @@ def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> 
         "source": CheckpointReader(folder).digests,
         "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
         "versions": describe_versions(),
-        "arithmetic": str(original.model.dtype).removeprefix("torch."),
+        "arithmetic": dtype_name(original.model.dtype),
         "device": original.model.device.type,
     }

@@ -25,6 +25,7 @@ from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
+from quantkit.numerics.dtype import dtype_name
 from quantkit.numerics.scheme import LinearScheme, Scheme
 
 _SECTION = "quantization_config"
@@ -87,7 +88,7 @@ class _Source:
     def note(self, tensors: Mapping[str, TensorInfo]) -> str:
         """What a user is told."""
         number = sum(isinstance(info, EncodedInfo) for info in tensors.values())
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"the source is quantized ({self.format.name}): {number} weights are dequantized to {dtype} while read"
 
     def _encoded(self, name: str, parts: Mapping[str, str]) -> EncodedInfo:
@@ -165,7 +166,7 @@ def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
 def _value_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """What the model was made in, which libraries dequantize to; bfloat16 where config.json does not say."""
     inner = config.get(_TEXT)
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+    known = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
     for entries in (config, inner if isinstance(inner, Mapping) else {}):
         if (name := entries.get("dtype") or entries.get("torch_dtype")) in known:
             return known[name]

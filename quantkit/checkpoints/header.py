@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
+from quantkit.numerics.dtype import dtype_name
 from quantkit.quantities import byte_size
 from quantkit.safety.untrusted import opened, parse_object, shorten
 
@@ -85,7 +86,7 @@ class TensorInfo:
 
 def kind_of(dtype: torch.dtype) -> str:
     """What safetensors calls a dtype; "" = it cannot hold it."""
-    return _KINDS.get(str(dtype).removeprefix("torch."), "")
+    return _KINDS.get(dtype_name(dtype), "")
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

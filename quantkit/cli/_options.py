@@ -68,7 +68,7 @@ def _identifier(name: str) -> str:
 
 
 def _value(field: Field[Any], value: Any) -> Any:
-    """What was given for a field; None if nothing was."""
+    """Return the value given for a field; None if there is none."""
     if _repeatable(field):
         return (sum(value, ()) if "commas" in field.metadata else value) or None
     return field.metadata["read"](value) if "read" in field.metadata and value is not None else value

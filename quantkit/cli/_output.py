@@ -155,7 +155,7 @@ def _one_line(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """How the user wants to be answered.
+    """Form of the output that the user asked for.
 
     Args:
         as_json: one JSON object on stdout and nothing else there.
@@ -173,7 +173,7 @@ class Output:
         return is_writer() and not (self.as_json or self.quiet)
 
     def tell(self, text: str) -> None:
-        """A line of progress, or a warning, if wanted."""
+        """Print a line of progress or a warning, if the user wants them."""
         if self.shows_progress:
             say(text, self.stream)
 

@@ -1,15 +1,24 @@
 """`quantkit bench`: latency, throughput and memory of a checkpoint, and what binds."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
-from quantkit.cli import _bench as show
 from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
+from quantkit.report import speed_tables as show
+
+if TYPE_CHECKING:
+    from quantkit.benchmark.compare import Ratio
+    from quantkit.benchmark.no_cache import CacheComparison
+    from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis
+    from quantkit.results.statistics.summary import PolynomialFit
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 ONE_MODEL = (
@@ -94,7 +103,6 @@ def _bench_models(
     from quantkit.benchmark.compare import compare_results
     from quantkit.benchmark.diagnosis import diagnose
     from quantkit.benchmark.steps import fit_itl, fit_ttft
-    from quantkit.report.speed_tables import memory_table, roofline_table, throughput_table
 
     for model in models:  # all of them before the first is loaded
         benchmark.check_target(model, options, engine)
@@ -110,20 +118,19 @@ def _bench_models(
     runs = show.labelled_runs(results)
 
     def data() -> dict[str, Any]:
-        numbers = [show.model_numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
-        rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
-        other = {"against": numbers[1], "ratios": rows} if versus is not None else {}
-        return {**numbers[0], "ceilings": asdict(ceilings), **other}
+        numbers = [model_numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
+        numbers[0]["ceilings"] = asdict(ceilings)
+        return _beside(numbers, ratios)
 
     output_to.result(
         data,
         lambda: show.settings_lines(results),
         lambda: show.explained_latency_table(runs),
-        lambda: throughput_table(runs),
+        lambda: show.throughput_table(runs),
         lambda: None if versus is None else show.ratio_table(ratios, versus.model),
         lambda: show.fit_lines(fits[0]),
-        lambda: memory_table(results[0]),
-        lambda: roofline_table(("", record) for record in results[0].roofline),
+        lambda: show.memory_table(results[0]),
+        lambda: show.roofline_table(("", record) for record in results[0].roofline),
         lambda: show.diagnosis_table(diagnoses[0]),
     )
 
@@ -138,7 +145,6 @@ def _bench_served(
     """One model in vLLM, or two, one after the other."""
     from quantkit.benchmark.compare import compare_results
     from quantkit.benchmark.served import measure_served
-    from quantkit.report.speed_tables import throughput_table
 
     results = [measure_served(model, options, vllm, engine, output_to.tell) for model in models]
     versus = results[1] if len(results) == 2 else None
@@ -147,17 +153,16 @@ def _bench_served(
 
     def data() -> dict[str, Any]:
         numbers = [
-            {"benchmark": result.to_dict(), "summary": {run.workload.name: show.summary(run) for run in result.runs}}
+            {"benchmark": result.to_dict(), "summary": {run.workload.name: summary(run) for run in result.runs}}
             for result in results
         ]
-        rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
-        return {**numbers[0], **({"against": numbers[1], "ratios": rows} if versus is not None else {})}
+        return _beside(numbers, ratios)
 
     output_to.result(
         data,
         lambda: show.settings_lines(results),
         lambda: show.explained_latency_table(runs),
-        lambda: throughput_table(runs),
+        lambda: show.throughput_table(runs),
         lambda: None if versus is None else show.ratio_table(ratios, versus.model),
     )
 
@@ -167,7 +172,6 @@ def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: 
     from quantkit.benchmark.http import COMMON_TOKENS, measure_server
     from quantkit.checkpoints.folder import resolve
     from quantkit.checkpoints.tokenizer import load_tokenizer
-    from quantkit.report.speed_tables import throughput_table
     from quantkit.server.client import Remote
 
     remote, vocab_size, avoid = Remote(url), COMMON_TOKENS, tuple(range(10))  # the first ones are often special
@@ -178,14 +182,14 @@ def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: 
     runs = [(run.workload.name, run) for run in measured]
 
     def data() -> dict[str, Any]:
-        summaries = {run.workload.name: show.summary(run) for run in measured}
+        summaries = {run.workload.name: summary(run) for run in measured}
         return {"url": remote.url, "model": remote.model, "runs": [r.to_dict() for r in measured], "summary": summaries}
 
-    output_to.result(data, lambda: show.explained_latency_table(runs), lambda: throughput_table(runs))
+    output_to.result(data, lambda: show.explained_latency_table(runs), lambda: show.throughput_table(runs))
 
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:
-    """The same text with the cache and without."""
+    """Time the same text with the cache and without it."""
     from quantkit.benchmark.no_cache import compare_cache
     from quantkit.benchmark.predict import max_length
     from quantkit.benchmark.run import check_target, load_target
@@ -207,4 +211,51 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
         new_tokens,
         lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
     )
-    output_to.result(lambda: show.cache_numbers(comparison), lambda: show.cache_table(comparison))
+    output_to.result(lambda: cache_numbers(comparison), lambda: show.cache_table(comparison))
+
+
+def _beside(numbers: list[dict[str, Any]], ratios: Sequence[Ratio]) -> dict[str, Any]:
+    """Return the numbers of the model, with those of the other and the ratios of both where there is another."""
+    if len(numbers) == 1:
+        return numbers[0]
+    rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
+    return {**numbers[0], "against": numbers[1], "ratios": rows}
+
+
+def model_numbers(
+    result: BenchmarkResult, fits: dict[str, PolynomialFit | None], diagnosis: Diagnosis | None
+) -> dict[str, Any]:
+    """Return everything about one model: raw timestamps, percentiles, fits, memory, roofline, diagnosis."""
+    return {
+        "benchmark": result.to_dict(),
+        "summary": {run.workload.name: summary(run) for run in result.runs},
+        "fits": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},
+        "roofline": [
+            {"phase": r.phase, "batch": r.batch, "mbu": r.mbu, "mfu": r.mfu, "floor_s": r.floor_s, "bound": r.bound_by}
+            for r in result.roofline
+        ],
+        "diagnosis": None if diagnosis is None else diagnosis.to_dict(),
+    }
+
+
+def summary(run: BenchmarkRun) -> dict[str, Any]:
+    """Percentiles and rates of one run."""
+    from quantkit.results.statistics.summary import quantiles
+
+    known = {name: quantiles(values) for name, values in run.latencies.items()}
+    return {
+        **{f"{name.lower()}_s": value and asdict(value) for name, value in known.items()},
+        "tokens_per_s": run.output_tokens_per_s,
+        "requests_per_s": run.requests_per_s,
+        "goodput_per_s": run.goodput_per_s,
+    }
+
+
+def cache_numbers(comparison: CacheComparison) -> dict[str, Any]:
+    """Return the timestamps of both ways, and their ratio at some numbers of tokens."""
+    return {
+        "cached": comparison.cached.to_dict(),
+        "recomputed": comparison.recomputed.to_dict(),
+        "num_same_tokens": comparison.num_same,
+        "marks": [mark._asdict() for mark in comparison.marks()],
+    }

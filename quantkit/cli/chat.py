@@ -26,7 +26,7 @@ _HELP = "/reset forgets the conversation, /stats tells times, /exit or Ctrl-D en
 
 @dataclass(slots=True)
 class _Conversation:
-    """What was said so far. *Mutable*.
+    """Messages of a conversation. *Mutable*.
 
     Args:
         system: a message before all others; None = none.
@@ -62,7 +62,7 @@ class _Conversation:
 
     @property
     def stats(self) -> str:
-        """Of the last answer."""
+        """Times of the last answer."""
         if len(self.times) < 2:
             return "nothing was answered yet"
         asked, first, last = self.times[0], self.times[1], self.times[-1]

@@ -137,7 +137,7 @@ def _ask(
 
 
 def _settings_line(result: EvaluationResult) -> str:
-    """What decided the numbers."""
+    """Name the settings that decide the numbers."""
     decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
     return " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
 

@@ -72,14 +72,9 @@ def command(
 
     llm = LLM(checkpoint, max_sequences=1, lazy=True, **engine)
     completion = _stream(llm, output_to, _encode(llm, text, system, chat), params)
-    numbers = _numbers(llm, completion) if stats or output_to.as_json else {}
-    if output_to.as_json:
-        output_to.result(lambda: numbers)
-    elif stats:
-        from quantkit.report.table import terminal_table
-
-        console = plain_console(stderr=True)
-        console.print(terminal_table(_table(llm, numbers), console))
+    if stats or output_to.as_json:
+        numbers = _numbers(llm, completion)
+        _tell_stats(output_to, numbers, _table(llm, numbers))
 
 
 def _generate_served(
@@ -91,20 +86,26 @@ def _generate_served(
     params: SamplingParams,
     stats: bool,
 ) -> None:
-    """The same by vLLM, of whose memory and traffic nothing is told."""
+    """Generate in vLLM, which does not report its memory and traffic."""
     from quantkit.runtime.vllm_engine import VllmLLM
 
     with VllmLLM(checkpoint, options=vllm, **engine) as llm:
         completion = _stream(llm, output_to, encode(llm), params)
         numbers = {**_timing(completion), "engine": llm.engine_name, "kv_cache": llm.kv_type}
+    if stats or output_to.as_json:
+        shown = [*_speed(numbers).items(), ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])]
+        _tell_stats(output_to, numbers, facts(shown))
+
+
+def _tell_stats(output_to: Output, numbers: dict[str, Any], table: Table) -> None:
+    """Print the numbers as JSON on stdout, or the table on stderr."""
     if output_to.as_json:
         output_to.result(lambda: numbers)
-    elif stats:
-        from quantkit.report.table import terminal_table
+        return
+    from quantkit.report.table import terminal_table
 
-        console = plain_console(stderr=True)
-        shown = [*_speed(numbers).items(), ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])]
-        console.print(terminal_table(facts(shown), console))
+    console = plain_console(stderr=True)
+    console.print(terminal_table(table, console))
 
 
 def _text(given: bytes) -> str:
@@ -137,7 +138,7 @@ def _stream(llm: LLM | VllmLLM, output_to: Output, prompt: list[int], params: Sa
 
 
 def _timing(completion: Completion) -> dict[str, Any]:
-    """What every engine tells of a request."""
+    """Return the numbers of a request that every engine has."""
     from quantkit.results.statistics.summary import median
 
     gap = median(completion.timing.inter_token_s)
@@ -153,7 +154,7 @@ def _timing(completion: Completion) -> dict[str, Any]:
 
 
 def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
-    """What --stats and --json tell."""
+    """Return the numbers that --stats and --json show."""
     from quantkit.benchmark.ceilings import memory_bandwidth
 
     numbers = _timing(completion)

@@ -135,7 +135,7 @@ def _read(
 def _compressed(
     model: str | None, recipe: Recipe, output: str | None, output_to: Output, how: dict[str, Any]
 ) -> CompressionResult | None:
-    """In the one process that there is, or in the first of several; None in another, which has nothing to say."""
+    """Compress the model; return the result in the first process of several, and None in the others."""
     import quantkit.compress.pipeline as pipeline
     from quantkit import distributed
     from quantkit.cli._progress import listening
@@ -188,7 +188,7 @@ def _summary(result: CompressionResult) -> Table:
 
 
 def _share(result: CompressionResult) -> str | None:
-    """How much of the decoder's weights became codes, and what the largest of the others are."""
+    """Return the share of the decoder's weights that became codes, and the largest kinds of others."""
     if result.quantized_share is None:
         return None
     kinds = list(result.unquantized)

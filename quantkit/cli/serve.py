@@ -13,7 +13,7 @@ from quantkit.settings import setting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """How a server is reached. What each means stands beside it."""
+    """Address, access and limits of a server. Each field is described beside it."""
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
@@ -107,7 +107,7 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
 
 
 def _origin(text: str) -> str:
-    """As browsers write it."""
+    """Return an origin in the form that browsers send."""
     from quantkit.errors import InputError
 
     origin = text.strip().lower().removesuffix("/")

@@ -136,7 +136,7 @@ def _failures(failed: Sequence[TrialRecord]) -> Table:
 def _numbers(
     records: Sequence[TrialRecord], compared: Mapping[str, CheckpointComparison], output: Path
 ) -> dict[str, Any]:
-    """What --json prints; reports are beside the checkpoints."""
+    """Return what --json prints; reports are beside the checkpoints."""
     from dataclasses import asdict
 
     from quantkit.report.files import json_ready

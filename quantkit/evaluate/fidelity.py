@@ -1,8 +1,11 @@
-"""How close a model's next-token distributions are to the original's, on fixed text, both through the runtime.
+"""Distance of a model's next-token distributions from the original's, on fixed text.
 
 KL is KL(original || model) in nats for every position of every window. It needs no labels and sees every token, so it
-tells two models apart long before an accuracy does; what it does not say is whether the difference matters.
-Greedy texts are compared token by token: the first that differs is where the two part for good.
+tells two models apart long before an accuracy does. It does not say whether the difference matters.
+Greedy texts are compared token by token: after the first that differs, the two texts never meet again.
+
+The bundled runtime gives whole distributions. Serving engines give only the likeliest tokens of each position, so
+`bounds` computes two numbers that KL lies between.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +24,7 @@ from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
+from quantkit.runtime.vllm_engine import TopLogprobs, VllmLLM
 
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
@@ -31,7 +35,7 @@ Windows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distances:
-    """How far one set of distributions is from another.
+    """Distance of one set of distributions from another.
 
     Args:
         kl: (T,) float32 per position, nats.
@@ -144,7 +148,7 @@ def check_vocabulary(llm: LLM, original: LLM) -> None:
 
 
 def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
-    """As many windows as one step of an engine takes."""
+    """Yield as many windows at a time as one step of an engine takes."""
     count = max(1, llm.engine.config.token_budget // max(map(len, windows)))
     for start in range(0, len(windows), count):
         yield windows[start : start + count]
@@ -196,7 +200,7 @@ Texts = list[tuple[int, ...]]
 
 
 def greedy_texts(llm: Evaluated, windows: Windows, count: int, longest: int) -> Texts:
-    """What a model writes after the beginnings of the first windows.
+    """Return the texts that a model writes after the beginnings of the first windows.
 
     Args:
         llm: the model.
@@ -212,6 +216,122 @@ def greedy_texts(llm: Evaluated, windows: Windows, count: int, longest: int) -> 
 
 
 def divergences(texts: Texts, others: Texts) -> tuple[int | None, ...]:
-    """Of each pair of texts, where the first token differs; None where none does."""
+    """Return the first position where each pair of texts differs; None where none does."""
     pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(texts, others, strict=True))
     return tuple(next((at for at, (a, b) in enumerate(pair) if a != b), None) for pair in pairs)
+
+
+_NOTHING = 1e-6  # log-probabilities are float32, so their sums say nothing of less
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopReading:
+    """Likeliest tokens that one model gave for a text.
+
+    Args:
+        name, engine: name of the model, and of the engine that ran it.
+        vocab_size: number of tokens that it predicts.
+        windows: likeliest tokens after every token of each window.
+        texts: greedy texts, see `greedy_texts`.
+    """
+
+    name: str
+    engine: str
+    vocab_size: int
+    windows: tuple[TopLogprobs, ...]
+    texts: Texts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Distances of positions.
+
+    Args:
+        low, high: (T,) float64, KL in nats is between them.
+        agrees: (T,) bool, whether both prefer the same token.
+        remainder: (T,) float64, probability that the original leaves to tokens that are not known of both.
+    """
+
+    low: Tensor
+    high: Tensor
+    agrees: Tensor
+    remainder: Tensor
+
+
+def read_top(llm: VllmLLM, windows: Windows, *, greedy_tokens: int = GREEDY_TOKENS) -> TopReading:
+    """Read the likeliest tokens of one model; ask the other of a pair the same."""
+    longest = llm.capacity - greedy_tokens
+    return TopReading(
+        name=str(llm.path),
+        engine=llm.engine_name,
+        vocab_size=llm.vocab_size,
+        windows=tuple(llm.top_logprobs(windows)),
+        texts=greedy_texts(llm, windows, greedy_tokens, longest) if min(greedy_tokens, longest) > 0 else [],
+    )
+
+
+def top_fidelity(
+    model: TopReading, original: TopReading, *, data: str, greedy_tokens: int = GREEDY_TOKENS
+) -> FidelityResult:
+    """Compare two readings of the same windows.
+
+    Raises:
+        ModelError: the vocabularies differ.
+    """
+    if model.vocab_size != original.vocab_size:
+        raise ModelError(
+            f"{model.name} predicts {model.vocab_size} tokens, the original {original.name} {original.vocab_size}; "
+            "give the model that the checkpoint was made from"
+        )
+    parts = [bounds(p, q) for p, q in zip(original.windows, model.windows, strict=True)]
+    low, high = (torch.cat([getattr(part, end) for part in parts]) for end in ("low", "high"))
+    agrees, remainder = (torch.cat([getattr(part, name) for part in parts]) for name in ("agrees", "remainder"))
+    top = original.windows[0].tokens.shape[1]
+    return FidelityResult(
+        data=data,
+        num_tokens=len(high),
+        mean_kl=float(high.mean()),
+        p99_kl=percentile(high.tolist(), 99),
+        max_kl=float(high.max()),
+        top1_agreement=float(agrees.double().mean()),
+        window_kl=tuple(float(part.high.mean()) for part in parts),
+        first_divergence=divergences(model.texts, original.texts),
+        greedy_tokens=greedy_tokens if original.texts else 0,
+        engine=model.engine,
+        mean_kl_low=float(low.mean()),
+        top=top,
+        remainder=float(remainder.mean()),
+    )
+
+
+def bounds(original: TopLogprobs, model: TopLogprobs) -> Bounds:
+    """Bound KL(original || model) at each position.
+
+    Let S be the tokens that both name, p and q the probabilities of the original and of the model, and r the
+    probability of all other tokens. Then KL = sum over S of p log(p / q), plus the share of the others, which is
+
+        at least   r_p log(r_p / r_q), since joining tokens never adds to a KL
+        at most    r_p max(log(r_p / r_q), log of the largest p / q that is seen)
+
+    The upper bound assumes that tokens which neither names lost, on average, no more than the one that lost most among
+    the named ones at that position. A token that only the original names counts with the smallest probability that the
+    model names, which is an upper bound of its own.
+    """
+    same = original.tokens[:, :, None] == model.tokens[:, None, :]  # (T, k, k)
+    known = same.any(-1)
+    p = original.logprobs
+    q = torch.where(known, (same * model.logprobs[:, None, :]).sum(-1), model.logprobs[:, -1:])
+    ratio = p - q
+    mass_p, mass_q = ((known * row.exp()).sum(-1) for row in (p, q))
+    rest_p, rest_q = ((1 - mass).clamp_min(0) for mass in (mass_p, mass_q))
+    seen = (known * p.exp() * ratio).sum(-1)
+    joined = torch.log(rest_p.clamp_min(_NOTHING) / rest_q.clamp_min(_NOTHING))
+    # Tokens that the model does not name are below its last one, so their ratio is at least this.
+    worst = torch.maximum(joined, ratio.max(-1).values)
+    counts = rest_p > _NOTHING
+    return Bounds(
+        low=(seen + counts * rest_p * joined).clamp_min(0),
+        high=(seen + counts * rest_p * worst).clamp_min(0),
+        agrees=original.tokens[:, 0] == model.tokens[:, 0],
+        remainder=rest_p,
+    )

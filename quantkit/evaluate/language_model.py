@@ -86,7 +86,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     @property
     def prefix_token_id(self) -> int:
-        """What precedes a text without context."""
+        """Return the tokens that precede a text without context."""
         for token in (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -104,7 +104,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     @property
     def tokenizer_name(self) -> str:
-        """Of the tokenizer, for lm-eval's caches."""
+        """Name of the tokenizer, for lm-eval's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -124,7 +124,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval notes about the model."""
+        """Return the facts that lm-eval notes about the model."""
         model = self.llm.model
         return {"model_dtype": str(model.dtype), "model_bytes": model.num_bytes, "kv_cache": self.llm.kv_type}
 
@@ -148,7 +148,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return list(self.tokenizer(strings, verbose=False, **options)["input_ids"]) if strings else []
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """See lm-eval's `LM`: (log-probability, would be chosen greedily) of each continuation."""
+        """Return (log-probability, would be chosen greedily) of each continuation, as lm-eval's `LM`."""
         pairs = [request.args for request in requests]
         with_context = [pair for pair in pairs if pair[0]]
         encoded = dict(zip(with_context, self._encode_pairs(with_context), strict=True))
@@ -193,7 +193,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return score_in_turns(self.llm, texts, say=self.say)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """See lm-eval's `LM`: log-probability of whole texts, in windows that score every token once."""
+        """Return the log-probability of whole texts, in windows that score every token once."""
         windows = [self._windows(ids) for ids in self._encode([request.args[0] for request in requests])]
         scores = iter(self._score([pair for group in windows for pair in group]))
         answers = [sum(float(next(scores).logprobs.sum()) for _ in group) for group in windows]
@@ -207,7 +207,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """See lm-eval's `LM`: texts up to a stop text, all requests in one continuous batch."""
+        """Generate texts up to a stop text, all requests in one continuous batch."""
         generations = [_Generation(dict(request.args[1]), self) for request in requests]
         prompts = self._encode([request.args[0] for request in requests])
         # As HFLM from the left: the question stands at the end of a prompt.
@@ -261,7 +261,7 @@ class _Generation:
 
 
 def make_vllm_model(llm: VllmLLM, *, add_bos_token: bool | None) -> Any:
-    """What lm-eval asks; texts, tokens and truncation are its own.
+    """Make lm-eval's own model class over a loaded vLLM; texts, tokens and truncation are lm-eval's.
 
     Args:
         llm: answers.

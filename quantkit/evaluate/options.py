@@ -12,7 +12,7 @@ DEFAULT_TEXT_TOKENS = 20480
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationOptions:
-    """What to ask, the same for a model and its original. What each means stands beside it; no suite is also `none`."""
+    """Questions, the same for a model and its original. Each field is described beside it; no suite is also `none`."""
 
     suite: str | None = setting(
         None, "Set of tasks: quick, standard, long-context or none.", flag="--suite NAME|FILE", shown="quick"

@@ -118,7 +118,7 @@ def adds_bos(tokenizer: Any) -> bool:
 
 
 def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
-    """What windows of a text begin with: BOS or nothing; `add_bos` as for `perplexity`."""
+    """Return the tokens that windows of a text begin with: BOS or none; `add_bos` as for `perplexity`."""
     if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
     if llm.tokenizer is None or llm.tokenizer.bos_token_id is None:

@@ -20,8 +20,17 @@ from quantkit.evaluate.engine import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import DEFAULT_WINDOW, adds_bos, perplexity
-from quantkit.evaluate.suites import Asked, LongContext, Text, load_suite
-from quantkit.evaluate.tasks import LEDGERS, check_tasks, load_tasks, read_named_text, speaks_demo
+from quantkit.evaluate.tasks import (
+    LEDGERS,
+    Asked,
+    LongContext,
+    Text,
+    check_tasks,
+    load_suite,
+    load_tasks,
+    read_named_text,
+    speaks_demo,
+)
 from quantkit.results import EvaluationResult, PerplexityResult, SampleRecord, TaskResult
 from quantkit.runtime.vllm_engine import VllmLLM
 
@@ -116,7 +125,7 @@ def _through_prefill(parts: Iterable[Text]) -> Iterator[Text]:
 
 
 def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:
-    """What decides the numbers, for both sides of a comparison to be compared."""
+    """Return the settings that decide the numbers, so that both sides of a comparison can be checked."""
     bos = options.add_bos if options.add_bos is not None else llm.tokenizer is not None and adds_bos(llm.tokenizer)
     return {
         "engine": llm.engine_name,

@@ -129,7 +129,7 @@ MARGIN = 0.8  # of a goal that a proposal may use up: it is measured on other te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What the model has to reach.
+    """Limits that the model has to reach.
 
     Args:
         kl: mean KL at most.
@@ -246,14 +246,14 @@ def propose(
 
 
 def _extra_bytes(group: FusedGroup) -> int:
-    """What ignoring a group costs on disk."""
+    """Return the bytes on disk that ignoring a group costs."""
     return group.stored_bytes - group.quantized_bytes
 
 
 def few(
     windows: Windows, vocab_size: int, max_tokens: int = MAX_TOKENS, reference_bytes: int = REFERENCE_BYTES
 ) -> Windows:
-    """As many windows as the limits allow, one at least.
+    """Return as many windows as the limits allow, at least one.
 
     Args:
         windows: of token ids.
@@ -330,7 +330,7 @@ def repair_goal(report: Report) -> Goal | None:
 
 
 def _share(report: Report, gate: GateResult) -> float | None:
-    """How much of the loss may remain; None for gates that say nothing of it."""
+    """Return the share of the loss that may remain; None for gates that do not limit it."""
     assert gate.value is not None
     if gate.metric == "recovery":
         return _ratio(100 - gate.limit, 100 - gate.value)

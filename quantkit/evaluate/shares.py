@@ -143,7 +143,7 @@ def cut(weights: Sequence[int], least: int, most: int) -> list[range]:
 
 
 def _new_tokens(ids: Sequence[tuple[int, ...]]) -> list[int]:
-    """Of each text, how many follow what it shares with the one before."""
+    """Return for each text the number of tokens behind those that it shares with the one before."""
     return [len(own) - _shared(own, before) for own, before in zip(ids, [(), *ids], strict=False)]
 
 

@@ -253,7 +253,7 @@ def _unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _warnings(reports: Sequence[Report]) -> list[str]:
-    """Why the numbers may not be comparable, one sentence each."""
+    """Return the reasons why the numbers may not be comparable, one sentence each."""
     originals = sorted({report.baseline_model.name for report in reports if report.baseline_model})
     tasks = {tuple(sorted(c.subject for c in report.comparisons)) for report in reports}
     machines = {(report.environment.cpu, report.environment.device) for report in reports}

@@ -64,7 +64,7 @@ class PageSection:
 
 
 def report_sections(report: Report) -> list[PageSection]:
-    """All sections that have something to say, in order."""
+    """Return the sections that are not empty, in order."""
     builders = (_accuracy, _fidelity, _sensitivity, _diagnosis, _speed, _memory, _roofline, _making, _definitions)
     return [section for build in builders if (section := build(report)) is not None]
 

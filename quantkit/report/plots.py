@@ -276,7 +276,7 @@ def _draw_ceiling(axes: Any, records: Sequence[RooflineRecord]) -> None:
 
 
 def _log_axes(axes: Any) -> None:
-    """Both axes logarithmic, their numbers as plain text."""
+    """Make both axes logarithmic, with plain numbers."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     axes.set(xscale="log", yscale="log")

@@ -32,13 +32,13 @@ from quantkit.results.evaluation import SensitivityProposal as SensitivityPropos
 from quantkit.results.evaluation import SensitivityRecord as SensitivityRecord
 from quantkit.results.evaluation import TaskResult as TaskResult
 from quantkit.results.evaluation import Through as Through
+from quantkit.results.report import CandidateRecord as CandidateRecord
 from quantkit.results.report import Comparison as Comparison
 from quantkit.results.report import Environment as Environment
 from quantkit.results.report import GateResult as GateResult
+from quantkit.results.report import GroupChoice as GroupChoice
 from quantkit.results.report import ModelFacts as ModelFacts
 from quantkit.results.report import Report as Report
+from quantkit.results.report import SearchResult as SearchResult
+from quantkit.results.report import TrialRecord as TrialRecord
 from quantkit.results.report import Verdict as Verdict
-from quantkit.results.search import CandidateRecord as CandidateRecord
-from quantkit.results.search import GroupChoice as GroupChoice
-from quantkit.results.search import SearchResult as SearchResult
-from quantkit.results.search import TrialRecord as TrialRecord

@@ -111,7 +111,7 @@ class BenchmarkRun(Record):
 
     @property
     def inter_token_s(self) -> tuple[float, ...]:
-        """All gaps of all requests."""
+        """Gaps of all requests, one list."""
         return tuple(gap for timing in self.requests for gap in timing.inter_token_s)
 
     @property
@@ -121,7 +121,7 @@ class BenchmarkRun(Record):
 
     @property
     def latencies(self) -> dict[str, tuple[float, ...]]:
-        """All three, by name."""
+        """TTFT, ITL and TPOT by name."""
         return {"TTFT": self.ttft_s, "ITL": self.inter_token_s, "TPOT": self.tpot_s}
 
     @property
@@ -249,7 +249,7 @@ class RooflineRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkResult(Record):
-    """Everything measured about one model's speed and memory.
+    """Measurements of one model's speed and memory.
 
     Args:
         model: directory or name.

@@ -100,7 +100,7 @@ class PerplexityResult(Record):
 
     @property
     def part(self) -> str:
-        """What part of the text was read, e.g. `the first 20,480 of 341,469 tokens`."""
+        """Part of the text that was read, e.g. `the first 20,480 of 341,469 tokens`."""
         if self.read_tokens is None or self.text_tokens is None:
             return f"{self.num_tokens:,} tokens"
         if self.read_tokens < self.text_tokens:
@@ -127,7 +127,7 @@ class PerplexityResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult(Record):
-    """Everything that was asked of one model.
+    """Answers of one model to all questions.
 
     Args:
         model: directory or name.
@@ -147,7 +147,7 @@ class EvaluationResult(Record):
 
     @property
     def parts_read(self) -> tuple[str, ...]:
-        """A line on each text of which perplexity was measured in part."""
+        """One line for each text whose perplexity was measured in part."""
         cut = [text for text in self.perplexity if text.read_tokens != text.text_tokens]
         return tuple(dict.fromkeys(f"Perplexity of {text.data} is of {text.part}." for text in cut))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.folder import resolve
 from quantkit.errors import InputError, ModelError, RequestError, first_line
+from quantkit.numerics.dtype import dtype_name
 from quantkit.quantities import parse_bytes
 from quantkit.results import RequestTiming
 from quantkit.runtime.config import EngineConfig
@@ -118,7 +119,7 @@ class VllmLLM(Prompts):
     @property
     def arithmetic(self) -> str:
         """Dtype of the computation."""
-        return str(self.config.model_config.dtype).removeprefix("torch.")
+        return dtype_name(self.config.model_config.dtype)
 
     @property
     def kv_type(self) -> str:

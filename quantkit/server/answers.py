@@ -55,7 +55,7 @@ _written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """What every part of an answer repeats.
+    """Fields that every part of an answer repeats.
 
     Args:
         kind: `text_completion`, `chat.completion` or `chat.completion.chunk`.
@@ -75,7 +75,7 @@ class Head:
         return {**own, "choices": choices, **further}
 
     def frame(self, **further: Any) -> tuple[bytes, bytes]:
-        """What stands before and behind the one choice of each event of a stream, see `framed`."""
+        """Return the bytes before and behind the one choice of each event of a stream, see `framed`."""
         # No text can hold this: inside of one the quotes are escaped.
         before, choices, behind = event(self.around([{}], **further)).partition(b'"choices":[{}]')
         return before + choices[:-3], choices[-1:] + behind
@@ -102,7 +102,7 @@ def counts(prompt_tokens: int, new_tokens: int) -> Json:
 
 
 def error(text: str, *, kind: str = "invalid_request_error", field: str | None = None, code: str | None = None) -> Json:
-    """Why there is no answer."""
+    """Return an error: the reason why there is no answer."""
     return {"error": {"message": text, "type": kind, "param": field, "code": code}}
 
 
@@ -129,7 +129,7 @@ class TextLogprobs:
         self._stream, self._offset = vocabulary.stream(context), 0
 
     def _part(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Any]) -> Json:
-        """Of the next tokens; log-probabilities and (token, log-probability) pairs are None where nothing is before."""
+        """Describe the next tokens; log-probabilities and top pairs are None for a first token."""
         piece, offsets = self._vocabulary.piece, []
         for token in tokens:
             offsets.append(self._offset)
@@ -143,12 +143,12 @@ class TextLogprobs:
         }
 
     def of_new(self, logprobs: Sequence[TokenLogprob]) -> Json:
-        """Of generated tokens."""
+        """Describe generated tokens."""
         tokens = [each.token_id for each in logprobs]
         return self._part(tokens, [each.logprob for each in logprobs], [each.top for each in logprobs])
 
     def of_prompt(self, completion: Completion) -> Json:
-        """Of the prompt's tokens, the first of which has none."""
+        """Describe the prompt's tokens, of which the first has no log-probability."""
         ids, scores = completion.prompt_token_ids, completion.scores
         values: list[float] = [] if scores is None else scores.logprobs.tolist()
         tops: list[Any] = [()] * len(values)
@@ -179,7 +179,7 @@ def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> J
 
 
 class Shape(Protocol):
-    """How an answer is written. *Mutable*: a part may depend on those before it."""
+    """Form of an answer. *Mutable*: a part may depend on those before it."""
 
     head: Head
 
@@ -252,7 +252,7 @@ class ChatShape:
         self._wants_logprobs, self._vocabulary = ask.logprobs, vocabulary
 
     def first(self) -> list[Json]:
-        """Who speaks."""
+        """Return the role of the speaker."""
         return [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]
 
     def part(self, index: int, output: StepOutput) -> Json | None:

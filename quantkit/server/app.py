@@ -19,9 +19,8 @@ from starlette.types import ASGIApp
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.server import answers
 from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
-from quantkit.server.bodies import Asked, Bodies, Run, TooLarge
 from quantkit.server.bridge import Bridge, Busy, Mailbox
-from quantkit.server.door import Doorkeeper
+from quantkit.server.door import Asked, Bodies, Doorkeeper, Run, TooLarge
 from quantkit.server.metrics import Metrics
 from quantkit.server.schemas import (
     ChatRequest,
@@ -53,7 +52,7 @@ class _NotReady(QuantkitError):
 
 @dataclass(eq=False, slots=True)
 class Server:
-    """What the routes share. *Mutable*.
+    """State that the routes share. *Mutable*.
 
     Args:
         bridge: to the engine.
@@ -140,11 +139,11 @@ class Server:
         return JSONResponse({"status": "ready"})
 
     async def show_metrics(self, _request: Request) -> Response:
-        """See `Metrics`."""
+        """Return the figures, see `Metrics`."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, _request: Request) -> Response:
-        """What this server offers."""
+        """Return the OpenAPI description."""
         return JSONResponse(openapi_document())
 
     async def models(self, _request: Request) -> Response:
@@ -236,7 +235,7 @@ class Server:
 
     @asynccontextmanager
     async def _opened(self, request: Request, kind: type[Asked]) -> AsyncIterator[tuple[Asked, Run]]:
-        """What a request asks, see `Bodies.opened`.
+        """Yield the checked request, see `Bodies.opened`.
 
         Raises:
             QuantkitError: it is not what it should be, or names another model, or none is ready.
@@ -275,7 +274,7 @@ class Server:
 
     @property
     def _most_tokens(self) -> int:
-        """Of a prompt."""
+        """Most tokens of a prompt."""
         capacity = self.bridge.engine.capacity
         return capacity if self.max_prompt is None else min(capacity, self.max_prompt)
 

@@ -28,7 +28,7 @@ News = tuple[int, StepOutput]
 
 
 class Busy(QuantkitError):
-    """As many requests wait as may.
+    """Refusal: the queue of waiting requests is full.
 
     Args:
         text: one line.
@@ -46,7 +46,7 @@ class ClientGone(Exception):
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """What becomes of the prompts of one HTTP request. *Mutable*; read on the asyncio side only.
+    """Results for the prompts of one HTTP request. *Mutable*; read on the asyncio side only.
 
     Args:
         num_open: prompts that have not ended.
@@ -76,7 +76,7 @@ class Mailbox:
         self._wake.set()
 
     async def read(self) -> list[News]:
-        """All news since the last time, at least one: index of a prompt, and what a step added to it.
+        """Wait for news and return all of them: index of a prompt, and the output that a step added.
 
         Raises:
             ClientGone: see `close`.
@@ -129,7 +129,7 @@ class Bridge:
 
     @property
     def engine(self) -> Engine:
-        """What computes; for reading its figures."""
+        """Engine that computes, for reading its figures."""
         assert self._engine is not None, "asked before the model was loaded"
         return self._engine
 

@@ -1,14 +1,173 @@
-"""Who may come in: those who ask this server by its name, are no page of others, and bring the key."""
+"""Admission of requests: which clients may ask, and how much a body may cost.
 
+Clients must ask this server by its name, bring the key, and be no web page of another origin. A body of megabytes can
+hold millions of values, and pydantic takes minutes and gigabytes to say what is wrong with each. So the values are
+counted in the bytes before anything is built of them, and large bodies are read beside the event loop.
+"""
+
+import asyncio
+import contextlib
 import hmac
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
+from pydantic import ValidationError
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.machine.memory import release_freed_memory
+from quantkit.safety.untrusted import parse_object
 from quantkit.server import answers
+from quantkit.server.bridge import Busy
+from quantkit.server.schemas import Schema, explain
+
+MAX_BODY_BYTES = 1 << 24
+BODY_SECONDS = 30.0
+# Parsing and checking so many bytes takes a few milliseconds at most; more is done beside the event loop.
+_SMALL_BODY = 1 << 14
+# Of all bodies together: what many clients send at once must not fill the memory.
+_HELD_BYTES = 1 << 26
+_MOST_CONTAINERS, _MOST_ENTRIES, _MOST_VALUES, _MOST_IDS = 1 << 14, 1 << 16, 1 << 16, 1 << 20
+_CHUNK = 1 << 20
+_MOST_TRIALS = 16
+
+Asked = TypeVar("Asked", bound=Schema)
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class TooLarge(QuantkitError):
+    """A body beyond the limit."""
+
+
+class Bodies:
+    """The bodies that a server holds. *Mutable*.
+
+    One thread works on the large ones, one after another, so that all of them together need the memory of one, and
+    small requests need not wait for them. Another one tries out schemas.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = self._num_trials = 0
+        self._worker, self._trials = ThreadPoolExecutor(1, "bodies"), ThreadPoolExecutor(1, "schemas")
+
+    @contextlib.asynccontextmanager
+    async def opened(self, request: Request, kind: type[Asked], most_ids: int) -> AsyncIterator[tuple[Asked, Run]]:
+        """Yield the checked request, and a function that runs further work for it beside the event loop.
+
+        Its bytes count as held until this is closed.
+
+        Args:
+            request: whose body is read.
+            kind: what it should be.
+            most_ids: tokens that requests of this server can have together.
+        Raises:
+            QuantkitError: it is too large, too slow, or not what it should be.
+        """
+        try:
+            body = await asyncio.wait_for(self._read(request), BODY_SECONDS)
+        except TimeoutError:
+            raise RequestError(f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+        size = len(body)
+        try:
+            check = partial(_checked, body, kind, min(_MOST_IDS, max(_MOST_VALUES, most_ids)))
+            del body
+            is_small = size <= _SMALL_BODY
+            ask = check() if is_small else await self._beside(check)
+            del check
+            yield ask, asyncio.to_thread if is_small else self._beside
+        finally:
+            self._num_bytes -= size
+            if size > _CHUNK:
+                release_freed_memory()
+
+    async def try_out(self, trial: Callable[[], None]) -> None:
+        """Try out a schema.
+
+        Raises:
+            Busy: others wait for this already.
+        """
+        if self._num_trials >= _MOST_TRIALS:
+            raise Busy(f"{self._num_trials} schemas are being compiled; try again later", 1)
+        self._num_trials += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._trials, trial)
+        finally:
+            self._num_trials -= 1
+
+    async def _beside(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def close(self) -> None:
+        """Begin nothing more beside the event loop."""
+        for worker in (self._worker, self._trials):
+            worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, request: Request) -> bytes:
+        size, parts = 0, []
+        try:
+            async for part in request.stream():
+                size += len(part)
+                self._num_bytes += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise TooLarge(f"the body has more than {MAX_BODY_BYTES} bytes; send less in one request")
+                if size > _SMALL_BODY and self._num_bytes > _HELD_BYTES:
+                    raise Busy(f"bodies of more than {_HELD_BYTES >> 20} MiB are being read; try again later", 1)
+                parts.append(part)
+        except BaseException:
+            self._num_bytes -= size
+            raise
+        return b"".join(parts)
+
+
+def _checked(body: bytes, kind: type[Asked], most_ids: int) -> Asked:
+    _check_counts(body, most_ids if kind.takes_ids else _MOST_VALUES)
+    data = parse_object(body, "the body", RequestError, "send a JSON object")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise explain(error) from None
+
+
+def _check_counts(body: bytes, most_values: int) -> None:
+    """Refuse JSON of more values than a request can need.
+
+    Raises:
+        RequestError: it has them.
+    """
+    limits = {b"[{": (_MOST_CONTAINERS, "lists and objects"), b":": (_MOST_ENTRIES, "entries of objects")}
+    limits[b","] = (most_values, "values")
+    # Marks inside texts count nothing, but where all together are few enough nobody has to tell them apart.
+    if all(sum(body.count(mark) for mark in _bytes(marks)) <= most for marks, (most, _) in limits.items()):
+        return
+    counts = dict.fromkeys(limits, 0)
+    for chunk in _outside_texts(body):
+        for marks, (most, what) in limits.items():
+            counts[marks] += sum(int(np.count_nonzero(chunk == mark[0])) for mark in _bytes(marks))
+            if counts[marks] > most:
+                raise RequestError(f"the body holds more than {most} {what}; send less in one request")
+
+
+def _bytes(marks: bytes) -> Iterator[bytes]:
+    return (marks[index : index + 1] for index in range(len(marks)))
+
+
+def _outside_texts(body: bytes) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """The bytes of JSON that are not inside of its texts, chunk by chunk; those inside are zero."""
+    if b"\\" in body:  # a quote behind one ends no text
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    inside = np.uint8(0)
+    for start in range(0, len(body), _CHUNK):
+        chunk = np.frombuffer(body, np.uint8, min(_CHUNK, len(body) - start), start)
+        is_inside = np.bitwise_xor.accumulate((chunk == ord('"')).view(np.uint8)) ^ inside
+        inside = is_inside[-1]
+        yield chunk * (is_inside ^ 1)
+
 
 _OPEN_PATHS = ("/health", "/ready")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")

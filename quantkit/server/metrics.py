@@ -48,7 +48,7 @@ class Metrics:
                 self._itl.observe(gap)
 
     def text(self) -> bytes:
-        """All of it."""
+        """Return all figures as text."""
         return generate_latest(self._registry)
 
 
@@ -59,7 +59,7 @@ class _EngineFigures:
         self._bridge = bridge
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry would ask for the figures of a model that is not loaded."""
+        """Describe nothing: a registry would ask for the figures of a model that is not loaded."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

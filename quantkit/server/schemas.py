@@ -85,14 +85,14 @@ class Schema(BaseModel):
 
 
 class StreamOptions(Schema):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(default=False, description="With include_usage: parts count tokens so far.")
 
 
 class Sampling(Schema):
-    """What both kinds of requests share."""
+    """Fields that both kinds of requests share."""
 
     model: str | None = Field(None, description="The served name; None = the one there is.")
     max_tokens: int | None = None
@@ -113,7 +113,7 @@ class Sampling(Schema):
     user: str | None = Field(None, description="Not used.")
 
     def params(self, **given: Any) -> SamplingParams:
-        """As the engine wants them.
+        """Return the sampling parameters for the engine.
 
         Args:
             given: further fields of `SamplingParams`.
@@ -162,7 +162,7 @@ class CompletionRequest(Sampling):
         return list(prompt) if several else [prompt]
 
     def params_for(self, num_prompt: int) -> SamplingParams:
-        """Of a prompt of so many tokens; see `params`."""
+        """Return the parameters for a prompt of so many tokens; see `params`."""
         count = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         scores = self.echo and self.logprobs is not None and num_prompt > 1
         if count == 0 and not self.echo:
@@ -183,7 +183,7 @@ class Message(BaseModel):
     content: Text | Annotated[list["TextPart"], Field(max_length=MOST_PARTS)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As templates want it: content is one text."""
+        """Return the message as templates expect it: content is one text."""
         parts = self.content if isinstance(self.content, list) else None
         content = self.content if parts is None else "".join(part.text for part in parts)
         return {**(self.model_extra or {}), "role": self.role, "content": content}
@@ -206,7 +206,7 @@ class JsonSchema(Schema):
 
 
 class ResponseFormat(Schema):
-    """What form an answer has."""
+    """Form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -219,7 +219,7 @@ class ResponseFormat(Schema):
 
     @property
     def schema_text(self) -> str | None:
-        """As the engine wants it."""
+        """JSON schema of the answer as text; None for plain text."""
         if self.json_schema is not None:
             return json.dumps(self.json_schema.schema_)
         return '{"type": "object"}' if self.type == "json_object" else None
@@ -240,7 +240,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
 
     def chat_params(self) -> SamplingParams:
-        """See `params`."""
+        """Return the sampling parameters; see `params`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -254,7 +254,7 @@ class ChatRequest(Sampling):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template, besides the messages."""
+        """Variables of the chat template, besides the messages."""
         return {**self.chat_template_kwargs, **({"tools": self.tools} if self.tools else {})}
 
 

@@ -11,8 +11,7 @@ import yaml
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.suites import Suite, load_suite, suites
-from quantkit.evaluate.tasks import load_tasks
+from quantkit.evaluate.tasks import Suite, load_suite, load_tasks, suites
 
 CHOICES = {"text": ["red", "blue"], "label": ["A", "B"]}
 ITEMS = {

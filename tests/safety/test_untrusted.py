@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.compress.recipe import load
 from quantkit.errors import DataError, RecipeError
-from quantkit.evaluate.suites import load_suite
+from quantkit.evaluate.tasks import load_suite
 from quantkit.safety.untrusted import parse_yaml, read_text, shorten
 
 # Ten to the tenth values in five lines, where a recipe and a suite want a mapping.

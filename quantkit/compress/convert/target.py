@@ -14,6 +14,7 @@ from quantkit.formats import REGISTRY
 from quantkit.formats.base import Format, unquantized_modules
 from quantkit.models.families import find
 from quantkit.models.linear_sets import fused_conflicts
+from quantkit.numerics.dtype import dtype_name
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -167,7 +168,7 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
         cast = scale.to(dtype)
         if torch.equal(cast.to(torch.float64), scale.to(torch.float64)):
             return cast
-    dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in format_.scale_dtypes)
+    dtypes = " or ".join(dtype_name(dtype) for dtype in format_.scale_dtypes)
     raise SchemeError(
         f"its scales are {str(scale.dtype).removeprefix('torch.')} and would be rounded to {dtypes}; "
         "quantize the model with this --format from the start"

@@ -14,6 +14,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.errors import ResumeError
 from quantkit.machine.devices import MAX_THREADS, threads_within_quota
 from quantkit.numerics import native
+from quantkit.numerics.dtype import dtype_name
 from quantkit.numerics.products import keeps_precision
 from quantkit.output.writer import write_json
 from quantkit.registry import installed_version
@@ -31,7 +32,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
         "versions": describe_versions(),
         "compute": {
             "device": plan.skeleton.device.type,
-            "dtype": str(plan.skeleton.dtype).removeprefix("torch."),
+            "dtype": dtype_name(plan.skeleton.dtype),
             # Sums are divided among threads, so their number decides the last bits; without data each linear has one.
             "threads": threads_within_quota() if samples else 1,
             # The instruction set or the GPU decides which kernels run, and these in which order they add.

@@ -35,7 +35,7 @@ RUN = "quantkit-run.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """What is to be compared.
+    """Checkpoint and original to compare.
 
     Args:
         path, baseline: directories of the checkpoint and its original.
@@ -144,7 +144,7 @@ def _checked_digest(file: Path, written: Mapping[str, Any]) -> str:
 
 
 def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Those of the recipe."""
+    """Return the gates of the recipe."""
     gates = manifest.get("gates") or []
     if not isinstance(gates, list) or not all(isinstance(gate, str) for gate in gates):
         raise GateError(f"{path / MANIFEST}: gates is {shorten(gates)}, not a list of texts; give --gate")
@@ -222,7 +222,7 @@ def model_facts(path: Path, name: str) -> ModelFacts:
 
 
 def compression(pair: Pair) -> CompressionResult | None:
-    """How the checkpoint was made; None when it does not say, or another version wrote it."""
+    """Return how the checkpoint was made; None when it does not say, or another version wrote it."""
     try:
         return CompressionResult.from_dict(pair.made)
     except ReportError:
@@ -230,7 +230,7 @@ def compression(pair: Pair) -> CompressionResult | None:
 
 
 def environment(pair: Pair, text: str, **said: Any) -> Environment:
-    """Where and with what the numbers are made.
+    """Return the environment in which the numbers are made.
 
     Args:
         pair: whose files are hashed.
@@ -259,7 +259,7 @@ def _versions() -> dict[str, str]:
 
 
 def _license(path: Path) -> str | None:
-    """What the model's own card says, if it says anything that can be read."""
+    """Return the license that the model's own card names; None without one that can be read."""
     with contextlib.suppress(ModelError, OSError):
         name = card_entries(path).get("license")
         return name if isinstance(name, str) and name else None
@@ -267,7 +267,7 @@ def _license(path: Path) -> str | None:
 
 
 def write_files(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
-    """All files of a report.
+    """Write all files of a report.
 
     Args, Returns:
         see `write_report`.

@@ -23,15 +23,14 @@ from quantkit.demo import GENERAL_TEXT
 from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError, RequestError, first_line
 from quantkit.evaluate.engine import Evaluated, load_llm, other_arithmetic
-from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
+from quantkit.evaluate.fidelity import TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
 from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitivity_map
-from quantkit.evaluate.suites import load_suite
-from quantkit.evaluate.tasks import read_named_text, speaks_demo
-from quantkit.evaluate.top_fidelity import TopReading, read_top, top_fidelity
+from quantkit.evaluate.tasks import load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
+from quantkit.numerics.dtype import dtype_name
 from quantkit.results import Comparison, EvaluationResult, Report
 from quantkit.results.gates import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
@@ -98,7 +97,7 @@ def of_the_original(vllm: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """What to look at.
+    """Options of a verification.
 
     Args:
         evaluation: what both models are asked.
@@ -214,7 +213,7 @@ class _Verification:
         ours = self._evaluate(llm, f"checkpoint (2 of {count})")
         noise = noise_fidelity = None
         if self.options.noise:
-            dtype = other_arithmetic(str(original.model.dtype).removeprefix("torch."))
+            dtype = other_arithmetic(dtype_name(original.model.dtype))
             self.progress(f"noise: the original again, in {dtype}")
             other = load_llm(str(source), **{**plain, "dtype": dtype})
             noise = self._evaluate(other, f"original in {dtype} (3 of 3)")
@@ -260,7 +259,7 @@ class _Verification:
         return replace(report, sensitivity=measured)
 
     def served_answers(self, vllm: Mapping[str, Any]) -> tuple[Report, str]:
-        """The same by vLLM; distances are read from the likeliest tokens of each position."""
+        """Answer in vLLM, and read distances from the likeliest tokens of each position."""
         pair, ((path, engine), (source, plain)) = self.pair, self.sides
         asked = self.options.evaluation if self._asks else None
         chosen: list[Any] = []

@@ -142,7 +142,7 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """All pairs."""
+        """Number of pairs."""
         return self.both + self.lost + self.won + self.neither
 
     @property

@@ -24,7 +24,7 @@ from quantkit.machine.memory import release_freed_memory
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find_language_model
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
-from quantkit.numerics.dtype import find_dtype
+from quantkit.numerics.dtype import dtype_name, find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.config import HEAD_TYPES
@@ -214,7 +214,7 @@ def pick_dtype(
         InputError: an unknown name.
     """
     if isinstance(asked, torch.dtype) or asked != "auto":
-        name = str(asked).removeprefix("torch.")
+        name = dtype_name(asked)
         if (name := _SHORT_NAMES.get(name, name)) not in DTYPES:
             raise InputError(f"unknown dtype {str(asked)!r}; use auto, {', '.join(DTYPES)}")
         return DTYPES[name], ()
@@ -224,7 +224,7 @@ def pick_dtype(
     fast = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     if fast == stored:
         return stored, ()
-    old, new = (str(item).removeprefix("torch.") for item in (stored, fast))
+    old, new = (dtype_name(item) for item in (stored, fast))
     return fast, (f"computed in {new}: the checkpoint is {old}, in which this CPU is slow; dtype='float32' is exact",)
 
 
@@ -246,7 +246,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
 
 def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
     """Return the dtype of config.json, else the most common float dtype of the tensors by bytes."""
-    named = str(ConfigReader(reader.config).get("dtype")).removeprefix("torch.")
+    named = dtype_name(ConfigReader(reader.config).get("dtype"))
     if named in DTYPES:
         return DTYPES[named]
     totals = dict.fromkeys(DTYPES.values(), 0)
