@@ -6,17 +6,13 @@ import pytest
 
 from quantkit.api import quantize
 from quantkit.runtime.model.loader import load_model
-from tests.helpers import FAMILIES, GRANITE_EXPERTS, NEMOTRON_EXPERTS, SETTINGS
+from tests.helpers import GRANITE_EXPERTS, NEMOTRON_EXPERTS
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
 
 # Transformers loads no experts of these as codes.
 EXPERTS_AS_VALUES = {"gpt_oss": {}, "granitemoe": {}, "granitemoeshared": {}, "granitemoehybrid": GRANITE_EXPERTS}
-QUICK = ("apertus", "deepseek_v3", "hy_v3", "minimax_m2", "ministral3")
-CASES = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-    for name in SETTINGS
-    if name not in (*FAMILIES, "gpt_oss", "granitemoe", "granitemoeshared")
-]
+# Of one of each kind; `test_greedy_text` has all families.
+CASES = [*("apertus", "deepseek_v3", "hy_v3", "minimax_m2", "ministral3"), *("gemma3_text", "qwen3_next", "starcoder2")]
 
 
 def test_experts_without_a_gate(tmp_path):

@@ -20,7 +20,8 @@ from quantkit.numerics.inputs import fake_quantize_inputs
 from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import EVERY_FAMILY, EXPERT_FAMILIES, make_model, one_of_each, transformers_logits
 
-RECIPES = ("gptq-int4", "awq-int4", "rtn-int8", "fp8-dynamic")
+# AWQ folds scales into the norms of a family, so it has every other one; GPTQ has all in runtime/test_greedy_text.
+RECIPES = ("awq-int4", "gptq-int4", "awq-int4", "rtn-int8", "awq-int4", "fp8-dynamic")
 WITH_EXPERTS = EXPERT_FAMILIES
 # What transformers itself cannot load as codes: no reader of compressed-tensors there knows a Conv1D, or experts that
 # are stored as one.

@@ -14,6 +14,7 @@ from quantkit.kernels.types import LinearSource, WrappedLinear
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import WeightScheme
+from tests.helpers import one_of_each
 
 CPU = torch.device("cpu")
 # What experts are stored as: dtype, group, symmetric; None = 16 bits.
@@ -43,7 +44,7 @@ def linear(rows, width, kind, seed):
 class Experts:
     """Some experts of one kind, and what they should compute, in float64."""
 
-    def __init__(self, kind, *, count=4, hidden=256, width=128, num_chosen=2, normalize=True, activation=SILU):
+    def __init__(self, kind, *, count=4, hidden=128, width=128, num_chosen=2, normalize=True, activation=SILU):
         self.linears = [
             (linear(2 * width, hidden, kind, 2 * i), linear(hidden, width, kind, 2 * i + 1)) for i in range(count)
         ]
@@ -91,15 +92,11 @@ def rows(tokens, hidden):
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(tokens)).half()
 
 
-def cases():
-    """A few tokens, enough for tiles, and one: by default two of these for the first kinds, for each other kind one."""
-    for number, kind in enumerate(KINDS):
-        for turn, tokens in enumerate((3, 17) if number > 2 else (3, 17, 1)):
-            fast = turn in ((0, 1), (1, 2))[number] if number < 2 else turn == number % 2
-            yield pytest.param(kind, tokens, marks=[] if fast else pytest.mark.slow)
+# A few tokens, enough for tiles, and one: two of these for the first kinds, for each other kind one.
+CASES = [*one_of_each(KINDS, (3, 17)), (None, 17), (("int4", 64, True), 1)]
 
 
-@pytest.mark.parametrize(("kind", "tokens"), list(cases()), ids=str)
+@pytest.mark.parametrize(("kind", "tokens"), CASES, ids=str)
 def test_experts(kind, tokens):
     made = Experts(kind)
     made.check(rows(tokens, made.hidden), *picks(tokens, made.count, 2))

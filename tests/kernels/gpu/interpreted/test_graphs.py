@@ -24,8 +24,8 @@ from quantkit.runtime.model import weights as _weights
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
 
-PROMPTS = [[5, 6, 7] * 5, [9] * 30, [3, 1, 4, 1, 5]]
-LENGTHS = (6, 9, 4)
+PROMPTS = [[5, 6, 7] * 5, [9] * 30, [3, 1]]
+LENGTHS = (4, 7, 3)
 
 
 GREEDY = ({}, {}, {})
@@ -47,15 +47,15 @@ def make(folder, kv_cache, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache", ["auto", "int4"])
-def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch, kv_cache):
-    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=2)
+def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch):
+    """Of a cache in codes; `test_tokens_go_from_step_to_step_on_the_device` has one in 16 bits."""
+    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
-    plain = make(folder, kv_cache)
+    plain = make(folder, "int4")
     runner = plain.engine.runner
     assert why_not(plain.model, runner.cache, 64) is None
     expected = generate(plain)
-    again = make(folder, kv_cache)
+    again = make(folder, "int4")
     runner = again.engine.runner
     graphs = DecodeGraphs(
         again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
@@ -76,12 +76,11 @@ MIXED = ({"temperature": 0.9, "seed": 3}, {}, {"temperature": 1.5, "top_k": 40, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [pytest.param(GREEDY, marks=pytest.mark.slow), MIXED], ids=("greedy", "mixed"))
-def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds):
-    """The next step is launched before the last tokens are read."""
+def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch):
+    """The next step is launched before the last tokens are read; one request is greedy, two draw."""
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
-    expected = generate(make(folder, "auto", head_dtype="int8"), kinds)
+    expected = generate(make(folder, "auto", head_dtype="int8"), MIXED)
     again = make(folder, "auto", head_dtype="int8")
     assert "Triton" in again.model.head.description
     runner = again.engine.runner
@@ -89,7 +88,7 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds)
         again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=keep_outputs
     )
     again.engine._overlap = Overlap(runner, again.engine.scheduler)
-    assert generate(again, kinds) == expected
+    assert generate(again, MIXED) == expected
     assert again.engine._overlap.num_followed > 3
 
 
@@ -102,13 +101,12 @@ REFUSALS = (
 
 @pytest.mark.parametrize(
     "refusal",
-    [REFUSALS[0], *(pytest.param(refusal, marks=pytest.mark.slow) for refusal in REFUSALS[1:])],
+    REFUSALS,
     ids=lambda refusal: type(refusal).__name__,
 )
 def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch, refusal):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
-    monkeypatch.setattr(gpu, "is_used", lambda device: True)
-    llm = make(folder, "auto")
+    llm = make(folder, "auto")  # torch computes: what a step is made of makes no difference here
     runner = llm.engine.runner
 
     def fail(step):
