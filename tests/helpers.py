@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -89,7 +89,7 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch):
     )
     again.engine._overlap = Overlap(runner, again.engine.scheduler)
     assert generate(again, MIXED) == expected
-    assert again.engine._overlap.num_followed > 3
+    assert again.engine._overlap.num_followed >= 3
 
 
 REFUSALS = (
