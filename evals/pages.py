@@ -84,16 +84,11 @@ def runtime(page: str) -> str:
 
 def scale(page: str) -> str:
     """docs/scale.md."""
-    made = generator("scale/scale_page.py")
+    made = generator("checks/scale_page.py")
     sections = {"bytes": made.bytes_table, "measured": made.speed_table, "verified": made.verify_table}
     for name, text in sections.items():
         page = section(page, name, text())
     return page
-
-
-def eviction_plot(_: str) -> str:
-    """docs/eviction.svg."""
-    return str(generator("checks/eviction_page.py").plot())
 
 
 def formats(page: str) -> str:
@@ -125,7 +120,6 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/serve.md": serve,
     "docs/runtime.md": runtime,
     "docs/scale.md": scale,
-    "docs/eviction.svg": eviction_plot,
 }
 
 

@@ -1,4 +1,4 @@
-"""What eviction costs, for docs/runtime.md: one table and one plot of evals/results/eviction; for evals/pages.py.
+"""What eviction costs, for docs/runtime.md: the table of evals/results/eviction; for evals/pages.py.
 
 Standard library only.
 """
@@ -6,9 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +59,7 @@ def table() -> str:
         lines.append(f"| {who} | " + " | ".join(cells) + " |")
     cases = " to ".join(map(str, sorted({row["cases"] for row in known})))
     origin = f"{cases} cases each. Ours: {_origin('ours')}. Presses: {_origin('presses')}."
-    shown = f"![Recall against bytes of the cache]({PLOT})"
-    return "\n".join([*lines, "", shown, "", origin, "", _users(), "", *_soak(), ""])
+    return "\n".join([*lines, "", origin, "", _users(), ""])
 
 
 def _origin(name: str) -> str:
@@ -87,84 +84,5 @@ def _users() -> str:
     )
 
 
-def _soak() -> Iterator[str]:
-    """What `eviction_soak.py` has counted."""
-    rows = _read("soak")["rows"]
-    yield "| Soak | preemptions | pages evicted | tokens found in the prefix cache | same text alone |"
-    yield "|---" * 5 + "|"
-    for row in rows:
-        counts = " | ".join(f"{row[key]:,}" for key in ("preemptions", "evicted_pages", "prefix_hit_tokens"))
-        name = f"{row['policy']}, {TYPES.get(row['kv_cache'], '32 bit')}"
-        yield f"| {name} | {counts} | {row['same_alone']} of {row['asked_alone']} |"
-    yield ""
-    cancelled = " to ".join(f"{end(row['cancelled'] for row in rows):,}" for end in (min, max))
-    first = rows[0]
-    yield (
-        f"{first['requests']:,} requests each, {cancelled} of them cancelled, in {first['num_pages']} pages of "
-        f"{first['page_size']} tokens, budget {first['kv_budget']}; no page was lost. With a quantized cache a text "
-        f"may depend on its batch, with a budget or without. Soaks: {_origin('soak')}."
-    )
-
-
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if value <= 1 else f"{value:.3f}"
-
-
-PLOT = "eviction.svg"
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 330, 52, 16, 200, 44
-COLOURS = ("#0b62a8", "#9a5b00", "#b3261e", "#59636e", "#3d7a37", "#7a3f8f", "#1c2127")
-
-
-def plot() -> str:
-    """Recall of a question that comes after the eviction, over bytes of the cache on a logarithmic scale."""
-    known = [r for r in rows() if (r["model"], r["task"]) == ("demo", "recall after")]
-    lines = {}
-    for row in known:
-        policy = row.get("policy", "")
-        if policy in ("keydiff", "window", "full") or row["who"].startswith(("KeyDiff", "SnapKV")):
-            lines.setdefault(row["who"], []).append((row["cost"], row["value"]))
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" ',
-        'font-family="sans-serif" font-size="12">',
-        "<title>Recall against bytes of the cache</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        *_axes(),
-    ]
-    for index, (who, points) in enumerate(lines.items()):
-        out += _line(who, sorted(points), index)
-    return "\n".join([*out, "</svg>", ""])
-
-
-def _x(cost: float) -> float:
-    """1/64 to 1."""
-    return LEFT + (WIDTH - LEFT - RIGHT) * (1 + math.log2(cost) / 6)
-
-
-def _y(value: float) -> float:
-    return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value)
-
-
-def _axes() -> Iterator[str]:
-    for power in range(7):
-        x = _x(2.0**-power)
-        yield f'<path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#d5dae0"/>'
-        name = "1" if not power else f"1/{2**power}"
-        yield f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#59636e">{name}</text>'
-    for tenth in range(0, 11, 2):
-        y = _y(tenth / 10)
-        yield f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#d5dae0"/>'
-        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#59636e">{tenth / 10:g}</text>'
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    label = "bytes of the cache, of all tokens in 16 bits"
-    yield f'<text x="{middle:.1f}" y="{HEIGHT - 8}" text-anchor="middle" fill="#1c2127">{label}</text>'
-
-
-def _line(who: str, points: list[tuple[float, float]], index: int) -> Iterator[str]:
-    colour, dash = COLOURS[index % len(COLOURS)], ' stroke-dasharray="5 3"' if "kvpress" in who else ""
-    places = [(_x(cost), _y(value)) for cost, value in points]
-    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
-    yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in places)
-    y = TOP + 14 + 17 * index
-    yield f'<path d="M{WIDTH - RIGHT + 14} {y - 4}h20" stroke="{colour}" stroke-width="2"{dash}/>'
-    yield f'<text x="{WIDTH - RIGHT + 40}" y="{y}" fill="#1c2127">{who}</text>'

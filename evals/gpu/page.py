@@ -4,22 +4,43 @@
     python evals/gpu/page.py [--write docs/performance.md] [--results FOLDER]
 
 Without `--results` every folder of evals/results with figures of a GPU is shown; with none there is one sentence.
-First the goals of the GPU path (least, goal) beside what was measured, then a table per bench. Figures of a
-rehearsal on the CPU are only shown where their folder is named, under a heading that says so.
+A table per bench. Figures of a rehearsal on the CPU are only shown where their folder is named, under a heading that
+says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from goals import ITEMS, PARTS, Figure, Item, Row, Run, best_peer, read_run
-
+Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- gpu: made by evals/gpu/page.py -->", "<!-- gpu: end -->"
+PARTS = (
+    "machine",
+    "smoke",
+    "tests",
+    "linears",
+    "attention",
+    "prefill",
+    "end_to_end",
+    "peer",
+    "quantization",
+    "greedy",
+    "sanitizer",
+)
+# Who else multiplies the same numbers; the first part of a name that fits.
+RIVALS = {
+    "w4a16": ("cublas bf16", "torch tinygemm"),
+    "w8a8 int8": ("cublas bf16", "torch _int_mm"),
+    "w8a8 fp8": ("cublas bf16", "torch _scaled_mm"),
+    "": ("cublas bf16",),
+}
 LABELS = ("program", "family", "case", "test", "kind", "weights", "kv", "shape", "m")
 NOTHING = (
     "No figure here comes from a GPU: the kernels for CUDA devices are compiled ahead of time and held to their\n"
@@ -28,37 +49,43 @@ NOTHING = (
 )
 
 
-def _shown(value: float | None, unit: str) -> str:
-    if value is None:
-        return "not measured"
-    if unit == "share":
-        return f"{value:.0%}".replace("%", " %")
-    return {"times": f"{value:.2f}×", "minutes": f"{value:.1f} min", "GB": f"{value:.1f} GB"}[unit]
+@dataclass(frozen=True)
+class Run:
+    """The files of one folder by part."""
+
+    parts: dict[str, dict[str, Any]]
+
+    def rows(self, name: str, /, **labels: Any) -> list[Row]:
+        """Measured rows of a part that have these labels."""
+        rows = self.parts.get(name, {}).get("rows", [])
+        rows = [row for row in rows if "error" not in row and "absent" not in row]
+        return [row for row in rows if all(row.get(key) == value for key, value in labels.items())]
+
+    def meta(self, part: str) -> dict[str, Any]:
+        """Machine, versions and commit of a part."""
+        return dict(self.parts.get(part, {}).get("meta", {}))
+
+    @property
+    def has_device(self) -> bool:
+        """Whether some part says what it was measured on."""
+        return any(part.get("meta", {}).get("device") for part in self.parts.values())
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether these are no figures of a GPU."""
+        return any(part.get("meta", {}).get("rehearsal") for part in self.parts.values())
 
 
-def item_lines(run: Run) -> Iterator[str]:
-    """The table of goals."""
-    yield "| | least | goal | measured | | to best peer | of ceiling | commit |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for item in ITEMS:
-        figure = Figure() if run.is_rehearsal else item.measure(run)
-        sign = "≤ " if item.at_most else "≥ "
-        least, goal = item.in_words or (sign + _shown(item.least, item.unit), sign + _shown(item.goal, item.unit))
-        peer = "-" if figure.peer is None else _shown(figure.peer, "times")
-        ceiling = "-" if figure.ceiling is None else _shown(figure.ceiling, "share")
-        commit = str(run.meta(figure.part).get("commit", "-"))[:8]
-        cells = (item.name, least, goal, _shown(figure.value, item.unit), _met(item, figure), peer, ceiling, commit)
-        yield "| " + " | ".join(cells) + " |"
+def read_run(folder: Path) -> Run:
+    """What a folder holds."""
+    return Run({name: json.loads(path.read_text()) for name in PARTS if (path := folder / f"{name}.json").exists()})
 
 
-def _met(item: Item, figure: Figure) -> str:
-    """What has been reached."""
-    if figure.value is None:
-        return ""
-    least, goal = (
-        figure.value <= limit if item.at_most else figure.value >= limit for limit in (item.least, item.goal)
-    )
-    return "goal" if goal else "least" if least else "**missed**"
+def best_peer(run: Run, row: Row) -> float | None:
+    """Microseconds of the fastest linear of others with the same shape, rows and numbers; None = none was there."""
+    rivals = next(names for numbers, names in RIVALS.items() if numbers in row["kind"])
+    others = run.rows("linears", shape=row["shape"], m=row["m"])
+    return min((other["us"] for other in others if other["kind"] in rivals), default=None)
 
 
 def _table(title: str, rows: list[Row], columns: dict[str, str]) -> Iterator[str]:
@@ -81,9 +108,9 @@ def _cell(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if key.startswith("share") or key == "host_share":
-        return _shown(value, "share")
+        return f"{value:.0%}".replace("%", " %")
     if key.startswith("speedup") or key == "peer":
-        return _shown(value, "times")
+        return f"{value:.2f}×"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -146,7 +173,6 @@ def run_lines(name: str, run: Run) -> Iterator[str]:
             wrong = sum("error" in row for row in rows)
             yield f"{len(rows)} {what} of which {wrong} {'is' if wrong == 1 else 'are'} wrong."
             yield ""
-    yield from item_lines(run)
     yield from bench_lines(run)
     missing = list(_left_out(run))
     if missing:

@@ -41,7 +41,7 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.folder, self.gpu, self.out = folder, folder / "evals/gpu", folder / "out"
         self.gpu.mkdir(parents=True)
-        for name in ("run.sh", "page.py", "goals.py"):
+        for name in ("run.sh", "page.py"):
             shutil.copy(GPU / name, self.gpu)
         source = (GPU / "results.py").read_text()
         assert "_ARCHIVE_EVERY_S = 5.0" in source

@@ -13,7 +13,7 @@ EVALS = Path(__file__).resolve().parents[2] / "evals"
 @pytest.fixture
 def modules(monkeypatch):
     """`pages` and `scale_page` of evals."""
-    for folder in (EVALS, EVALS / "scale"):
+    for folder in (EVALS, EVALS / "checks"):
         monkeypatch.syspath_prepend(str(folder))
     import pages
     import scale_page
@@ -47,11 +47,7 @@ def test_a_measured_row_without_a_digest_is_told_by_its_commit_alone(modules):
 
 
 def test_a_report_that_differs_is_told_and_only_times_may(modules, monkeypatch, tmp_path):
-    import measure_scale
-
     page, taken = modules[1], {"commit": "a", "date": "d", "machine": "m"}
-    report = {"seconds": 1, "gates": [{"held": True, "seconds": 2}], "metrics": {"kl": 0.1, "ttft_ratio[sweep]": 0.9}}
-    assert measure_scale.steady(report) == {"gates": [{"held": True}], "metrics": {"kl": 0.1}}
     monkeypatch.setattr(page, "RESULTS", tmp_path)
     assert page.verify_table() == ""
     one = {"ranks": 1, "wall_s": 30.0, "answering_s": 20.0, "answers": 600, "digest": "x", "taken": taken}
