@@ -37,7 +37,7 @@ def test_fields_are_described(served):
 def test_random_requests(checkpoint, tmp_path):
     """So many requests, not so many seconds: told a time, schemathesis goes on until it is over."""
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-    options = ["--phases", "coverage,fuzzing", "--max-examples", "20", "--checks", checks, "--no-color"]
+    options = ["--phases", "coverage,fuzzing", "--max-examples", "6", "--checks", checks, "--no-color"]
     code = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
     # Where nobody bounds an answer it is as long as the context, on whose length nothing else depends.
     with serving(checkpoint, max_sequences=8, max_length=64) as server:
