@@ -32,12 +32,12 @@ for weights in ("bf16", "w8a8", "fp8", "w4a16 head8"):
 print(json.dumps(found))
 """
 # Launches per layer of one step, those outside the layers shared among them: not to grow unseen.
-MOST = {"bf16": 9.3, "w8a8": 10.3, "fp8": 10.3, "w4a16 head8": 8.3, "8x1B": 10.7}
+# torch chooses the experts of the mixture: eight small launches, which a CUDA graph replays.
+MOST = {"bf16": 9.3, "w8a8": 10.3, "fp8": 10.3, "w4a16 head8": 8.3, "8x1B": 17.5}
 EXPERT_KERNELS = ("expert_tile_kernel",)
 
-# Launches outside the layers, the greedy choice included: embedding, cosines, sines, norm, head, comparison of maxima.
-# What another head gives is widened to float32 in a launch of its own; a packed one does that itself.
-OUTSIDE = {"bf16": 7, "w8a8": 7, "fp8": 7, "w4a16 head8": 6}
+# Launches outside the layers, the greedy choice included: embedding, cosines, sines, norm, head, the likeliest token.
+OUTSIDE = 6
 
 
 @pytest.mark.slow
@@ -62,5 +62,6 @@ def test_a_step_reads_the_weights_once_and_launches_no_more_than_it_did():
         assert experts == ["expert_tile_kernel 32"], weights  # two products per layer
     for name, (share, per_layer, outside) in result.items():
         assert share == pytest.approx(1.0, abs=0.01), name
-        assert per_layer <= MOST[name.rpartition(" ")[0]], name
-        assert outside == OUTSIDE[name.rpartition(" ")[0]], name
+        weights, _, kv = name.rpartition(" ")
+        assert per_layer <= MOST[weights] + (kv == "int4"), name  # keys of 4 bits are stored a page at a time
+        assert outside == OUTSIDE, name

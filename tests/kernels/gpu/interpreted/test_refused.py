@@ -108,8 +108,9 @@ def test_small_operations(refuse, monkeypatch, name):
 @pytest.mark.parametrize("kind", [None, ("int4", 64, True)], ids=str)
 def test_experts(refuse, kind):
     refuse("experts", gpu_experts, "multiply_tiles")
-    made, x, scores = Experts(kind), rows(3, 256), torch.randn(3, 4)
-    shared, score = rows(3, 256), torch.randn(3, 1).half()
+    made, scores = Experts(kind), torch.randn(3, 4)
+    x = rows(3, made.hidden)
+    shared, score = rows(3, made.hidden), torch.randn(3, 1).half()
     weights, chosen = reference.route(scores, 2, True)
     expected = made.expected(x, chosen, weights) + shared * score.sigmoid()
     for _ in range(2):
