@@ -15,6 +15,8 @@ import math
 import torch
 from torch import Tensor
 
+from quantkit.numerics.scheme import WeightScheme
+
 # Values packed at once, which bounds the int64 temporaries.
 _BLOCK_VALUES = 1 << 22
 _WORD = 1 << 32
@@ -119,3 +121,11 @@ def _filled(rows: Tensor, size: int) -> Tensor:
     """Rows in runs of `size`, the last filled up with zeros: (R, P, size)."""
     filled = torch.nn.functional.pad(rows, (0, -rows.shape[1] % size))
     return filled.view(rows.shape[0], filled.shape[1] // size, size)
+
+
+def packed_bytes(weight: WeightScheme, out_features: int, in_features: int) -> int:
+    """Count the bytes of codes, zero points and 16-bit scales in GPTQ's and AWQ's words of 32 bits."""
+    groups = 1 if weight.group_size is None else math.ceil(in_features / weight.group_size)
+    words = math.ceil(in_features * weight.dtype.bits / 32) * out_features
+    zeros = math.ceil(out_features * weight.dtype.bits / 32) * groups
+    return 4 * (words + zeros) + 2 * out_features * groups

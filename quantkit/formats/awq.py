@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._packing import pack_words, unpack_words
+from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats.base import HALF_DTYPES, Format, ignored_rules, matrix_shape
 from quantkit.formats.gptq import check_scale, read_group_size, write_group_size
@@ -39,6 +39,9 @@ class AWQFormat(Format):
     scale_name: ClassVar[str] = "scales"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF_DTYPES
     package: ClassVar[str] = "gptqmodel"
+
+    def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
+        return packed_bytes(scheme.weight, out_features, in_features)
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         super().check(scheme, shape)

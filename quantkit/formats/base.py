@@ -125,6 +125,21 @@ class Format(ABC):
         """
         return self.shape(shapes, scheme)
 
+    def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
+        """Count the bytes of a weight (N, K) in this format.
+
+        Args:
+            scheme: of the linear.
+            out_features, in_features: N and K.
+            scale_bytes: of one number in the model's own type.
+        Raises:
+            SchemeError: the format does not say.
+        """
+        raise SchemeError(
+            f"the {self.name} format does not say how many bytes a weight takes; "
+            f"give {type(self).__name__} a method linear_bytes"
+        )
+
     def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """Weights that are stored as codes: their tensors' full names by local name, by full name of the weight.
 

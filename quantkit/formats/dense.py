@@ -24,6 +24,9 @@ class DenseFormat(Format):
     holds_group_index: ClassVar[bool] = True
     holds_transposed: ClassVar[bool] = True
 
+    def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
+        return out_features * in_features * scale_bytes
+
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         self._check_activations(scheme)
         return {"weight": weight.dequantize(weight.values_dtype)}

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _ASYMMETRIC = ("int2", "int3", "int4")
 # ggml's name of the block that holds a symmetric number type.
 _SYMMETRIC = {**dict.fromkeys(_ASYMMETRIC, "Q4_0"), "int5": "Q5_0", "int6": "Q6_K", "int8": "Q8_0", "mxfp4": "MXFP4"}
+# Values and bytes of a block.
+_BLOCK_BYTES = {"Q4_0": (32, 18), "Q5_0": (32, 22), "Q6_K": (256, 210), "Q8_0": (32, 34), "MXFP4": (32, 17)}
 
 
 class GGUFFormat(CompressedTensorsFormat):
@@ -50,6 +52,13 @@ class GGUFFormat(CompressedTensorsFormat):
     library: ClassVar[str] = "gguf"
     engines: ClassVar[tuple[str, ...]] = ("llama.cpp",)
     package: ClassVar[str] = ""
+
+    def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
+        weight = scheme.weight
+        # Asymmetric int4 is Q5_0 where float16 does not hold its minimum, which only the numbers tell.
+        wide = not weight.symmetric and weight.dtype.name == "int4"
+        values, size = _BLOCK_BYTES["Q5_0" if wide else self.symmetric_block(weight)]
+        return out_features * in_features // values * size
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         self._check_activations(scheme)

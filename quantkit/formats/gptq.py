@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._packing import pack_words, unpack_words
+from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats.base import HALF_DTYPES, Format, matrix_shape
 from quantkit.numerics.dtype import DTYPES
@@ -57,6 +57,10 @@ class GPTQFormat(Format):
     holds_transposed: ClassVar[bool] = True
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF_DTYPES
     package: ClassVar[str] = "gptqmodel"
+
+    def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
+        # Files carry g_idx, an int32 group number for each input.
+        return packed_bytes(scheme.weight, out_features, in_features) + 4 * in_features
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         super().check(scheme, shape)

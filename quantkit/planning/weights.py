@@ -1,12 +1,13 @@
 """Forms in which weights are stored, and the bytes of a matrix in each. Arithmetic only; torch-free.
 
 compressed-tensors packs codes into 32-bit words along the inputs, with a scale per group in the model's own number
-type and zero points packed along the outputs; gptq and awq always have zero points, and 16-bit scales; dense stores
-values.
+type and zero points packed along the outputs. Every other format counts its own bytes (`Format.linear_bytes`).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from quantkit.quantities import fitting_group
@@ -27,7 +28,7 @@ class WeightForm:
         symmetric: no zero points.
         scaled: False for numbers that are what they say: bf16, fp32, or codes counted without their scales.
         compute: numbers that products are made of: "bf16"; "int8", "fp8" or "fp4" where activations are quantized too.
-        layout: on-disk format.
+        counted: bytes of a weight from N, K and the bytes of a scale, by its format; None = compressed-tensors.
         zero_bits: of one zero point; None = packed like the codes.
         block_rows: outputs that share their scales; None = all.
         own_scale_bytes: of one scale, where its type fixes it; None = the size of the model's number type.
@@ -41,7 +42,7 @@ class WeightForm:
     symmetric: bool = True
     scaled: bool = True
     compute: str = "bf16"
-    layout: str = "compressed-tensors"
+    counted: Callable[[int, int, int], int] | None = None
     zero_bits: int | None = None
     block_rows: int | None = 1
     own_scale_bytes: int | None = None
@@ -77,15 +78,9 @@ class WeightForm:
         """
         if not self.scaled:
             return out_features * in_features * self.bits // 8
-        if self.layout == "dense":
-            return out_features * in_features * scale_bytes
+        if self.counted is not None:
+            return self.counted(out_features, in_features, scale_bytes)
         groups = 1 if self.group_size is None else math.ceil(in_features / self.group_size)
-        if self.layout != "compressed-tensors":
-            words = math.ceil(in_features * self.bits / 32) * out_features
-            zeros = math.ceil(out_features * self.bits / 32) * groups
-            # GPTQ files carry g_idx, an int32 group number for each input.
-            index = 0 if self.layout == "awq" else 4 * in_features
-            return 4 * (words + zeros) + 2 * out_features * groups + index
         rows = 1 if self.block_rows is None else math.ceil(out_features / self.block_rows)
         scales = rows * groups * (self.own_scale_bytes or scale_bytes) + self.tensor_bytes
         if not self.packed:
@@ -96,7 +91,7 @@ class WeightForm:
 
     def file_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
         """`matrix_bytes` and what a file holds beside it."""
-        extra = _SHAPE_BYTES if self.packed and self.layout == "compressed-tensors" else 0
+        extra = _SHAPE_BYTES if self.packed and self.counted is None else 0
         extra += self.input_scales * scale_bytes
         return self.matrix_bytes(out_features, in_features, scale_bytes) + extra
 
@@ -127,6 +122,8 @@ def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
         linear: a `quantkit.numerics.scheme.LinearScheme`; not imported here, because that would import torch.
         layout: on-disk format of the recipe.
     """
+    from quantkit.formats import REGISTRY  # reads schemes, so torch is there already
+
     weight, activation = linear.weight, linear.activation
     two_levels = weight.dtype.scale == "e4m3"
     calibrated = activation is not None and activation.is_calibrated
@@ -137,7 +134,7 @@ def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
         group_size=weight.group_size,
         symmetric=weight.symmetric,
         compute=compute,
-        layout=layout,
+        counted=None if layout == "compressed-tensors" else partial(REGISTRY.load(layout).linear_bytes, linear),
         block_rows=weight.block_rows,
         own_scale_bytes=None if weight.dtype.scale == "float" else 1,
         # The global scale of inputs is a float32 number like that of weights, whatever the model's type.

@@ -1,0 +1,53 @@
+"""A format added as one file is sized by its own answer, and refused where it gives none."""
+
+from __future__ import annotations
+
+import pytest
+
+import quantkit.formats
+from quantkit.errors import SchemeError
+from quantkit.planning.weights import from_linear
+from quantkit.registry import Registry
+from tests.formats.schemes import SCHEMES
+
+SOURCE = """
+from quantkit.formats.base import Format
+
+class Bytewise(Format):
+    name = "bytewise"
+
+    def decode(self, tensors, scheme):
+        raise NotImplementedError
+"""
+ANSWER = """
+    def linear_bytes(self, scheme, out_features, in_features, scale_bytes):
+        return out_features * in_features + 7
+"""
+
+
+@pytest.fixture
+def add(tmp_path, monkeypatch):
+    def written(answer: str) -> None:
+        (tmp_path / "bytewise.py").write_text(f"{SOURCE}{answer}\n\nFORMAT = Bytewise()\n")
+        monkeypatch.setattr(quantkit.formats, "__path__", [*quantkit.formats.__path__, str(tmp_path)])
+        monkeypatch.delitem(__import__("sys").modules, "quantkit.formats.bytewise", raising=False)
+        fresh = Registry(package="quantkit.formats", attribute="FORMAT", noun="format")
+        monkeypatch.setattr(quantkit.formats, "REGISTRY", fresh)
+
+    return written
+
+
+def test_planning_sizes_a_new_format_by_its_own_answer(add):
+    add(ANSWER)
+    assert from_linear(SCHEMES["int4-g32"], "bytewise").matrix_bytes(32, 64) == 32 * 64 + 7
+
+
+def test_a_new_format_that_does_not_say_its_bytes_is_refused(add):
+    add("")
+    with pytest.raises(SchemeError, match="bytewise format does not say"):
+        from_linear(SCHEMES["int4-g32"], "bytewise").matrix_bytes(32, 64)
+
+
+@pytest.mark.parametrize(("scheme", "per_32"), [("int4-g32", 18), ("mxfp4", 17)])
+def test_gguf_is_sized_in_its_blocks(scheme, per_32):
+    assert from_linear(SCHEMES[scheme], "gguf").matrix_bytes(32, 64) == 32 * 64 // 32 * per_32
