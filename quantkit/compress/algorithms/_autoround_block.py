@@ -126,7 +126,7 @@ class TunedBlock:
                 self._step(name, self._sums.pop(name), weight)
 
     def multiply(self, name: str, linear: nn.Linear, inputs: Tensor) -> Tensor:
-        """What the linear gives, with this block's weight."""
+        """Return the linear's output, computed with this block's weight."""
         self._calls[name] += torch.is_grad_enabled()
         take = partial(self._take, name)
         outputs: Tensor = _Product.apply(inputs, linear.weight, linear.bias, take)  # type: ignore[no-untyped-call]

@@ -135,7 +135,7 @@ class TunedWeight:
     def _gradients(
         self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None, scratch: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the loss by offset (R, G, g; in units of the scale), scale (R, G), zero point (R, G; or None)."""
+        """Gradients of the loss by offset (R, G, g; in scales), scale (R, G), and zero point (R, G; or None)."""
         codes, inside, by_value = scratch
         raw = self._raw(rows, ratio, zero, inside)
         torch.clamp(raw, self._dtype.minimum, self._dtype.maximum, out=codes)

@@ -1,4 +1,4 @@
-"""What GPTQ's loop needs of a Hessian (K, K), in the memory of one square."""
+"""Factor of a Hessian (K, K) that GPTQ's loop reads, computed in the memory of one square."""
 
 from typing import NamedTuple
 

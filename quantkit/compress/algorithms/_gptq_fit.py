@@ -139,7 +139,7 @@ def _normal_equations(
 
 
 def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """Of a few groups, what they sum up to with themselves and with those that follow.
+    """Multiply a few groups, through the Hessian, with themselves and with the groups after them.
 
     Args:
         values: (K, R) float32.

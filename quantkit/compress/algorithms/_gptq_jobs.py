@@ -88,7 +88,7 @@ def _largest(work: Sequence[tuple[Hashable, float, float]], way: list[int]) -> f
 
 
 def deal_out(work: Sequence[tuple[Hashable, float, float]], count: int) -> list[int]:
-    """Who gets what of a row of work, in as many shares that follow each other, the largest as small as can be.
+    """Split a row of work into consecutive shares so that the largest share is as small as possible.
 
     Args:
         work: what it is of, its cost, and what it costs each who does any of the same.

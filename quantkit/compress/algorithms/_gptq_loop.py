@@ -35,7 +35,7 @@ _COPIED = 512
 
 
 class Settled(NamedTuple):
-    """What the loop gives for weights that went through it as one.
+    """Result of the loop for weights that it processed together.
 
     Args:
         codes: (K, N) in the number type's storage dtype.
@@ -47,7 +47,7 @@ class Settled(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """What a column's weights are rounded to, in the order of the factor.
+    """Grid that a column's weights are rounded to, in the order of the factor.
 
     Args:
         scales, zeros: (G, N) float32; no zeros for symmetric types.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # planning asks steps for their memory, without torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """What the memory that compressing takes depends on.
+    """Sizes of a layer that decide the memory of a compression.
 
     Args:
         weights: numbers in the linears of the largest layer.
@@ -31,7 +31,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """What a step holds in memory at its highest, beside the layer and the hidden states.
+    """Peak memory of a step, beside the layer and the hidden states.
 
     Args:
         statistics: of inputs, and what is tuned or solved.

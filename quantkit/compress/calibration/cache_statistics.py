@@ -19,7 +19,7 @@ _CLIPS = tuple(1 - 0.05 * step for step in range(13))  # of the largest number: 
 
 
 class HeadStatistics:
-    """What is known of the keys, or of the values. *Mutable*: grows with `update`."""
+    """Statistics of the keys, or of the values. *Mutable*: grows with `update`."""
 
     def __init__(self) -> None:
         self.num_tokens = self._num_pages = 0
@@ -91,7 +91,7 @@ class HeadStatistics:
 
 
 class CacheStatistics:
-    """Of one layer's keys and values.
+    """Statistics of one layer's keys and values.
 
     Args:
         rotate: keys are also looked at as a Hadamard rotation leaves them.

@@ -53,7 +53,7 @@ class Samples:
 
     @property
     def record(self) -> CalibrationRecord:
-        """For reports."""
+        """Return the entry for reports."""
         tokens = sum(map(len, self.token_ids))
         return CalibrationRecord(
             num_samples=len(self.token_ids),
@@ -127,7 +127,7 @@ def _not_among(extra: list[list[int]], samples: list[list[int]]) -> tuple[tuple[
 
 
 def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
-    """What a careful engineer would notice about calibration samples.
+    """Return warnings about calibration samples.
 
     Args:
         samples: token ids per sample.

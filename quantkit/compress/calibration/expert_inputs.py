@@ -129,7 +129,7 @@ def show_all_tokens(
 def count_tokens(
     block: nn.Module, experts: Sequence[ExpertLocation], runs: Iterable[Callable[[], object]]
 ) -> dict[int, int]:
-    """How many tokens a layer's own router gives each expert.
+    """Count the tokens that a layer's own router gives each expert.
 
     Args:
         block: the layer.

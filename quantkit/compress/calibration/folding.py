@@ -1,4 +1,4 @@
-"""What a scale per channel does to the parameters on both sides of it: y = (x / s) (W * s)'.
+"""Folding of a scale per channel into the parameters on both sides of it: y = (x / s) (W * s)'.
 
 Values only; who may fold, and how folded values are stored, is decided by `algorithms._smoothing` and `discover`.
 Shapes: N outputs, K inputs; a value head of width d feeds K / (kv_heads * d) query heads.

@@ -218,7 +218,7 @@ def load_processor(folder: Path) -> Any:
 
 
 def _process(processor: Any, chat: ImageChat) -> dict[str, Any]:
-    """What the model's forward takes of a sample, as tensors of one sequence."""
+    """Return the arguments of the model's forward for a sample, as tensors of one sequence."""
     template = getattr(processor, "chat_template", None)
     try:
         text = _text(processor, chat, template)

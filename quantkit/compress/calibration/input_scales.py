@@ -47,7 +47,7 @@ class InputRange:
 
     @property
     def largest(self) -> float:
-        """Of all inputs; 0 when there were none."""
+        """Largest of all inputs; 0 when there were none."""
         return torch.stack(self._largest).amax().item() if self._largest else 0.0
 
     @property

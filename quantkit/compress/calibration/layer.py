@@ -83,7 +83,7 @@ class LayerContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights and statistics of this layer live."""
+        """Device of this layer's weights and statistics."""
         return next(self.block.parameters()).device
 
     @property
@@ -273,7 +273,7 @@ class LayerContext:
         return self.next_call(call, compute_with(block))
 
     def grid(self, name: str) -> WeightGrid:
-        """What the weight of a linear can be rounded to."""
+        """Return the grid that the weight of a linear is rounded to."""
         return WeightGrid(self.schemes[name].weight, self.scale_dtype[name], self._tensor_largest(name))
 
     def round(self, names: Sequence[str]) -> None:
@@ -308,7 +308,7 @@ class LayerContext:
         return self.owners.get(self.set_key(name), 0)
 
     def by_owners(self, names: Sequence[str], compute: Callable[[str], T]) -> list[T]:
-        """What is computed for each of these linears, by the owner of its set, in every process."""
+        """Compute a value for each of these linears by the owner of its set, and return all values in every process."""
         if self.data.store is None:  # the work of one process, and of one of its threads
             return [compute(name) for name in names]
         return share_out(names, compute, owners=[self.owner(name) for name in names])
@@ -387,5 +387,5 @@ class LayerContext:
 
 
 def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
-    """Of what a module returns: transformers wraps some outputs into tuples."""
+    """Return the hidden states of a module's output: transformers wraps some outputs into tuples."""
     return output if isinstance(output, Tensor) else output[0]

@@ -1,4 +1,4 @@
-"""What changes while a layer is compressed: what is known of its inputs, and what has been chosen for it."""
+"""State of a layer during compression: its inputs and their statistics, and the choices made for it."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from quantkit.results import LinearRecord
 
 @dataclass(kw_only=True, slots=True)
 class LayerData:
-    """What a layer is fed, and what is known of it. *Mutable*.
+    """Inputs of a layer, and their statistics. *Mutable*.
 
     Args:
         store: hidden states before the layer, made by the layers before as they were quantized, or by the original's
@@ -42,7 +42,7 @@ class LayerData:
 
 @dataclass(kw_only=True, slots=True)
 class LayerChoices:
-    """What has been chosen for a layer so far, by relative name. *Mutable*.
+    """Choices made for a layer so far, by relative name. *Mutable*.
 
     Args:
         ranges: that a step has left for the rounding that follows.

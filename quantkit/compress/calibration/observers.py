@@ -235,7 +235,7 @@ class Magnitude:
 
 
 def spread_rows(inputs: Tensor, count: int) -> Tensor:
-    """At most `count` > 0 of the rows of (T > 0, K) inputs in float32, spread evenly over them."""
+    """Return at most `count` > 0 rows of (T > 0, K) inputs in float32, spread evenly over them."""
     count = min(count, len(inputs))
     return inputs[torch.linspace(0, len(inputs) - 1, count, device=inputs.device).long()].float()
 

@@ -36,13 +36,13 @@ class End(NamedTuple):
     others: tuple[Any, ...] | None
 
     def output(self, value: Tensor) -> Any:
-        """What the module returns when the linear gives this."""
+        """Return the module's output for this output of the linear."""
         return value if self.others is None else (value, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Which modules of a layer can be replaced by what they have computed; with none it is always run whole.
+    """Modules of a layer that their kept outputs can replace; with none the layer always runs whole.
 
     Args:
         modules: linears to quantize in each.
@@ -65,7 +65,7 @@ Value = Callable[[torch.device], Any]
 
 
 class _Kept:
-    """Of one batch: outputs of modules, and inputs of the linears that modules end in. *Mutable*.
+    """Kept tensors of one batch: outputs of modules, and inputs of the linears that modules end in. *Mutable*.
 
     They are kept on disk where there is a folder for it: those of all batches take much more than the layer does.
 
@@ -80,11 +80,11 @@ class _Kept:
         self.inputs: dict[str, Value] = {}
 
     def keep_output(self, module: str, output: Any) -> None:
-        """What a module has returned."""
+        """Keep the output of a module."""
         self.outputs[module] = self._saved(f"output-{module}", output)
 
     def keep_input(self, module: str, value: Tensor) -> None:
-        """Of the linear that a module ends in."""
+        """Keep the input of the linear that a module ends in."""
         self.inputs[module] = self._saved(f"input-{module}", value)
 
     def _saved(self, name: str, value: Any) -> Value:
@@ -276,7 +276,7 @@ def _is_usable(module: nn.Module, calls: list[tuple[Any, Any]], limit: int) -> b
 
 
 def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: list[tuple[Any, Any]]) -> End | None:
-    """How a module returns the output of this linear, if it does."""
+    """Find how a module returns the output of this linear, if it does."""
     if len(module_calls) != 1 or len(linear_calls) != 1:
         return None
     (output, copy), (returned, before) = module_calls[0], linear_calls[0]

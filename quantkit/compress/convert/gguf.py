@@ -55,7 +55,7 @@ Typed = list[tuple[ExportedTensor, Block]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What is in an output; see `Conversion`."""
+    """Contents of an output; see `Conversion`."""
 
     num_linears: int
     output_bytes: int
@@ -123,7 +123,7 @@ def check_model(source: Source) -> None:
 
 
 def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
-    """What the file does not say of the checkpoint, and what it says with more bytes."""
+    """List the facts about the checkpoint that the file omits, and those that it stores with more bytes."""
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
         notes.append(

@@ -1,4 +1,4 @@
-"""From one checkpoint to another, one decoder layer in memory at a time; what is written is read back and compared.
+"""Convert one checkpoint to another, one decoder layer in memory at a time; read the result back and compare it.
 
 A directory is written under another name and renamed when all has been checked, so there is never half an output.
 """
@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What was done.
+    """Result of a conversion.
 
     Args:
         source: the checkpoint that was read.

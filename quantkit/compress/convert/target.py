@@ -60,7 +60,7 @@ def target_for(source: Source, format_: Format) -> Target:
 
 
 def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
-    """What to say when a format does not hold a checkpoint: why, and which formats do."""
+    """Return the error for a format that cannot hold a checkpoint: the reason, and the formats that can."""
     others = [other for other in REGISTRY.all().values() if other not in (refused, source.format)]
     holding = [other for other in others if _works(source, other)]
     codes = ", ".join(other.name for other in holding if other.keeps_codes)

@@ -1,1 +1,1 @@
-"""What an undescribed model is made of: layers, fused sets, smoothing pairs, seen by running it on random numbers."""
+"""Structure of an undescribed model: layers, fused sets and smoothing pairs, found by running it on random numbers."""

@@ -42,7 +42,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Discovery:
-    """What was found of a model.
+    """Structure found in a model.
 
     Args:
         name: class of the model.

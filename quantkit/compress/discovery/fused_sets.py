@@ -1,4 +1,4 @@
-"""Which linears of one decoder layer read the same tensor, and which are ignored, seen in one run of it.
+"""Linears of one decoder layer that read the same tensor, and linears to ignore, seen in one run of it.
 
 Ignored are linears that were not called, that have no more outputs than the model has heads (gates), or whose
 outputs go straight into a softmax or a choice of the largest, or into a sigmoid if there are as many as experts
@@ -21,7 +21,7 @@ _EXPERT = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gates:
-    """Which linears are gates and routers by the number of their outputs alone.
+    """Rule that recognizes gates and routers by the number of their outputs alone.
 
     Args:
         most: at most this many, the model's attention heads: a gate.

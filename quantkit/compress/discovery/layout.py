@@ -1,4 +1,4 @@
-"""Where the parts of a language model are: its decoder layers, embedding, final norm, head, and what runs them.
+"""Parts of a language model: its decoder layers, embedding, final norm, head, and what runs them.
 
 Found in a transformers model without weights, by asking it for its embedding and head and by passing hidden states
 through the lists of modules near the embedding. A language model inside a multimodal wrapper is found in the same way.

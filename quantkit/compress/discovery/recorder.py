@@ -21,7 +21,7 @@ _SQUASHED = ("aten::sigmoid",)
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """What one module did in one run.
+    """Inputs and outputs of one module in one run.
 
     Args:
         order: place of its first call among the calls of all modules.
@@ -36,7 +36,7 @@ class Seen:
 
 @dataclass(kw_only=True, slots=True)
 class Recording:
-    """What all modules did in one run.
+    """Records of all modules in one run.
 
     Args:
         modules: by relative name, in the order of their first calls; those that were not called are missing.

@@ -1,4 +1,4 @@
-"""Where a smoothing scale of a set can go, tried out: fold one in and see whether the layer still computes the same.
+"""Places for a set's smoothing scale, found by trial: fold one in and test that the layer's output is unchanged.
 
 Scales are random powers of two. Multiplying by one is exact, so a fold that is right changes no bit of the output, and
 one that is wrong has nowhere to hide. Every fold is tried on weights as they are and on ones so large that a clamp on

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, found by running it: sets of linears, their sources and their parents.
+"""Structure of a decoder layer, found by running it: sets of linears, their sources and their parents.
 
 The layer is an ordinary module with weights, its own or random ones; no family is known here.
 """
@@ -23,7 +23,7 @@ _FUSED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What was found in one layer.
+    """Structure found in one layer.
 
     Args:
         sets: linears that read the same tensor, in running order, with the sources that were verified.

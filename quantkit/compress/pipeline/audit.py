@@ -1,4 +1,4 @@
-"""What must hold of a checkpoint before it gets its final name. A breach is a defect of quantkit, not of the input."""
+"""Checks that a checkpoint must pass before it gets its final name. A breach is a defect of quantkit, not the input."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a compression tells while it runs. Torch-free; who listens decides what to show, and cannot change the run."""
+"""Events of a running compression. Torch-free; a listener decides what to show, and cannot change the run."""
 
 from typing import Any
 

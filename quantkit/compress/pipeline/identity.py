@@ -1,4 +1,4 @@
-"""What decides the bits of a run, as plain data: two runs of equal identity write the same files."""
+"""Everything that decides the bits of a run, as plain data: two runs of equal identity write the same files."""
 
 import hashlib
 import json

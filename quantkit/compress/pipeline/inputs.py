@@ -1,4 +1,4 @@
-"""From calibration data to the hidden states before each layer."""
+"""Computation of the hidden states before each layer from the calibration data."""
 
 import itertools
 import shutil

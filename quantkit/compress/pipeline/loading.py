@@ -105,7 +105,7 @@ def _together(reader: ModelReader, module: str, leaves: Iterable[str]) -> bool:
 
 
 def _with_siblings(bad: Mapping[str, str], linears: Mapping[str, LinearScheme]) -> dict[str, str]:
-    """With the other experts of the same mixture, which are one module in transformers."""
+    """Add the other experts of the same mixture, which are one module in transformers."""
     mixtures = {mixture: why for name, why in bad.items() if (mixture := _mixture(name)) is not None}
     return {name: why for name in linears if (why := bad.get(name) or mixtures.get(_mixture(name) or ""))}
 
@@ -176,7 +176,7 @@ def check_loads(
 def _problems(
     reader: CheckpointReader, source: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]
 ) -> Problems:
-    """Of a finished checkpoint."""
+    """Find the problems of a finished checkpoint."""
     loader = HfLoader(reader, reader.config.get("quantization_config") or {})
     leaves = {scheme: tuple(_encoded(format_, scheme)[0]) for scheme in set(linears.values())} if linears else {}
     stored = {name: {leaf: source.stored_name(f"{name}.{leaf}") for leaf in leaves[s]} for name, s in linears.items()}

@@ -25,7 +25,7 @@ class SharedLayer(LayerContext):
     shared: dict[object, Any]
 
     def count_tokens(self) -> None:
-        """See `LayerContext.count_tokens`."""
+        """Count tokens as `LayerContext.count_tokens` does."""
         if self.chosen.quantized:
             LayerContext.count_tokens(self)
             return
@@ -37,7 +37,7 @@ class SharedLayer(LayerContext):
         self.chosen.notes[said:] = notes
 
     def observe(self, observers: Mapping[str, Observer], errors: Mapping[str, CrossGram] | None = None) -> None:
-        """See `LayerContext.observe`."""
+        """Observe inputs as `LayerContext.observe` does."""
         if errors or self.chosen.quantized or self.data.divisors:
             LayerContext.observe(self, observers, errors or {})
             return

@@ -1,4 +1,4 @@
-"""What a user asks for, as a file: YAML in, real step and scheme objects out. Nothing is computed here."""
+"""Recipe files of a user: YAML in, real step and scheme objects out. This package computes nothing."""
 
 from quantkit.compress.recipe.load import Recipe, check, load, shipped
 

@@ -157,7 +157,7 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """Who is to read the result.
+    """Engine that is to read the result.
 
     Args:
         engine: its name, or `vllm:h100`; None = transformers where a recipe leaves something open, and nobody else.

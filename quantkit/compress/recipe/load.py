@@ -1,4 +1,4 @@
-"""From a name or a file to a Recipe, with every name resolved, every default filled in and every step built.
+"""Build a Recipe from a name or a file: resolve every name, fill in every default and build every step.
 
 Everything that can be wrong with a recipe alone fails here.
 """

@@ -90,7 +90,7 @@ def activation_scheme(fields: dict[str, Any]) -> ActivationScheme:
 
 
 def build_cache(section: schema.KVCacheSection) -> CacheGoal:
-    """What a recipe asks of the KV cache.
+    """Build the KV cache scheme that a recipe asks for.
 
     Args:
         section: of the recipe.

@@ -1,4 +1,4 @@
-"""What a recipe file may say: strict models of the YAML, and one-line messages for whatever they refuse.
+"""Schema of a recipe file: strict models of the YAML, and one-line messages for every refused entry.
 
 Not the recipe itself: `load` turns these into the objects that the pipeline uses.
 """

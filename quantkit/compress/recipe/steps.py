@@ -41,7 +41,7 @@ def step_name(item: Any) -> str | None:
 
 
 def step_options(item: Any) -> Any:
-    """What one entry of `steps:` gives its step."""
+    """Return the options that one entry of `steps:` gives its step."""
     given = next(iter(item.values())) if isinstance(item, dict) else None
     return {} if given is None else given
 
