@@ -51,3 +51,11 @@ def test_a_new_format_that_does_not_say_its_bytes_is_refused(add):
 @pytest.mark.parametrize(("scheme", "per_32"), [("int4-g32", 18), ("mxfp4", 17)])
 def test_gguf_is_sized_in_its_blocks(scheme, per_32):
     assert from_linear(SCHEMES[scheme], "gguf").matrix_bytes(32, 64) == 32 * 64 // 32 * per_32
+
+
+def test_blocks_of_gguf_have_ggmls_sizes():
+    gguf = pytest.importorskip("gguf")
+    from quantkit.formats.gguf import _BLOCK_BYTES
+
+    known = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in _BLOCK_BYTES}
+    assert known == _BLOCK_BYTES
