@@ -24,9 +24,9 @@ from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.families import find as find_family
-from quantkit.numerics.dtype import dtype_name
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.output.staging import MANIFEST
+from quantkit.quantities import dtype_name
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
 from quantkit.safety.untrusted import read_object
 

@@ -18,6 +18,11 @@ _BYTES = {**_DECIMAL, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
+def dtype_name(dtype: object) -> str:
+    """Return the name of a torch dtype, or of one that is named already, without `torch.`: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def fitting_group(size: int, width: int) -> int:
     """The largest group size up to the one asked for that divides a width and that engines read.
 

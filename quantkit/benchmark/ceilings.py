@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.numerics.dtype import dtype_name
+from quantkit.quantities import dtype_name
 
 # Several times the last-level cache of any machine, so that memory is measured and not the cache.
 _BUFFER_BYTES = 1 << 28

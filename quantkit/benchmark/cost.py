@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.kernels.layouts import KVLayout, Layout
 from quantkit.models.kv_budget import kept_tokens
-from quantkit.numerics.dtype import dtype_name
+from quantkit.quantities import dtype_name
 from quantkit.runtime.model.model import Model, NativeModel
 
 

@@ -18,7 +18,7 @@ from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.folder import resolve
 from quantkit.machine.devices import pick_device, processor_name
-from quantkit.numerics.dtype import dtype_name
+from quantkit.quantities import dtype_name
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
 

@@ -44,8 +44,9 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.evaluate.tasks import read_named_text, speaks_demo
-from quantkit.numerics.dtype import dtype_name, find_dtype
+from quantkit.numerics.dtype import find_dtype
 from quantkit.output.writer import write_json
+from quantkit.quantities import dtype_name
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 from quantkit.sweep.trials import Command, Trial, check_place, planned_bytes, run_trials

@@ -25,8 +25,8 @@ from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
-from quantkit.numerics.dtype import dtype_name
 from quantkit.numerics.scheme import LinearScheme, Scheme
+from quantkit.quantities import dtype_name
 
 _SECTION = "quantization_config"
 _TEXT = "text_config"

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
-from quantkit.numerics.dtype import dtype_name
-from quantkit.quantities import byte_size
+from quantkit.quantities import byte_size, dtype_name
 from quantkit.safety.untrusted import opened, parse_object, shorten
 
 if TYPE_CHECKING:

@@ -76,11 +76,6 @@ NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage
 DTYPES = {dtype.name: dtype for dtype in (INT2, INT3, INT4, INT5, INT6, INT8, FP8, NVFP4, MXFP4, MXFP8)}
 
 
-def dtype_name(dtype: object) -> str:
-    """Return the name of a torch dtype, or of one that is named already, without `torch.`: `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def find_dtype(name: str) -> DType:
     """The number type called `name` in recipes.
 

@@ -16,7 +16,7 @@ from quantkit.kernels import cpu, gpu
 from quantkit.kernels.layouts import page_bytes
 from quantkit.machine.devices import pick_device
 from quantkit.native.neighbours import watch_neighbours
-from quantkit.numerics.dtype import dtype_name
+from quantkit.quantities import dtype_name
 from quantkit.runtime.cache import policies
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine.assembly import build_engine, fit_pages, predict_capacity

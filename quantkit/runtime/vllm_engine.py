@@ -19,8 +19,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.folder import resolve
 from quantkit.errors import InputError, ModelError, RequestError, first_line
-from quantkit.numerics.dtype import dtype_name
-from quantkit.quantities import parse_bytes
+from quantkit.quantities import dtype_name, parse_bytes
 from quantkit.results import RequestTiming
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.prompts import Prompts

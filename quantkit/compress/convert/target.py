@@ -14,9 +14,9 @@ from quantkit.formats import REGISTRY
 from quantkit.formats.base import Format, unquantized_modules
 from quantkit.models.families import find
 from quantkit.models.linear_sets import fused_conflicts
-from quantkit.numerics.dtype import dtype_name
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.quantities import dtype_name
 
 _EMBEDDING = "embed_tokens"  # of a family that quantkit does not know
 

@@ -30,7 +30,7 @@ from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitiv
 from quantkit.evaluate.tasks import load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
-from quantkit.numerics.dtype import dtype_name
+from quantkit.quantities import dtype_name
 from quantkit.results import Comparison, EvaluationResult, Report
 from quantkit.results.gates import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations

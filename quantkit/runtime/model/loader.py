@@ -24,9 +24,10 @@ from quantkit.machine.memory import release_freed_memory
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find_language_model
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
-from quantkit.numerics.dtype import dtype_name, find_dtype
+from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.quantities import dtype_name
 from quantkit.runtime.config import HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.compressed import build_head, build_streamed_block
