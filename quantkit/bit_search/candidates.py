@@ -15,7 +15,6 @@ from quantkit.compress.pipeline.plan import Plan, build_plan
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
-from quantkit.compress.recipe.steps import step_name
 from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES, find_dtype
@@ -24,7 +23,6 @@ from quantkit.planning.weights import from_linear
 
 FINE = 32  # groups of this many beside those of the base recipe, where its own are larger
 SKIP = "skip"
-_ALONE = {"gptq": {"true_sequential": False, "asymmetric_calibration": 0.0}}  # options of steps, see `trial`
 _NOWHERE = "search-trial"  # an output that no plan of this module is carried out to
 
 
@@ -135,8 +133,11 @@ def trial(base: Recipe, candidate: Candidate) -> Recipe:
     once per set of linears, and all candidates are shown the same.
     """
     recipe = uniform(base, candidate)
-    names = [step_name(item) or "" for item in recipe.source["steps"]]
-    alone = {f"steps.{name}.{key}": value for name in names for key, value in _ALONE.get(name, {}).items()}
+    alone = {
+        f"steps.{name}.{key}": value
+        for name, step in recipe.steps.items()
+        for key, value in step.independent_options.items()
+    }
     recipe = build(patched(recipe.source, alone), recipe.name)
     if recipe.calibration is None or follows_original(recipe.steps.values()):
         return recipe

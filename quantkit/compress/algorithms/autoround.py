@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from quantkit.compress.algorithms._autoround_block import Examples, TunedBlock, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
 from quantkit.compress.algorithms._options import Positive, Share
-from quantkit.compress.algorithms.base import LayerSizes, StepBytes
+from quantkit.compress.algorithms.base import LayerSizes, Step, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
 from quantkit.machine.memory import release_freed_memory
@@ -36,7 +37,7 @@ Tuned = dict[str, TunedWeight]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoRoundStep:
+class AutoRoundStep(Step):
     """Signed gradient descent on rounding and ranges, a whole layer at a time.
 
     Args:
@@ -45,6 +46,8 @@ class AutoRoundStep:
         learning_rate: of the first step, in codes and in parts of the range, falling to zero;
             0 = 4 / iterations, at most 0.005.
     """
+
+    fixes_codes: ClassVar[bool] = True
 
     iterations: Positive = 1600
     batch_size: Positive = 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantkit.compress.algorithms._options import Positive
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
+from quantkit.compress.algorithms.base import Step
 from quantkit.compress.algorithms.rtn import InputStatistics, search_ranges
 from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
 from quantkit.distributed import share_out
@@ -25,7 +26,7 @@ _ROUNDED = 1 << 17  # weights scaled and rounded at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AwqStep:
+class AwqStep(Step):
     """Activation-aware scales, then a search for the best range of each group.
 
     Args:

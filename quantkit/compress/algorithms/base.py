@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:  # planning asks steps for their memory, without torch
+    from quantkit.checkpoints.model_reader import ModelReader
+    from quantkit.checkpoints.reader import CheckpointReader
     from quantkit.compress.calibration.layer import LayerContext
+    from quantkit.models.family import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,21 +46,60 @@ class StepBytes:
     hidden_states: int = 0
 
 
-class Step(Protocol):
+class Step(ABC):
     """One algorithm with its options, as a frozen dataclass called STEP in its own file.
 
     The fields are the options that a recipe may set; their defaults and the class docstring's `Args:` are
-    their documentation. Steps run in the order of the recipe, on one layer after another.
-
-    A step may have a property `needs_original`: true makes the run keep the hidden states of the original model beside
-    those of the quantized one, on disk, and the layer as it was (`original_store` and `original` of `layer.data`). A
-    step that only wants to know the original's outputs has `needs_targets` instead (`targets` of `layer.data`). A
-    property `reorders_groups` says that groups are formed in another order than that of the inputs. A method
-    `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to none. A method
-    `open(source: CheckpointReader, family: Family) -> ModelReader` of one step of a recipe makes another model of the
-    checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it cannot.
+    their documentation. Steps run in the order of the recipe, on one layer after another. Everything that other parts
+    of quantkit want to know of a step is an attribute here, so that nothing else names an algorithm.
     """
 
+    __slots__ = ()
+
+    fixes_codes: ClassVar[bool] = False
+    """The step sets codes, so a step behind it changes nothing."""
+    is_for_activations: ClassVar[bool] = False
+    """The step only helps where activations are quantized."""
+    replaces_model: ClassVar[bool] = False
+    """`open` makes another model of the checkpoint, so no stored code can be kept."""
+    independent_options: ClassVar[Mapping[str, Any]] = {}
+    """Options with which the result for a layer does not depend on the layers before it, for `search`."""
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether the run also keeps the original model's hidden states and layer (`layer.data`)."""
+        return False
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether the run computes the original model's outputs (`layer.data.targets`)."""
+        return False
+
+    @property
+    def reorders_groups(self) -> bool:
+        """Whether groups are formed in another order than that of the inputs, which the format must then store."""
+        return False
+
+    @property
+    def on_one_process(self) -> bool:
+        """Whether one process solves the whole layer, because its parts cannot be shared among several."""
+        return False
+
+    def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
+        """Return the peak memory of the step; the default is next to none."""
+        return StepBytes()
+
+    def open(self, source: CheckpointReader, family: Family) -> ModelReader:
+        """Return the model that all steps of the recipe work on: another one only where `replaces_model` says so.
+
+        Raises:
+            ModelError: the step cannot work on this model.
+        """
+        from quantkit.checkpoints.model_reader import ModelReader
+
+        return ModelReader.of(source, family)
+
+    @abstractmethod
     def apply(self, layer: LayerContext) -> None:
         """Improve one layer.
 
@@ -67,12 +110,12 @@ class Step(Protocol):
 
 def needs_original(steps: Collection[Step]) -> bool:
     """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
-    return any(getattr(step, "needs_original", False) for step in steps)
+    return any(step.needs_original for step in steps)
 
 
 def follows_original(steps: Collection[Step]) -> bool:
     """Whether some step asks what the original model makes of the data, before a layer or after it."""
-    return needs_original(steps) or any(getattr(step, "needs_targets", False) for step in steps)
+    return needs_original(steps) or any(step.needs_targets for step in steps)
 
 
 def keeps_original(steps: Collection[Step], *, hands_on: bool) -> bool:
@@ -82,7 +125,7 @@ def keeps_original(steps: Collection[Step], *, hands_on: bool) -> bool:
 
 def reorders_groups(steps: Collection[Step]) -> bool:
     """Whether some step forms groups in another order than that of the inputs."""
-    return any(getattr(step, "reorders_groups", False) for step in steps)
+    return any(step.reorders_groups for step in steps)
 
 
 def steps_bytes(
@@ -110,7 +153,7 @@ def steps_bytes(
         element_bytes=element_bytes,
         states_bytes=num_states * element_bytes,
     )
-    extra = [step.extra_bytes(sizes) if hasattr(step, "extra_bytes") else StepBytes() for step in steps]
+    extra = [step.extra_bytes(sizes) for step in steps]
     models = 2 if keeps_original(steps, hands_on=hands_on) else 1
     return {
         "layer": models * sizes.weights * sizes.element_bytes,

@@ -8,8 +8,9 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from quantkit.compress.algorithms._gptq_fit import fit_scales
 from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds, is_of_one_expert, owners
 from quantkit.compress.algorithms._gptq_loop import settle_columns
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
-from quantkit.compress.algorithms.base import LayerSizes, StepBytes
+from quantkit.compress.algorithms.base import LayerSizes, Step, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram, Workspace
 from quantkit.distributed import assign_work, fill, rank, share_out, world
@@ -43,7 +44,7 @@ Statistics = dict[tuple[str, ...], tuple[Tensor, Errors | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GptqStep:
+class GptqStep(Step):
     """Column-by-column rounding with error compensation.
 
     Args:
@@ -61,6 +62,9 @@ class GptqStep:
         refit: how often the scales of integers are fitted to the codes by least squares on the outputs, and the codes
             chosen again; each time costs one more run of the loop.
     """
+
+    fixes_codes: ClassVar[bool] = True
+    independent_options: ClassVar[Mapping[str, Any]] = {"true_sequential": False, "asymmetric_calibration": 0.0}
 
     block_size: Positive = 512
     damping: PositiveShare = 0.01

@@ -5,22 +5,26 @@ Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.rotated_reader import RotatedReader
+from quantkit.compress.algorithms.base import Step
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.models.family import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RotateStep:
+class RotateStep(Step):
     """Randomised Hadamard rotations folded into the weights; nothing is left to do at run time.
 
     Args:
         heads: rotate the value heads too.
         seed: of the random signs.
     """
+
+    replaces_model: ClassVar[bool] = True
 
     heads: bool = True
     seed: int = 0

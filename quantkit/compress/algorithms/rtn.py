@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.compress.algorithms.base import Step
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import GroupGram, Magnitude
 from quantkit.distributed import share_out
@@ -79,7 +80,7 @@ def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RtnStep:
+class RtnStep(Step):
     """Round to nearest in the range of each group that changes the outputs least.
 
     The error of a group is measured with its own block of the inputs' Gram matrix; in groups of more than 512 inputs

@@ -5,24 +5,28 @@ Source: Xiao et al. 2022, SmoothQuant: Accurate and Efficient Post-Training Quan
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.compress.algorithms._options import Share
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
+from quantkit.compress.algorithms.base import Step
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
 from quantkit.models.linear_sets import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SmoothQuantStep:
+class SmoothQuantStep(Step):
     """Per-channel scale max|x|^alpha / max|w|^(1 - alpha), folded into the norm before.
 
     Args:
         alpha: 0 leaves all difficulty to the activations, 1 moves all of it into the weights.
     """
+
+    is_for_activations: ClassVar[bool] = True
 
     alpha: Share = 0.5
 

@@ -34,7 +34,7 @@ def check_kept(
         if recipe.scheme.keeps(name):
             kept.setdefault(scheme, []).append(name)
     for step, made in recipe.steps.items() if kept else ():
-        if hasattr(made, "open"):
+        if made.replaces_model:
             raise RecipeError(f"the step {step} changes all weights, so none can be kept: drop it, or keep: source")
     for scheme, names in kept.items():
         with located(f"{names[0]} cannot be kept as the source has it"):

@@ -239,13 +239,12 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for name, step in recipe.steps.items():
-        make_reader: Callable[[CheckpointReader, Family], ModelReader] | None = getattr(step, "open", None)
-        if make_reader is not None:
+        if step.replaces_model:
             if not described:
                 raise ModelError(
                     f"{source.path}: the step {name} needs a family that quantkit describes; leave the step out"
                 )
-            return make_reader(source, family)
+            return step.open(source, family)
     return ModelReader.of(source, family)
 
 

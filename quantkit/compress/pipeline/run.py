@@ -382,7 +382,7 @@ def _layer_context(
 
 def _owners(plan: Plan, index: int) -> dict[str, int]:
     """The process of each set of a layer, by what it costs to solve it, unless a step needs all in one."""
-    if any(getattr(step, "on_one_process", False) for step in plan.recipe.steps.values()):
+    if any(step.on_one_process for step in plan.recipe.steps.values()):
         return {}
     shapes, sets = plan.skeleton.linear_shapes(index), plan.sets(index)
     costs = [sum(shapes[name][0] * shapes[name][1] ** 2 for name in group.linears) for group in sets]

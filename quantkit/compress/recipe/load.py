@@ -21,7 +21,6 @@ from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.results.gates import parse_gates
 from quantkit.safety.untrusted import parse_yaml, read_text, shorten
 
-_FIX_CODES = ("gptq", "autoround")
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
 
 
@@ -184,9 +183,10 @@ def check(path: str | Path) -> list[str]:
     """
     recipe = load(path)
     names, scheme, remarks = tuple(recipe.steps), recipe.scheme.default, []
-    if "smoothquant" in names and scheme is not None and scheme.activation is None:
-        remarks.append("smoothquant makes activations easier to quantize, but 'activations' is not set")
-    first = next((name for name in names if name in _FIX_CODES), None)
+    helps = next((name for name, step in recipe.steps.items() if step.is_for_activations), None)
+    if helps is not None and scheme is not None and scheme.activation is None:
+        remarks.append(f"{helps} makes activations easier to quantize, but 'activations' is not set")
+    first = next((name for name, step in recipe.steps.items() if step.fixes_codes), None)
     if first is not None and names[-1] != first:
         late = ", ".join(names[names.index(first) + 1 :])
         remarks.append(

@@ -6,12 +6,13 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 
 from quantkit.compress.algorithms import REGISTRY
+from quantkit.compress.algorithms.base import Step
 from quantkit.compress.recipe.schema import RecipeSection, as_recipe_error, validate
 from quantkit.errors import InputError, RecipeError
 from quantkit.safety.untrusted import shorten
 
 
-def build_steps(items: list[Any]) -> dict[str, Any]:
+def build_steps(items: list[Any]) -> dict[str, Step]:
     """The steps of a recipe by name, in order; their fields are the options, every default filled in.
 
     Args:
@@ -19,7 +20,7 @@ def build_steps(items: list[Any]) -> dict[str, Any]:
     Raises:
         RecipeError: an unknown step or option, a wrong type, or a step given twice.
     """
-    steps: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
     for position, item in enumerate(items):
         path = f"steps[{position}]"
         with as_recipe_error(path):
