@@ -8,9 +8,9 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
+from quantkit.benchmark.ceilings import break_even_rows
 from quantkit.benchmark.compare import Ratio, compare_results
 from quantkit.benchmark.cost import Cost
-from quantkit.benchmark.roofline import break_even_rows
 from quantkit.benchmark.serving_rules import busy, goodput, queue, stalls
 from quantkit.benchmark.steps import decode_steps, fit_itl
 from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times

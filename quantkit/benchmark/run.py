@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from quantkit.benchmark.ceilings import Ceilings, measure_ceilings
+from quantkit.benchmark.ceilings import Ceilings, decode_record, measure_ceilings, prefill_record
 from quantkit.benchmark.compare import join_rounds, turns
 from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
 from quantkit.benchmark.latency import run_load
 from quantkit.benchmark.memory import memory_records
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction, predict
-from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.folder import resolve
 from quantkit.machine.devices import pick_device, processor_name

@@ -1,19 +1,26 @@
 """From measured fused groups to a choice: solved as if sensitivities added up, then mended where they do not.
 
-Sensitivities are measured one group at a time, and what a group does beside others is another number. So the choice
-itself is measured, each group is moved one option up and one down beside the others as chosen, and the problem is
-solved again with those numbers, for as long as that lowers what is measured.
+Sensitivities are measured one group at a time, but groups change each other's. So the choice itself is measured, each
+group is moved one option up and one down beside the others, and the problem is solved again with those numbers, for as
+long as the measured figure falls. If the target is the accuracy of tasks, only finished models answer tasks, and KL
+stands for accuracy until then: losses of accuracy are taken to shrink in proportion to KL, with a first factor from a
+coarse model whose loss is visible and later ones from models that missed the target.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantkit.bit_search.solve import Choice, Option, least_cost, least_sensitivity, total
-from quantkit.errors import GateFailure
+from quantkit.errors import DataError, GateFailure
+from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.run import evaluate
+from quantkit.results import EvaluationResult, SearchResult
+from quantkit.results.statistics.comparison import ALL_TASKS, compare_evaluations
+from quantkit.runtime.llm import LLM
 
 if TYPE_CHECKING:
     from quantkit.bit_search.sensitivities import MeasuredGroups
@@ -138,3 +145,48 @@ def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[lis
         [beside(number, at) for at in next_options(group, choice[number])]
         for number, group in enumerate(groups.options)
     ]
+
+
+_SEEN = 0.5  # per cent: a loss below this is taken for it, since items are too few to show it
+_STRICTER = (0.2, 0.7)  # how much of the KL remains after a miss, at least and at most
+_LARGEST = 4.0  # times the KL of the coarse model, beyond which nothing is known
+
+
+@dataclass(kw_only=True, slots=True)
+class Judge:
+    """The original's answers, and what of them other models keep.
+
+    Args:
+        original: loaded.
+        goal: per cent of its scores.
+    """
+
+    original: LLM
+    goal: float
+    _answers: EvaluationResult | None = field(default=None)
+
+    def recovery(self, llm: LLM) -> float:
+        """Per cent of the original's scores, all tasks of the suite `quick` with equal weight.
+
+        Raises:
+            DataError: the tasks cannot be asked or compared.
+        """
+        asked = EvaluationOptions(suite="quick")
+        if self._answers is None:
+            self._answers = evaluate(self.original, asked)
+        compared = compare_evaluations(evaluate(llm, asked), self._answers)
+        overall = next((c.recovery for c in compared if c.subject == ALL_TASKS), None)
+        if overall is None:
+            raise DataError("the suite 'quick' has no task that gives a recovery here; search for --kl instead")
+        return overall
+
+    def first_kl(self, coarse: LLM, kl: float) -> float:
+        """A KL that may do, learned from a coarse model and its KL."""
+        lost = max(_SEEN, 100 - self.recovery(coarse))
+        return kl * min(_LARGEST, (100 - self.goal) / lost)
+
+    def next_kl(self, missed: SearchResult) -> float:
+        """A stricter KL after a miss."""
+        assert missed.recovery is not None
+        share = (100 - self.goal) / max(_SEEN, 100 - missed.recovery)
+        return missed.measured_kl * max(_STRICTER[0], min(_STRICTER[1], share))

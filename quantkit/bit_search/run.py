@@ -26,14 +26,12 @@ from quantkit.bit_search.candidates import (
     trial,
     usable,
 )
-from quantkit.bit_search.choose import Progress, within_budget, within_kl
+from quantkit.bit_search.choose import Judge, Progress, within_budget, within_kl
 from quantkit.bit_search.options import SearchOptions, SearchTarget
-from quantkit.bit_search.outputs import Outputs, open_outputs
+from quantkit.bit_search.outputs import Outputs, SearchState, open_outputs
 from quantkit.bit_search.recipe_file import default_candidate, overrides, remarks_on, write_recipe
-from quantkit.bit_search.recovery import Judge
 from quantkit.bit_search.sensitivities import TrialRunner, measure_groups
 from quantkit.bit_search.solve import Choice
-from quantkit.bit_search.state import SearchState
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from quantkit.bit_search.candidates import Candidate, trial
+from quantkit.bit_search.outputs import SearchState
 from quantkit.bit_search.solve import Choice, Option, total
-from quantkit.bit_search.state import SearchState
 from quantkit.compress.pipeline import quantize
 from quantkit.compress.pipeline.shared_pass import quantize_together
 from quantkit.compress.recipe import Recipe

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.benchmark.ceilings import Ceilings
+from quantkit.benchmark.ceilings import Ceilings, break_even_rows, decode_record, prefill_record
 from quantkit.benchmark.cost import Cost, LayerCost, linear_kinds, model_cost
-from quantkit.benchmark.roofline import break_even_rows, decode_record, prefill_record
 from quantkit.results import SWEEP_NAME, BenchmarkRun
 from quantkit.runtime.model.loader import load_model
 from tests.benchmark.test_steps import timing, workload

@@ -13,9 +13,9 @@ import quantkit
 from quantkit.bit_search import run as module
 from quantkit.bit_search import sensitivities
 from quantkit.bit_search.candidates import Candidate, default_candidates, read_candidates, trial, uniform, usable
+from quantkit.bit_search.choose import Judge
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.recipe_file import _patterns
-from quantkit.bit_search.recovery import Judge
 from quantkit.bit_search.run import search_recipe
 from quantkit.compress.pipeline import run as pipeline
 from quantkit.compress.recipe import load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.bit_search.state import SearchState
+from quantkit.bit_search.outputs import SearchState
 from quantkit.compress.pipeline.identity import write_state
 from quantkit.errors import ResumeError
 
