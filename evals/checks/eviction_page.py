@@ -71,7 +71,7 @@ def _origin(name: str) -> str:
 
 
 def _users() -> str:
-    """What `eviction_users.py` has counted."""
+    """Return the sentence about requests that fit into one pool."""
     kept = _read("users")
     full, evicting = (kept["measured"][name] for name in ("full", "budget"))
     about = kept["about"]

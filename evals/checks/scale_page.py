@@ -31,14 +31,8 @@ def code(recipe: Mapping[str, Any]) -> str:
 
 
 def row_code(row: Row) -> str:
-    """As `code`, of what a row of `measure_scale.py` ran; empty for one that does not say what that was."""
+    """As `code`, of what a measured row ran; empty for one that does not say what that was."""
     return code(load(row["recipe"], row["changes"]).source) if "recipe" in row else ""
-
-
-def is_same(row: Row) -> bool:
-    """Whether all runs of one recipe on one model wrote the same bytes."""
-    digests = {*row["ranks"].values(), *(killed["bytes"] for killed in row["killed"].values())}
-    return len(digests) <= 1 and not any(digest.startswith("exit") for digest in digests)
 
 
 def bytes_table() -> str:

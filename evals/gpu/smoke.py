@@ -46,9 +46,9 @@ def verdict(device: torch.device, family: str) -> dict[str, Any]:
     Raises:
         AssertionError: its kernels failed.
     """
-    passed, text = first_run.read_verdicts(device)[family]
-    assert passed, text
-    return {"verdict": text}
+    found = first_run.read_verdicts(device)[family]
+    assert found.passed, found.text
+    return {"verdict": found.text}
 
 
 def main() -> None:

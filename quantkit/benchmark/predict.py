@@ -119,21 +119,6 @@ def predict(
     )
 
 
-def quantized_linears(path: Path) -> tuple[ModelConfig, list[tuple[str, int, int, LinearScheme]]]:
-    """Linears of a checkpoint that are stored quantized, fused as they run; nothing but headers is read.
-
-    Args:
-        path: the directory.
-    Returns:
-        Its config, and of each linear the name of its first module, N, K and scheme.
-    Raises:
-        ModelError, CheckpointError: there is no such model, or only transformers runs it.
-    """
-    kernels = LinearKernels(device=torch.device("cpu"), dtype=torch.bfloat16, native=False)
-    weights = _count(CheckpointReader(path), kernels)
-    return weights.config, weights.quantized
-
-
 def max_length(model: Path | str | None) -> int | None:
     """Tokens of a sequence that a model can have, from its config.json; None where only transformers knows.
 
@@ -150,11 +135,9 @@ class _HeaderWeights(Weights):
 
     Args:
         kernels: that would run the linears.
-        quantized: linears that are stored so, fused as they run: name of the first, N, K and scheme.
     """
 
     kernels: LinearKernels
-    quantized: list[tuple[str, int, int, LinearScheme]] = field(default_factory=list)
     _sizes: dict[str, tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +163,6 @@ class _HeaderWeights(Weights):
             else:
                 scale = self.stored(f"{group[0]}.weight_scale", torch.float16)
                 self.num_bytes += quantized_bytes(rows, width, scheme, bias, scale, self.kernels)
-                self.quantized.append((group[0], rows, width, scheme))
         return _COUNTED
 
     def exact_linear(self, names: Sequence[str]) -> Linear:

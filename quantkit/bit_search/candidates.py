@@ -216,7 +216,7 @@ def _require(bits: float | None, least: float, names: list[str]) -> None:
 
 
 def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Weights and bytes of each linear to quantize by full name, counted as `bits_per_weight` of a result is."""
+    """Weights and bytes of each linear to quantize by full name, counted as the recipe's format stores them."""
     sizes = {}
     for index, schemes in enumerate(plan.layers):
         shapes = plan.skeleton.linear_shapes(index)

@@ -19,7 +19,7 @@ and 31 layers); the 8-bit layouts of mla, dsa and csa are those of FlashMLA and 
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
 
@@ -260,6 +260,10 @@ class StateShape:
     value_heads: int
     value_dim: int
     conv_width: int
+    has_rows: ClassVar[bool] = False
+    """It keeps no tokens, so none in a row either."""
+    window: ClassVar[None] = None
+    """Nor is the state about the newest tokens only."""
 
     @property
     def kind(self) -> Literal["state"]:

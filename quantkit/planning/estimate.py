@@ -253,7 +253,7 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
     refused = [
         layer.attention.describe()
         for layer in shape.layers
-        if layer.attention.kind in ("dsa", "csa", "hca") or getattr(layer.attention, "has_rows", False)
+        if layer.attention.kind in ("dsa", "csa", "hca") or layer.attention.has_rows
     ]
     if refused:
         raise InputError(f"kv_budget: the bundled runtime evicts nothing of {refused[0]}; leave it out")
@@ -261,7 +261,7 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
         raise InputError("kv_budget: the model keeps a state of one size per sequence, of which nothing can be evicted")
     eviction = Eviction(budget=parse_budget(budget), policy=policy)
     if (kept := eviction.kept(context)) < context:
-        window = max((getattr(layer.attention, "window", None) or 0 for layer in shape.layers), default=0)
+        window = max((layer.attention.window or 0 for layer in shape.layers), default=0)
         eviction = replace(eviction, page_size=fitting_page_size(kept, DEFAULT_PAGE_SIZE, window))
         KVBudget(tokens=kept, page_size=eviction.page_size, chunk=STEP_TOKENS, window=window)  # refuses too few
     return eviction

@@ -13,6 +13,7 @@ from typing import Any
 from quantkit.quantities import fitting_group
 
 _SHAPE_BYTES = 16  # weight_shape: two int64 beside every packed weight
+_WIDE = 1 << 14  # outputs and inputs of a matrix whose edges count nothing
 _FLOATS = ("fp8", "nvfp4", "mxfp4", "mxfp8")
 _PRODUCTS = {"nvfp4": "fp4", "mxfp4": "fp4", "mxfp8": "fp8"}  # by the type of the inputs
 
@@ -60,10 +61,14 @@ class WeightForm:
         return self.scaled and self.compute != "int8" and not self.is_float
 
     def fitted(self, in_features: int) -> "WeightForm":
-        """The same in the groups that `quantize` falls back to, where its own do not divide this many inputs."""
-        return (
-            self if self.group_size is None else replace(self, group_size=fitting_group(self.group_size, in_features))
-        )
+        """Return the form in the groups that `quantize` falls back to, where its own do not divide this many inputs.
+
+        Only for forms that no format counts: those of a recipe have got their groups when it was assigned.
+        """
+        if self.group_size is None:
+            return self
+        assert self.counted is None, f"{self.name}: its format counts it in groups of {self.group_size}"
+        return replace(self, group_size=fitting_group(self.group_size, in_features))
 
     def fits(self, in_features: int) -> bool:
         """Whether groups divide this many inputs."""
@@ -97,6 +102,8 @@ class WeightForm:
 
     def bits_per_weight(self, scale_bytes: int = 2) -> float:
         """Bits per weight of a matrix without edges; the scale of a channel counts nothing."""
+        if self.counted is not None:
+            return 8 * self.counted(_WIDE, _WIDE, scale_bytes) / _WIDE**2
         if not self.scaled or self.group_size is None:
             return float(self.bits)
         zero = 0 if self.symmetric else self.zero_bits or self.bits

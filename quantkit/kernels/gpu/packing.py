@@ -36,8 +36,6 @@ NUMBERS, E4M3_BYTES, EXPONENT_BYTES = 0, 1, 2
 FACTOR_BITS = {INTEGER: 0, E4M3: 8, E2M1: 14}
 """Powers of two by which the numbers that the kernels make of fields are too small; scales make up for it."""
 
-_KIND_NAMES = {E4M3: "e4m3", E2M1: "e2m1"}
-_SCALE_NAMES = {E4M3_BYTES: ("scales e4m3",), EXPONENT_BYTES: ("scales e8m0",)}
 _FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int5": 8, "int6": 8, "int8": 8}
 _FIELD_BITS |= {"fp8": 8, "mxfp8": 8, "nvfp4": 4, "mxfp4": 4}
 _MANTISSA_AND_SIGN, _INFINITY = -0x7F800001, 0x7F800000
@@ -67,17 +65,6 @@ class Packing:
     unpacked: bool = False
     kind: int = INTEGER
     scales: int = NUMBERS
-
-    @property
-    def name(self) -> str:
-        """What is the same about weights that share a choice, as files of tuned choices name it."""
-        words = [
-            _KIND_NAMES.get(self.kind, f"{self.bits} bits"),
-            *_SCALE_NAMES.get(self.scales, ()),
-            f"groups of {self.group}" if self.group else "per output",
-            f"span {self.span}",
-        ]
-        return ", ".join([*words, *(["zeros"] if self.has_zero else []), *(["unpacked"] if self.unpacked else [])])
 
     @property
     def constants(self) -> dict[str, int | bool]:
