@@ -52,7 +52,7 @@ def open_dense(path: Path) -> CheckpointReader:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is known of a quantized checkpoint before a weight is read.
+    """Facts about a quantized checkpoint, known before a weight is read.
 
     Args:
         reader: of its files.
@@ -113,7 +113,7 @@ class _Source:
         )
 
     def _scheme(self, module: str) -> LinearScheme:
-        """How a module with codes is stored."""
+        """Return the scheme of a module that is stored as codes."""
         linear = self.scheme.find(module)
         if linear is None:  # names of wrappers differ between files and config.json; the codes are there all the same
             known = {self.scheme.default, *(rule.linear for rule in self.scheme.rules)} - {None}

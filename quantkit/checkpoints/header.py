@@ -48,7 +48,7 @@ _RANKS = {kind: rank for rank, kind in enumerate(_TORCH_NAMES)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Place of one tensor in a file.
 
     Args:
         kind: of its elements, in the words of safetensors: `BF16`.
@@ -78,7 +78,7 @@ class TensorInfo:
         return dtype
 
     def item(self, index: int) -> TensorInfo:
-        """Where one entry of the first dimension lies."""
+        """Return the place of one entry of the first dimension."""
         num_bytes = self.num_bytes // self.shape[0]
         return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
 

@@ -109,7 +109,7 @@ class CheckpointReader:
         return self._tensors[name]
 
     def stored_scheme(self, name: str) -> LinearScheme | None:
-        """How a weight is stored, if it is codes."""
+        """Return the scheme of a weight that is stored as codes."""
         info = self._tensors.get(name)
         return info.scheme if isinstance(info, EncodedInfo) else None
 

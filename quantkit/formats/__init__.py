@@ -1,4 +1,4 @@
-"""What a file is: one file per on-disk format, both directions."""
+"""On-disk formats: one module per format, for reading and writing."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _check_integer(weight: WeightScheme) -> None:
 
 
 def library_version() -> str:
-    """Of the installed library, which writes it into config.json."""
+    """Return the version of the installed library, which writes it into config.json."""
     import compressed_tensors
 
     return str(compressed_tensors.__version__)

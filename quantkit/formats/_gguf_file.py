@@ -44,7 +44,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFTensor:
-    """Where one tensor lies.
+    """Place of one tensor in a file.
 
     Args:
         block: its type.

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its KV cache, in both directions: config.json, and the tensors of fixed scales.
+"""A checkpoint's record of its KV cache, in both directions: config.json, and the tensors of fixed scales.
 
 FP8 with fixed scales is written as compressed-tensors and vLLM read it: `quantization_config.kv_cache_scheme`, and
 beside each layer's projections `k_scale` and `v_scale`, float32, of shape [1] or [key/value heads, 1, 1]. Number types

@@ -50,7 +50,7 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """What bytes of E8M0 stand for, any shape, as float32; 255, its NaN, comes out as infinity."""
+    """Decode bytes of E8M0, of any shape, as float32; 255, its NaN, comes out as infinity."""
     return torch.exp2(exponents.view(torch.uint8).to(torch.float64) - _BIAS).float()
 
 

@@ -1,4 +1,4 @@
-"""What a multimodal model calls its language model with, for sequences with images in them.
+"""Arguments that a multimodal model gives its language model for sequences with images.
 
 The model's own forward runs, with the weights of all that stands before the decoder layers: towers, projectors, and of
 the embeddings the rows of tokens that occur. It ends where the language model is called, so that no layer is needed.

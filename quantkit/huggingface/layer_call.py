@@ -1,4 +1,4 @@
-"""What one decoder layer is called with for one sequence, where that is more than hidden states.
+"""Arguments of one decoder layer for one sequence, where they are more than hidden states.
 
 Some models hand on more from layer to layer: indices of the tokens to attend to, states of a router, keys and values
 that later layers use again, the embeddings of the tokens. Tensors that do not follow from the shape of the hidden

@@ -56,7 +56,7 @@ class Stored:
 
 @dataclass(kw_only=True, slots=True)
 class Problems:
-    """What would go wrong.
+    """Problems that loading would meet.
 
     Args:
         missing: tensors of the model that nothing becomes.

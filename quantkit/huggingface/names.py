@@ -129,7 +129,7 @@ class Renaming:
 
 
 def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: str) -> StoredNames:
-    """What files call the tensors of a model.
+    """Find the names of a model's tensors in its files.
 
     Args:
         renaming: of the model.

@@ -1,4 +1,4 @@
-"""From logits to tokens in plain torch: greedy, temperature, top-k, top-p, min-p; all rows at once.
+"""Sample tokens from logits in plain torch: greedy, temperature, top-k, top-p, min-p; all rows at once.
 
 Order: temperature, top-k, top-p, min-p (the last two over what the one before left), then the draw. A token that ties
 with the last one kept is kept too.
