@@ -23,6 +23,7 @@ HEAD_SECONDS = 10.0
 """That a client may take from connecting, or from the first byte of a further request, to the end of the headers."""
 
 _FEWEST = 1024
+_LINE = 2048  # connections that the kernel keeps until they are accepted
 
 
 class Connections:
@@ -103,7 +104,8 @@ def most_connections(most_open: int) -> tuple[int, int]:
         most_open: requests that are computed or wait.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return min(max(_FEWEST, 2 * most_open), files // 2), min(2048, files // 4)
+    # Connections that are given up keep their files for a few rounds of the event loop, so a round takes a small share.
+    return min(max(_FEWEST, 2 * most_open), files // 2), min(_LINE, files // 16)
 
 
 DRAIN_SECONDS = 25
@@ -126,7 +128,7 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address[:2])
-            listening.listen(2048)
+            listening.listen(_LINE)
         except BaseException:
             listening.close()
             raise
@@ -182,6 +184,12 @@ class HttpServer(uvicorn.Server):
         asyncio.run(self._run(listening))
         if self._server.bridge.failure is not None:
             raise self._server.bridge.failure
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Overrides uvicorn, whose one number is both what a round accepts and what the kernel keeps."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_LINE)
 
     def end(self) -> None:
         """Take no more requests, answer those under way, and return from `run_until_ended`."""
