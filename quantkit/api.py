@@ -160,7 +160,7 @@ def search(
 
 
 def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:
-    """What compressing and running a model would take, before anything is spent; every figure is computed.
+    """Estimate what compressing and running a model takes, before anything is spent; every figure is computed.
 
     Args:
         model: a directory, a config.json or a hub id; None = the demo model that comes with quantkit.

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, from its headers: no weight is read, so the largest model takes a second.
+"""Content of a checkpoint, from its headers: no weight is read, so the largest model takes a second.
 
 Not a check of its numbers: whether codes decode to the right values is the business of `formats` and of tests.
 """

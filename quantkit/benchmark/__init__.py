@@ -1,1 +1,1 @@
-"""What a machine can do and what a run of the engine did: ceilings, workloads, latencies, memory."""
+"""Benchmarks of a machine and of the engine: ceilings, workloads, latencies, memory."""

@@ -18,7 +18,7 @@ _RATE = "tokens/s"
 
 
 def turns(num_rounds: int, count: int = 2) -> list[int]:
-    """Who is measured when: 0 for the first, 1 for the second; three rounds of two are A B, B A, A B."""
+    """Order in which two sides are measured, 0 the first and 1 the second; three rounds are A B, B A, A B."""
     order = list(range(count))
     return [who for number in range(num_rounds) for who in (order if number % 2 == 0 else order[::-1])]
 
@@ -82,7 +82,7 @@ class Ratio:
 
 
 def _speeds(run: BenchmarkRun) -> dict[str, float | None]:
-    """What runs are compared by: medians of latencies, and the one number of which more is faster."""
+    """Figures by which runs are compared: medians of latencies, and the one number of which more is faster."""
     return {**{name: median(values) for name, values in run.latencies.items()}, _RATE: run.output_tokens_per_s}
 
 

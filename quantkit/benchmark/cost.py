@@ -39,7 +39,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What steps of a model cost.
+    """Bytes and operations of a model's steps.
 
     Args:
         read_bytes: of the weights that a step of one sequence reads.

@@ -1,4 +1,4 @@
-"""What a benchmark says in plain words: where the time goes, what binds, what to try next and what it should bring.
+"""A benchmark in plain words: where the time goes, what binds, what to try next and what it should bring.
 
 Rules over measured numbers, nothing learned. Each finding carries the numbers it rests on; an expected gain is what the
 bytes or operations saved would take at the speed that was reached, so it is an upper bound unless it says otherwise.
@@ -51,7 +51,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
 
 
 def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Finding]:
-    """How two models that were measured in turns compare, beside what their bytes would allow."""
+    """Compare two models that were measured in turns, beside what their bytes would allow."""
     findings = []
     for ratio in compare_results(result, baseline):
         if ratio.metric not in ("TTFT", "ITL"):
@@ -84,7 +84,7 @@ def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -
 
 
 def _start_or_stream(run: BenchmarkRun, prefill: RooflineRecord | None, product: str) -> Iterator[Finding]:
-    """Which part of a request takes the time, and what binds the prompt where that is the answer."""
+    """Name the part of a request that takes the time, and what binds the prompt where that is the answer."""
     if not run.tpot_s:
         return
     first = statistics.median(run.ttft_s)
@@ -132,7 +132,7 @@ def _prefill_binding(record: RooflineRecord, product: str) -> Finding:
 
 
 def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Finding:
-    """Which resource binds a decode step of the smallest batch."""
+    """Name the resource that binds a decode step of the smallest batch."""
     batch, moved, reached = record.batch, record.bytes_moved, record.floor_s / record.seconds
     weights = cost.weight_bytes(batch)
     evidence = (
@@ -173,7 +173,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
 
 
 def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tuple[str, float]:
-    """What to make smaller, and the bytes of a step that this saves."""
+    """Name what to make smaller, and the bytes of a step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
         if kv_cache not in _SMALL_CACHES:
@@ -216,7 +216,7 @@ def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]
 
 
 def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -> Iterator[Finding]:
-    """How many tokens of cache weigh as much as the weights, and what context costs."""
+    """Say how many tokens of cache weigh as much as the weights, and what context costs."""
     if not cost.kv_token_bytes:
         return
     share = 1 - cost.weight_bytes(record.batch) / record.bytes_moved
@@ -243,7 +243,7 @@ def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -
 
 
 def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
-    """What a larger batch costs and brings."""
+    """Say what a larger batch costs and brings."""
     if large.batch == small.batch:
         return
     ideal, slower = large.batch / small.batch, large.seconds / small.seconds
@@ -273,7 +273,7 @@ def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[Bench
 
 
 def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
-    """How far rates of steps of this batch go below and above that of the median step: quartiles, as factors."""
+    """Quartiles of the rates of steps of this batch, as factors of the median step's rate."""
     seconds = [step.seconds for run in runs for step in decode_steps(run) if step.batch == batch]
     # Quartiles of fewer steps are single steps.
     if len(seconds) < 4:

@@ -18,7 +18,7 @@ from quantkit.runtime.types import SamplingParams, StepOutput
 
 
 class SteppedEngine(Protocol):
-    """What is driven: our engine, or vLLM."""
+    """The engine that is measured: ours, or vLLM."""
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int: ...
     def step(self) -> list[StepOutput]: ...

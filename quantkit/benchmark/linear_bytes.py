@@ -15,7 +15,7 @@ _TORCH_GROUPS = (32, 64, 128, 256)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearKernels:
-    """Which kernels run linears.
+    """The kernels that run linears.
 
     Args:
         device: of the model.

@@ -1,4 +1,4 @@
-"""Where the memory goes, predicted beside observed: weights, KV pool, residuals, activations, and their sum, the peak.
+"""Memory, predicted beside observed: weights, KV pool, residuals, activations, and their sum, the peak.
 
 Observed means counted on the tensors that are there, not asked of the code that made them. On CUDA the allocator's own
 peak is read; on a CPU it is the sum of the parts, because the process holds libraries too and the system gives out
@@ -68,7 +68,7 @@ def observed_activation_bytes(work: Callable[[], object], device: torch.device) 
 
 
 def process_bytes(device: torch.device) -> int | None:
-    """What the process has been given: resident memory on a CPU, reserved by the allocator on CUDA."""
+    """Memory given to the process: resident on a CPU, reserved by the allocator on CUDA."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
@@ -128,7 +128,7 @@ def _total(parts: Iterable[int | None]) -> int | None:
 
 
 def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
-    """What the process or its allocator holds besides; cannot be predicted."""
+    """Memory that the process or its allocator holds besides; it cannot be predicted."""
     held = process_bytes(device)
     if device.type == "cpu":
         note = "resident now: Python and libraries too, pool pages only once written"

@@ -1,4 +1,4 @@
-"""What a KV cache saves: the same text generated with it, and by computing the whole context again for every token.
+"""The gain of a KV cache: the same text generated with it, and by computing the whole context for every token.
 
 Recomputing uses the same engine, kernels and chunks: every token is a request of its own whose prompt is everything
 before it. So the difference is the cache and nothing else. Prefix caching has to be off.
@@ -38,7 +38,7 @@ class CacheComparison:
     num_same: int
 
     def marks(self) -> list[Mark]:
-        """At 1, 10, 30, 100, 300, ... tokens and at the end."""
+        """Times at 1, 10, 30, 100, 300, ... tokens and at the end."""
         count = self.cached.num_new_tokens
         numbers = [*(mark for mark in _MARKS if mark < count), count]
         ways = ([way.token_s[n - 1] - way.arrived_s for n in numbers] for way in (self.cached, self.recomputed))

@@ -1,4 +1,4 @@
-"""What a user can ask of a benchmark. No torch: `--help` is answered from it."""
+"""Options of a benchmark. No torch: `--help` is answered from it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BenchmarkOptions:
 
     @property
     def max_sequences(self) -> int:
-        """That the engine must be able to run together."""
+        """Requests that the engine must be able to run together."""
         return max([*self.concurrencies, *(32 for _ in self.rates)])
 
     def workloads(self) -> list[Workload]:

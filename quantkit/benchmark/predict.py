@@ -34,7 +34,7 @@ from quantkit.runtime.model.weights import Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What a model will take.
+    """Memory that a model will take.
 
     Args:
         weight_bytes: of all weights in memory.
@@ -90,7 +90,7 @@ def predict(
     page_size: int = DEFAULT_PAGE_SIZE,
     head_dtype: str | None = None,
 ) -> Prediction | None:
-    """What a model directory will take when it is loaded like this; nothing but headers is read.
+    """Predict the memory of a model directory that is loaded like this; nothing but headers is read.
 
     Args:
         path: the directory.
@@ -176,7 +176,7 @@ class _HeaderWeights(Weights):
         return value
 
     def stored(self, name: str, otherwise: torch.dtype | None = None) -> torch.dtype:
-        """Of a tensor in the checkpoint; of the computation where there is none of that name."""
+        """Dtype of a tensor in the checkpoint; that of the computation where there is none of that name."""
         return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype
 
     def head(self, head_dtype: str | None) -> None:
@@ -193,7 +193,7 @@ class _HeaderWeights(Weights):
             self.num_bytes += dense_bytes(rows, width, False, table, self.kernels)
 
     def _scheme(self, name: str) -> LinearScheme | None:
-        """How a linear is stored; None = as values."""
+        """Scheme of a linear that is stored as codes; None = it is stored as values."""
         return stored_scheme(name, self._local.get(name, set()), self.scheme)
 
 

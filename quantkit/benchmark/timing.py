@@ -34,7 +34,7 @@ class Recorded:
 
 
 def num_copies(num_bytes: int, device: str, limit: int = 64) -> int:
-    """How many copies of an operand make more than four L2 caches."""
+    """Number of copies of an operand that make more than four L2 caches."""
     if torch.device(device).type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size

@@ -1,4 +1,4 @@
-"""What is sent to the engine, and when: fixed seeds, fixed or spread lengths, closed loop or Poisson arrivals.
+"""Requests sent to the engine, and their times: fixed seeds, fixed or spread lengths, closed loop or Poisson arrivals.
 
 Prompts are random tokens, so that no request shares a beginning with another; the engine stops at the asked length and
 nowhere else. What was measured of them is the business of `latency`.
@@ -100,7 +100,7 @@ def make_load(
 
 
 def request_key(workload: Workload) -> str:
-    """What its requests are drawn from: equal for a closed loop and the static batches it is compared with."""
+    """Key of the random requests: equal for a closed loop and the static batches it is compared with."""
     return f"{workload.seed} {workload.name.replace('static-', 'closed-')}"
 
 

@@ -1,4 +1,4 @@
-"""Which numbers each fused group should have: measured, solved for a budget, written as a recipe, and verified.
+"""Search for the number type of each fused group: measured, solved for a budget, written as a recipe, verified.
 
 Nothing is imported here: `--help` is answered from `options`.
 """

@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As users write it, e.g. `int4:32`."""
+        """The candidate as users write it, e.g. `int4:32`."""
         return f"{self.dtype}:{self.group_size}"
 
     @property
@@ -94,7 +94,7 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
         except SchemeError as error:
             raise RecipeError(f"candidate {text!r}: {error}") from None
         if colon and size != "channel" and not re.fullmatch(r"[1-9]\d*", size):
-            raise RecipeError(f"candidate {text!r}: {size!r} is no group size; write int4:32 or int8:channel")
+            raise RecipeError(f"candidate {text!r}: {size!r} is not a group size; write int4:32 or int8:channel")
         groups: int | str = (size if size == "channel" else int(size)) if colon else group_size
         candidates.append(Candidate(dtype=dtype.name, group_size=groups))
     if not candidates:

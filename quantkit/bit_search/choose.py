@@ -109,7 +109,7 @@ def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
 
 
 def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
-    """What may be better than a choice, the most promising first: all moves that pay, then the best of one or two."""
+    """Choices that may be better than one, the most promising first: all moves that pay, then the best one or two."""
     options = groups.options
     rows = [next_options(group, at) for group, at in zip(options, choice, strict=True)]
     near = _neighbours(groups, choice, best)
@@ -134,7 +134,7 @@ def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -
 
 
 def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[list[Option]]:
-    """For each group: its options one step away, with what each does beside the others as chosen."""
+    """Options of each group that are one step away, with what each does beside the others as chosen."""
 
     def beside(number: int, at: int) -> Option:
         moved = (*choice[:number], at, *choice[number + 1 :])

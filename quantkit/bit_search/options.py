@@ -1,4 +1,4 @@
-"""What a user can ask of a search. No torch: `--help` is answered from it."""
+"""Options of a search. No torch: `--help` is answered from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """How to search; what an option can set stands beside it.
+    """Options of a search; what each means stands beside it.
 
     Args:
         recipe: to start from: its steps, calibration, format and what it ignores stay.
@@ -62,7 +62,7 @@ _CONDITIONS = {"bits": "bits<={:g}", "num_bytes": "bytes<={}", "kl": "kl<={:g}",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchTarget:
-    """What is asked for: one of these.
+    """The target of a search: one of these.
 
     Raises:
         InputError: there is none or several, or it is not above zero.
@@ -89,6 +89,6 @@ class SearchTarget:
 
     @property
     def text(self) -> str:
-        """As a condition, e.g. `bits<=4.5`."""
+        """The target as a condition, e.g. `bits<=4.5`."""
         values = ((condition, getattr(self, name)) for name, condition in _CONDITIONS.items())
         return next(condition.format(value) for condition, value in values if value is not None)

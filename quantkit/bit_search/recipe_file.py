@@ -19,7 +19,7 @@ _FEW = 4  # modules of a group that are listed by name; of more a pattern is loo
 
 
 def default_candidate(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> Candidate:
-    """What most weights are given, which the recipe says once; ignoring is said of each group."""
+    """Candidate that most weights are given, which the recipe states once; ignoring is stated for each group."""
     counts = Counter[int]()
     for group, number in zip(groups, choice, strict=True):
         if number < len(candidates):
@@ -28,7 +28,7 @@ def default_candidate(candidates: Sequence[Candidate], groups: Sequence[Measured
 
 
 def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> list[dict[str, Any]]:
-    """What differs from the default, an entry for each candidate in use.
+    """Overrides of the default, one for each candidate in use.
 
     Args:
         candidates: in the order that `choice` counts in; one beyond the last is leaving alone.
@@ -46,7 +46,7 @@ def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], 
 
 
 def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str]:
-    """What to say of each group, by the pattern that an override of it begins with."""
+    """Comment on each group, by the pattern that an override of it begins with."""
     every = [name for group in groups for name in group.modules]
     return {
         _patterns(group.modules, every)[0]: f"layer {group.layer} {group.name}: "

@@ -137,7 +137,7 @@ class _Search:
         if target.num_bytes is not None:
             left = target.num_bytes - measured.rest_bytes
             if left <= 0:
-                raise GateFailure(f"what is never compressed alone takes {measured.rest_bytes} bytes; ask for more")
+                raise GateFailure(f"the parts that are never compressed take {measured.rest_bytes} bytes; ask for more")
             return self.verify(within_budget(measured, left, progress=progress))
         judge = None if target.recovery is None else Judge(original=self.original, goal=target.recovery)
         kl = target.kl if judge is None else judge.first_kl(*self._coarsest())
@@ -278,7 +278,7 @@ def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], thread
 def _candidates(
     model: str | None, options: SearchOptions, bits: float | None
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """What may be chosen, and why not the rest."""
+    """Candidates that may be chosen, and why the rest may not."""
     recipe, group = options.recipe, base_groups(options.recipe)
     if options.candidates:
         return usable(model, recipe, read_candidates(options.candidates, group), options.device, bits)
@@ -302,7 +302,7 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
         name, content = "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8")
         notes = ("Sensitivities are measured on quantkit's own calibration text; give one of yours with --text.",)
     if options.max_tokens < 1:
-        raise InputError(f"max_tokens {options.max_tokens} is no number of tokens; give at least one")
+        raise InputError(f"max_tokens {options.max_tokens} is not a number of tokens; give at least 1")
     windows = fixed_windows(original, content, max_tokens=2 * options.max_tokens)
     if not windows:
         raise DataError(f"text {name!r} has no window; give a longer one")

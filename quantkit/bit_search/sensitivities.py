@@ -1,4 +1,4 @@
-"""What each fused group does to the model in each of its forms, measured with the base recipe's own steps.
+"""Effect of each fused group on the model in each of its forms, measured with the base recipe's own steps.
 
 The whole model is compressed by every candidate, on one pass of calibration data where the steps allow that; each group
 of each of these is put into the original, alone, and the KL to the original is its sensitivity. A choice for all groups
@@ -31,7 +31,7 @@ from quantkit.safety.untrusted import read_object
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRunner:
-    """What compressing and loading need.
+    """Settings for compressing and loading.
 
     Args:
         model: directory or hub id; None = the demo model.

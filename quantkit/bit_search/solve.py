@@ -1,4 +1,4 @@
-"""Which option each group takes so that the sensitivity is least within a budget: exact, and nothing but numbers.
+"""The option of each group for the least sensitivity within a budget: exact, and nothing but numbers.
 
 This is the multiple-choice knapsack problem. Lagrange's relaxation gives a price per unit of cost, a first choice and a
 bound on what any other can reach; states that the bound rules out are dropped, and what is left is searched in full.
@@ -109,7 +109,7 @@ def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
 
 
 def _filled(points: Sequence[Points], start: list[int], limit: float) -> list[int]:
-    """What the relaxation left over, spent on the exchanges that help most."""
+    """Spend what the relaxation left over on the exchanges that help most."""
     chosen = list(start)
     left = limit - math.fsum(group[at][0] for group, at in zip(points, chosen, strict=True))
     while True:

@@ -80,13 +80,13 @@ class _Source:
         for name, info in tensors.items():
             if name.endswith(".weight") and info.dtype not in FLOAT_DTYPES and len(info.shape) > 1:
                 raise CheckpointError(
-                    f"{reader.path}: {name} is codes ({info.kind}) without {self.format.scale_name or 'scales'} beside "
-                    "it; the download may be incomplete, or config.json is of another model"
+                    f"{reader.path}: {name} holds codes ({info.kind}) without {self.format.scale_name or 'scales'} "
+                    "beside it; the download may be incomplete, or config.json is of another model"
                 )
         return tensors | {name: self._encoded(name, parts) for name, parts in weights.items()}
 
     def note(self, tensors: Mapping[str, TensorInfo]) -> str:
-        """What a user is told."""
+        """Tell the user that weights are dequantized."""
         number = sum(isinstance(info, EncodedInfo) for info in tensors.values())
         dtype = dtype_name(self.dtype)
         return f"the source is quantized ({self.format.name}): {number} weights are dequantized to {dtype} while read"
@@ -134,7 +134,9 @@ class _Source:
         shapes = {local: info.shape for local, info in infos.items()}
         shape = self.format.exact_shape(shapes, scheme, lambda local: self.reader.tensor(parts[local]))
         if shape is None:
-            raise CheckpointError(f"{', '.join(sorted(infos))} are no weight of {self.format.name}; download it again")
+            raise CheckpointError(
+                f"{', '.join(sorted(infos))} are not a weight of the format {self.format.name}; download it again"
+            )
         return shape
 
 
@@ -164,7 +166,7 @@ def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """What the model was made in, which libraries dequantize to; bfloat16 where config.json does not say."""
+    """Dtype that the model was made in, which libraries dequantize to; bfloat16 where config.json does not say."""
     inner = config.get(_TEXT)
     known = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
     for entries in (config, inner if isinstance(inner, Mapping) else {}):

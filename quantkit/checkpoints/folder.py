@@ -1,4 +1,4 @@
-"""Where a model is, by a path, an id on the Hugging Face hub or nothing, and what its folder holds. No tensor bytes."""
+"""Finding a model by a path, an id on the Hugging Face hub or nothing, and listing its folder. No tensor bytes."""
 
 import fnmatch
 import re
@@ -244,7 +244,7 @@ def resolve(model: str | Path | None) -> Path:
 
 
 def download(model: str, file: str | None = None) -> Path:
-    """What the hub has of a model, in its cache.
+    """Return the place of a hub's model, or of one of its files, in the cache; download what is missing.
 
     Args:
         model: an id on the hub.
@@ -262,7 +262,7 @@ def download(model: str, file: str | None = None) -> Path:
     except Exception as error:
         # The hub fails in many ways that share no class: HTTP, connection, validation, cache, missing package.
         raise ModelError(
-            f"{model!r} is no directory here and cannot be downloaded from the hub ({type(error).__name__}: "
+            f"{model!r} is not a directory here and cannot be downloaded from the hub ({type(error).__name__}: "
             f"{first_line(error).rstrip('.')}); check the spelling and the network, log in with `hf auth login` if it "
             "is gated, or give a directory"
         ) from error

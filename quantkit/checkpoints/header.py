@@ -84,7 +84,7 @@ class TensorInfo:
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype; "" = it cannot hold it."""
+    """Name of a dtype in safetensors; "" = it cannot hold it."""
     return _KINDS.get(dtype_name(dtype), "")
 
 

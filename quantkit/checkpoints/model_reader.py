@@ -161,7 +161,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
-        """What the files call a tensor of this view; parts of a stored tensor keep their names."""
+        """Name in the files of a tensor of this view; parts of a stored tensor keep their names."""
         if self._family.stored_names is not None:
             return self._family.stored_names.of(name)
         for own, stored in _renamed(self._family):

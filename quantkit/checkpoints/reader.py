@@ -76,7 +76,7 @@ class CheckpointReader:
         return reader
 
     def view(self, tensors: Mapping[str, TensorInfo], config: dict[str, Any], note: str) -> "CheckpointReader":
-        """The same files, and so the same digests, as another model.
+        """Read the same files, and so the same digests, as another model.
 
         Args:
             tensors: of that model by name, made of those of the files.
@@ -243,7 +243,7 @@ def value_chunks(value: Tensor, size: int = CHUNK_BYTES) -> Iterator[memoryview]
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """What differs after a file was written to, by whatever clock."""
+    """Marks of a file that differ after it was written to, by whatever clock."""
     with opened(path) as file:
         status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns

@@ -110,7 +110,7 @@ class RotatedReader(ModelReader):
         return super().tensor(name).float() + self._family.norm_offset
 
     def _head_width(self) -> int:
-        """Of a value head, as config.json says it and the rows of the first layer bear it out."""
+        """Width of a value head, as config.json says and the rows of the first layer confirm."""
         width = describe(self.config, self._family, f"{self.path}/config.json").head_dim
         name = f"{self._family.layers}.0.{self._family.parts.qkv[-1]}.weight"
         if name in self._tensors and self.info(name).shape[0] % width:

@@ -1,4 +1,4 @@
-"""What a file in a model's folder may be: a file of that folder. A link out of it would read, and copy, the user's own.
+"""Refuse links out of a model's folder: one would read, and copy, the user's own files.
 
 The rule is checked when a folder is opened, so that it also holds for what transformers reads there. It does not guard
 against a folder that changes while it is read.
@@ -77,7 +77,7 @@ def _blobs(root: Path) -> Path | None:
 
 
 def _entries(folder: Path, deep: bool) -> Iterator[Path]:
-    """What is in a folder, in order, then what is in the folders that are read."""
+    """Entries of a folder, in order, then those of the folders in it that are read."""
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
     for entry in inside:

@@ -98,7 +98,7 @@ def command(
     if (url is None) == (checkpoint is None):
         raise click.UsageError("give either CHECKPOINT or --url")
     if output_to.as_json:
-        raise click.UsageError("a conversation is no JSON; see quantkit generate --chat --json")
+        raise click.UsageError("a conversation cannot be printed as JSON; use quantkit generate --chat --json")
     if url is not None and engine:
         raise click.UsageError("--url talks with a server as it runs: engine options do not go with it")
     answer = _from_server(url, sampling) if url is not None else _from_engine(checkpoint, engine, sampling)

@@ -112,5 +112,5 @@ def _origin(text: str) -> str:
 
     origin = text.strip().lower().removesuffix("/")
     if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-        raise InputError(f"--allow-origin {text!r} is no origin; give SCHEME://HOST[:PORT], or '*' for all")
+        raise InputError(f"--allow-origin {text!r} is not an origin; give SCHEME://HOST[:PORT], or '*' for all")
     return origin

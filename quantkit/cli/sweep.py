@@ -99,7 +99,7 @@ def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Map
 
 
 def _recipe(name: str, changes: Sequence[str]) -> Recipe:
-    """With changes of the calibration only where there is one."""
+    """Recipe with changes of the calibration, where it has one."""
     from quantkit.compress.recipe import load
 
     reads_data = load(name).calibration is not None

@@ -1,4 +1,4 @@
-"""What comes with the package: the demo model, texts to calibrate on, recipes, suites and tasks.
+"""Files that come with the package: the demo model, texts to calibrate on, recipes, suites and tasks.
 
 How the demo model and its text were made is in evals/demo.
 """

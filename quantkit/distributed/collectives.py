@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other: tensors on a GPU by NCCL, all else by gloo, and nothing alone."""
+"""Messages between the processes of a job: tensors on a GPU by NCCL, all else by gloo, and nothing alone."""
 
 import io
 import itertools
@@ -21,7 +21,7 @@ _ALIGNED = 16  # bytes: where a tensor may begin among others
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory, which the order of a sum over it may follow."""
+    """Layout of a tensor in memory, which the order of a sum over it may follow."""
 
     dtype: "torch.dtype"
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ def barrier() -> None:
 
 
 def broadcast(value: T, source: int = 0) -> T:
-    """What process `source` has, in every process; what the others give is not looked at."""
+    """Return the value of process `source` in every process; the others' values are not looked at."""
     if world() == 1:
         return value
     import torch
@@ -79,7 +79,7 @@ def broadcast(value: T, source: int = 0) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """What each process has, in every process, in their order."""
+    """Return the values of all processes in every process, in their order."""
     if world() == 1:
         return [value]
     import torch
@@ -130,7 +130,7 @@ def _packed(value: Any) -> "torch.Tensor":
 
 
 def _unpacked(packed: "torch.Tensor") -> Any:
-    """What another process of this job has packed; what was on its GPU is on that of this one."""
+    """Unpack what another process of this job has packed; what was on its GPU is on that of this one."""
     return pickle.loads(packed.numpy().data)  # of the same job, so trusted
 
 

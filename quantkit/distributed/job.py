@@ -1,4 +1,4 @@
-"""Which process of its job this one is, how a job is started, and that its processes end together.
+"""Jobs of several processes: the number of this one, how a job is started, and that all end together.
 
 Whoever started the processes, torchrun or `launch`, ends the others when one fails, and torch tells a process that the
 one that it waits for is gone. What is left to do here is that one process tells an error, and only one.
@@ -49,7 +49,7 @@ def rank() -> int:
 
 
 def world() -> int:
-    """How many processes do this job."""
+    """Number of processes in this job."""
     return _world
 
 
@@ -145,7 +145,7 @@ def _use_gpu(local: int) -> bool:
 
 
 def group(device_type: str) -> Any:
-    """What tensors on such a device travel by: a backend of torch's."""
+    """Process group that moves tensors on such a device."""
     return _groups[device_type]
 
 

@@ -1,1 +1,1 @@
-"""How good a model is: lm-eval tasks, perplexity and long-context retrieval, through the bundled runtime."""
+"""Quality of a model: lm-eval tasks, perplexity and long-context retrieval, through the bundled runtime."""

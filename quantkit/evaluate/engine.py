@@ -1,4 +1,4 @@
-"""What is evaluated: our engine, set up so that nobody waits for single answers and short pages share more; or vLLM."""
+"""Engines under evaluation: ours, set up so that nobody waits for single answers and pages share more; or vLLM."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -110,8 +110,8 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
     if one is None or other is None or one == other:
         return
     raise DataError(
-        f"the baseline {theirs} has another vocabulary ({len(other)} tokens) than {ours} ({len(one)}); compare a model "
-        "with the one it was made from"
+        f"the baseline {theirs} has a different vocabulary ({len(other)} tokens) than {ours} ({len(one)}); compare a "
+        "model with the one it was made from"
     )
 
 

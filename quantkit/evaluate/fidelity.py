@@ -189,7 +189,7 @@ def join_distances(parts: Sequence[Distances]) -> Distances:
 
 
 def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple[int | None, ...]:
-    """For each beginning, how many greedy tokens agree before the first that differs."""
+    """Number of greedy tokens that agree before the first that differs, for each beginning."""
     longest = min(llm.capacity, original.capacity) - count
     if count < 1 or longest < 1:
         return ()

@@ -1,4 +1,4 @@
-"""What a user can ask a model. No torch: `--help` is answered from it."""
+"""Options of an evaluation. No torch: `--help` is answered from it."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What config.json says about a compressed-tensors checkpoint, in both directions: our schemes and its config groups.
+"""config.json of a compressed-tensors checkpoint, in both directions: our schemes and its config groups.
 
 The library's own classes build and validate `quantization_config`. No tensors here; those are in `compressed_tensors`.
 Source: compressed-tensors `quantization/quant_{args,scheme,config}.py` and `utils/match.py` for who wins;

@@ -1,4 +1,4 @@
-"""Which of compressed-tensors' formats holds a scheme, and which models its loaders take: pure rules, no tensors.
+"""Rules of compressed-tensors without tensors: which of its formats holds a scheme, which models its loaders take.
 
 The rules are those of the library and of the engines that read it: what only the library could compute is refused.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
@@ -150,7 +150,7 @@ def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
 
 
 def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...]:
-    """What transformers makes of experts, where it is not what it makes of other linears."""
+    """Warn where transformers treats experts differently from other linears."""
     kinds = [[StoredLinear(scheme=scheme, expert=expert) for scheme in schemes] for expert in (True, False)]
     experts, others = (
         judge("transformers", StoredModel(format=NAME, linears=tuple(linears), compressed_experts=loads), CPU)

@@ -80,7 +80,7 @@ def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tenso
 
 
 def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block, Tensor]:
-    """The same values as GGUF blocks, exactly.
+    """Store the same values as GGUF blocks, exactly.
 
     Args:
         weight: (N, K) of a scheme that `GGUFFormat.check` passes.

@@ -211,7 +211,7 @@ def _error(blocks: Tensor, weights: Tensor, decoded: Tensor) -> Tensor:
 
 
 def _better(old: State, new: State) -> State:
-    """Of two choices, of which the first tensor is the error, the better one: per block, or per sub-block."""
+    """Take the better of two choices, of which the first tensor is the error: per block, or per sub-block."""
     better = new[0] < old[0]
     return tuple(
         torch.where(better.view(*better.shape, *[1] * (one.ndim - better.ndim)), other, one)

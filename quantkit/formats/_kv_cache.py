@@ -78,7 +78,7 @@ def describe_cache(described: Mapping[str, Any], asked: KVScheme, layers: Sequen
 
 
 def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVScheme, ...] | None:
-    """What config.json says each layer's keys and values are kept in; None when it says nothing.
+    """Form of each layer's keys and values according to config.json; None when it says nothing.
 
     Args:
         config: contents of config.json.

@@ -1,4 +1,4 @@
-"""What reading one linear's tensors has in common whatever the format: present, of this shape, or one line of error."""
+"""Reading one linear's tensors, whatever the format: present, of this shape, or one line of error."""
 
 from collections.abc import Mapping
 

@@ -79,7 +79,7 @@ class AWQFormat(Format):
         zero = _unpack(take(tensors, "qzeros", (groups, rows // 8)).to(torch.int32))
         if scheme.weight.symmetric and bool((zero != 0).any()):
             raise CheckpointError(
-                "config.json says zero_point is false, but 'qzeros' has others than 8; set it to true"
+                "config.json says zero_point is false, but 'qzeros' has values other than 8; set it to true"
             )
         return QuantizedTensor(
             codes=_unpack(words),

@@ -173,7 +173,7 @@ class Format(ABC):
     def check_encoded(
         self, module: str, weight: QuantizedTensor, scheme: LinearScheme, tensors: Mapping[str, Tensor]
     ) -> None:
-        """What a weight is stored as decodes to the very numbers that it was made of.
+        """Check that a stored weight decodes to the very numbers that it was made of.
 
         Nothing is dequantized: equal codes and scales have equal values.
 
@@ -188,7 +188,7 @@ class Format(ABC):
         decoded = self.decode(tensors, scheme) if self.keeps_codes else weight
         for part in _NUMBERS:
             if not identical(getattr(decoded, part), getattr(weight, part)):
-                raise AuditError(f"{module}: {part} decodes to others than were encoded")
+                raise AuditError(f"{module}: {part} decodes to other values than were encoded")
 
     def config(
         self,

@@ -136,7 +136,7 @@ def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
 
 
 def _input_name(activation: ActivationScheme) -> str:
-    """Of the tensor that holds the calibrated scale."""
+    """Name of the tensor that holds the calibrated scale."""
     return "input_global_scale" if activation.dtype.scale == "e4m3" else "input_scale"
 
 
@@ -191,5 +191,5 @@ def _packed_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor
 
 
 def _half(dtype: DType) -> int:
-    """What makes codes unsigned."""
+    """Offset that makes codes unsigned."""
     return -int(dtype.minimum)

@@ -89,7 +89,7 @@ class GGUFFormat(CompressedTensorsFormat):
         return _SYMMETRIC[weight.dtype.name]
 
     def blocks(self, weight: QuantizedTensor) -> tuple[Block, Tensor]:
-        """The same values as blocks of the file, exactly; see `encode_blocks`."""
+        """Store the same values as blocks of the file, exactly; see `encode_blocks`."""
         from quantkit.formats._gguf_blocks import encode_blocks  # the gguf package: only whoever writes a file needs it
 
         return encode_blocks(weight, self.symmetric_block(weight.scheme))

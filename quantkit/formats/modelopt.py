@@ -73,7 +73,7 @@ FORMAT = ModelOpt()
 
 
 def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
-    """Of a whole model, or of one of its linears; `where` is for the message."""
+    """Scheme of a whole model, or of one of its linears; `where` is for the message."""
     name = str(fields.get("quant_algo"))
     if name not in _ALGORITHMS:
         raise SchemeError(f"{where} is {name!r}; of ModelOpt can be decoded: {', '.join(_ALGORITHMS)}")
@@ -84,9 +84,9 @@ def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
 
 
 def _layer_rules(layers: Any) -> tuple[Rule, ...]:
-    """What is said of each linear by its name, where a model is of several kinds."""
+    """Rules for each linear by its name, where a model has several schemes."""
     if not isinstance(layers, Mapping) or not all(isinstance(fields, Mapping) for fields in layers.values()):
-        raise SchemeError(f"quantized_layers of a {_MIXED} model says of no linear what it is; copy its config again")
+        raise SchemeError(f"quantized_layers of a {_MIXED} model describes no linear; copy its config again")
     return tuple(
         Rule(pattern=str(name), linear=_linear_scheme(fields, f"quant_algo of {name}"))
         for name, fields in layers.items()

@@ -91,7 +91,7 @@ class LinearExperts(nn.ModuleList):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:
-        """As the module that it stands in for.
+        """Compute what the module that it stands in for computes.
 
         Args:
             hidden_states: (..., H); for modules that are called with nothing else, (E * T, H): all tokens for each

@@ -96,7 +96,7 @@ class ImageStem:
 
     @torch.inference_mode()
     def inputs(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """What the language model is called with, embeddings first, on the CPU.
+        """Arguments of the language model, embeddings first, on the CPU.
 
         Args:
             sample: what the model's processor makes of one text and its images.
@@ -125,7 +125,7 @@ class ImageStem:
         named = {name: value for name, value in arguments.items() if value is not None and name not in _LEFT_OUT}
         embeddings = named.pop("inputs_embeds", None)
         if not isinstance(embeddings, Tensor) or embeddings.is_meta:
-            raise ModelError(f"the language model is given no embeddings of images{self._reason(None)}")
+            raise ModelError(f"the language model receives no image embeddings{self._reason(None)}")
         for name, value in named.items():
             _check_plain(value, name)
         kept: dict[str, Any] = moved({"inputs_embeds": embeddings, **named}, "cpu", copy=True)

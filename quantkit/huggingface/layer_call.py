@@ -55,7 +55,7 @@ class LayerCall:
         return self
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> "LayerCall":
-        """The same on another device; the token ids stay."""
+        """Move the call to another device; the token ids stay."""
         beside = {path: value.to(device, copy=copy) for path, value in self.beside.items()}
         return replace(self, hidden=self.hidden.to(device, copy=copy), beside=beside)
 

@@ -1,4 +1,4 @@
-"""What transformers' `from_pretrained` makes of a checkpoint, found out without its weights: names, shapes, samples.
+"""Rules by which transformers' `from_pretrained` reads a checkpoint, found without its weights: names, shapes, samples.
 
 The class of the model is built on the meta device with the checkpoint's quantization config, and every stored name goes
 through transformers' own rules, those of its quantizer included. Where tensors are joined or decoded on the way, the
@@ -50,7 +50,7 @@ class Stored:
 
     @property
     def evenness(self) -> tuple[int, ...] | None:
-        """What of its shape decides how codes and groups are cut; multiples of four are all alike."""
+        """Facts of its shape that decide how codes and groups are cut; multiples of four are all alike."""
         return None if self.shape is None else tuple(size % 4 for size in self.shape)
 
 
@@ -75,7 +75,7 @@ class Problems:
     sources: set[str] = field(default_factory=set)
 
     def but(self, known: Callable[[str], bool]) -> "Problems":
-        """Those of tensors of which `known` is not true."""
+        """Tensors of which `known` is not true."""
         return Problems(
             missing=[name for name in self.missing if not known(name)],
             unexpected=[name for name in self.unexpected if not known(name)],
@@ -103,7 +103,7 @@ class CannotLoad(ModelError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """What a rule makes of one target's tensors, and so of every other target of the same kind.
+    """Result of a rule for one target's tensors, and so for every other target of the same kind.
 
     Args:
         depth: how many parts of the target's name are not of the module that holds all of them.
@@ -215,7 +215,7 @@ class HfLoader:
         sample: Callable[[str], Tensor],
         decoded: Callable[[str], tuple[str, Tensor]],
     ) -> "str | _Made":
-        """What is wrong with what a rule makes of samples; what it makes, if nothing is."""
+        """Error in the result of a rule on samples; the result, if there is none."""
         try:
             made = self._rules.convert(target, sources, {name: sample(name) for name in sources})
         except Exception as error:  # whatever transformers raises on what it was not made for

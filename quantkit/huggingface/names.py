@@ -25,7 +25,7 @@ _COMPANIONS = ("weight_packed", "weight_scale")
 
 @dataclass(kw_only=True, slots=True)
 class Destination:
-    """What becomes of a stored tensor.
+    """Destination of a stored tensor.
 
     Args:
         target: of the model's tensors, the first one if it becomes several; none of them if it has no place.
@@ -64,7 +64,7 @@ class Renaming:
         return cls(model=model, rules=rules, shapes={n: tuple(v.shape) for n, v in model.state_dict().items()})
 
     def destinations(self, names: Iterable[str]) -> dict[str, Destination]:
-        """What becomes of each stored tensor, by its name."""
+        """Destination of each stored tensor, by its name."""
         from transformers.core_model_loading import WeightConverter, dot_natural_key
 
         # A rule may wait for another name before it: copies are used once, on names in transformers' order.
@@ -92,7 +92,7 @@ class Renaming:
         return Destination(target=target, renamed=renamed, pattern=pattern)
 
     def convert(self, target: str, sources: Mapping[str, Destination], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What the rule of some tensors makes of them.
+        """Result of the rule for some tensors.
 
         Args:
             target: the first of the tensors that they become.
@@ -119,7 +119,7 @@ class Renaming:
         return next(rule for rule in self.rules[::-1] if first.pattern in rule.source_patterns)
 
     def expert_names(self, target: str) -> list[str]:
-        """What one expert's weights are called in files of which this tensor is made, in the order of its parts."""
+        """Names of one expert's weights in files of which this tensor is made, in the order of its parts."""
         for rule in self.rules:
             sources, targets = rule.source_patterns, rule.target_patterns
             starred = all(re.search(r"\*\\?\.[^.]+\.weight$", source) for source in sources)

@@ -246,7 +246,7 @@ class Skeleton:
         return self._usual_arguments(index, batch)
 
     def _usual_arguments(self, index: int, batch: Batch) -> dict[str, Any]:
-        """What of a layer's arguments follows from the shape of its input: (B, T)."""
+        """Arguments of a layer that follow from the shape of its input: (B, T)."""
         key = (batch.shape[0], batch.shape[1])
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_SHAPES:
@@ -261,11 +261,11 @@ class Skeleton:
         return self._arguments[key][index]
 
     def first_call(self, token_ids: Tensor) -> LayerCall:
-        """What the model calls its first layer with for one sequence (1, T), where layers hand on more than states."""
+        """Call of the first layer for one sequence (1, T), where layers pass on more than states."""
         return self._call(0, LayerCall(token_ids=token_ids, hidden=token_ids), self._record_ids(token_ids)[0])
 
     def first_call_of(self, token_ids: Tensor, inputs: Mapping[str, Any]) -> LayerCall:
-        """What the model calls its first layer with for one sequence (1, T) that has more than tokens in it.
+        """Call of the first layer for one sequence (1, T) that has more than tokens in it.
 
         Args:
             token_ids: of it.
@@ -275,7 +275,7 @@ class Skeleton:
         return self._call(0, call, self._record_call(call)[0])
 
     def next_call(self, index: int, call: LayerCall, compute: Compute) -> LayerCall:
-        """What the model calls the layer behind `index` with.
+        """Call of the layer behind `index`.
 
         Args:
             index: of a layer that is not the last.
@@ -310,7 +310,7 @@ class Skeleton:
         return run
 
     def _call(self, index: int, before: LayerCall, recorder: Recorder) -> LayerCall:
-        """What is recorded of a layer as its call, for a sequence of which another call is known."""
+        """Record of a layer's call, for a sequence of which another call is known."""
         assert recorder.hidden is not None
         usual = moved(self._usual_arguments(index, before), "cpu")
         beside = {path: value.clone() for path, value in tensors_beside(recorder.arguments, usual).items()}
@@ -323,7 +323,7 @@ class Skeleton:
         return self._model.get_submodule(self.family.embedding)
 
     def record(self, hidden: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """What the model calls its layers with for embeddings (B, T, D); see `pass_through`."""
+        """Calls of the layers for embeddings (B, T, D); see `pass_through`."""
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, inputs_embeds=hidden)
 
     def _record_call(self, call: LayerCall, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:

@@ -1,4 +1,4 @@
-"""How many cores this process may keep busy; torch-free, because OpenMP reads its settings when torch is imported."""
+"""Number of cores this process may keep busy; torch-free, because OpenMP reads its settings when torch is imported."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What this process takes, and giving freed memory back to the system, where the C library would keep it for later.
+"""Memory of this process, and giving freed memory back to the system, where the C library would keep it for later.
 
 glibc holds on to freed blocks of up to 32 MiB; between two phases with different needs that adds up to the peak.
 """

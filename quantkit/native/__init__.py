@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Library:
-    """What is made of a folder of C files.
+    """A library compiled from a folder of C files.
 
     Args:
         sources: the folder; one of its files exports `int qk_has_avx512(void)`, whether it uses AVX-512, and where

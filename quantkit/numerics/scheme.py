@@ -44,14 +44,14 @@ class WeightScheme:
         if self.dtype.kind == "float" and not self.symmetric:
             raise SchemeError(f"{self.dtype.name} has no zero point: set weights.symmetric=true")
         if self.block_rows != 1 and not self.symmetric:
-            raise SchemeError("a scale that rows share has no zero points beside it: set weights.symmetric=true")
+            raise SchemeError("a scale shared by several rows allows no zero points: set weights.symmetric=true")
         if self.block_rows is None and self.group_size is not None:
             raise SchemeError(f"one scale for the tensor has no groups, found group_size {self.group_size}")
         if self.block_rows is not None and self.block_rows < 1:
             raise SchemeError(f"blocks of {self.block_rows} outputs are not possible; write 128x128")
 
     def fitted(self, in_features: int) -> "WeightScheme":
-        """The same in smaller groups, where those asked for do not divide this many inputs and others do."""
+        """Return the scheme in smaller groups, where those asked for do not divide this many inputs and others do."""
         if self.group_size is None or self.block_rows != 1 or self.dtype.group is not None or self.strict_groups:
             return self
         size = fitting_group(self.group_size, in_features)

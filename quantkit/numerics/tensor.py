@@ -60,7 +60,7 @@ class QuantizedTensor:
         return self.value_dtype or self.scale.dtype
 
     def take_rows(self, rows: Tensor | slice) -> "QuantizedTensor":
-        """The same weight with these outputs, in this order."""
+        """Select these outputs, in this order."""
         rows = rows.to(self.codes.device) if isinstance(rows, Tensor) else rows
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Where an output is made until it gets its name: a work folder beside it, the same for every command that writes one.
+"""Work folders: an output is made beside its final place and renamed, the same for every command that writes one.
 
 What an output replaces is moved into that folder and deleted last; a process that is killed in between leaves it there,
 and the next one puts it back. Only what quantkit wrote is replaced, with nothing in it that somebody else has added.

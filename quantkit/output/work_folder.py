@@ -44,12 +44,12 @@ class WorkFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """What becomes the output, where that is a directory."""
+        """Folder that becomes the output, where that is a directory."""
         return self.path / "checkpoint"
 
     @property
     def replaced(self) -> Path:
-        """What the output was before, between the two renames of a replacement."""
+        """Folder that was the output before, between the two renames of a replacement."""
         return self.path / "replaced"
 
     def clear(self) -> None:
@@ -172,7 +172,9 @@ def _create(path: Path, option: str) -> bool:
         if stat.S_ISLNK(mode):
             raise _link(path, option)
         if not stat.S_ISDIR(mode):
-            raise OutputError(f"{path} is a file where quantkit would work; move it away or choose another {option}")
+            raise OutputError(
+                f"{path} is a file, but quantkit needs a folder of this name; move it away or choose another {option}"
+            )
         names = [entry.name for entry in path.iterdir()]
         if names and (MARKER not in names or not stat.S_ISREG((path / MARKER).lstat().st_mode)):
             raise _foreign(path, option)
@@ -185,12 +187,13 @@ def _check_owner(path: Path, option: str) -> None:
     # The rule of Linux for links in such folders: the folder's owner, or root, could replace anything there anyway.
     if parent.st_mode & stat.S_ISVTX and owner not in (os.geteuid(), parent.st_uid, 0):
         raise OutputError(
-            f"{path} belongs to another user (uid {owner}), whose work is not taken over; choose another {option}"
+            f"{path} belongs to another user (uid {owner}), and quantkit does not continue another user's work; "
+            f"choose another {option}"
         )
 
 
 def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
-    """What the marker says; empty for a new one, and where its writer was killed before anything else was there."""
+    """Content of the marker; empty for a new one, and where its writer was killed before anything else was there."""
     text = os.pread(descriptor, 1 << 16, 0)
     if not text and list(path.iterdir()) == [path / MARKER]:
         return {}
@@ -232,8 +235,8 @@ def _take_over(work: WorkFolder, kind: str) -> None:
         return
     if left is not None and work.known.get("resumable") is not False and work._entries():
         raise OutputError(
-            f"{work.path} is of an interrupted `quantkit {left}`; give that command again to finish it, or delete the "
-            "folder"
+            f"{work.path} belongs to an interrupted `quantkit {left}`; run that command again to finish it, or delete "
+            "the folder"
         )
     work.clear()
     marker = {**_OURS, "kind": kind, "resumable": work.resumable}

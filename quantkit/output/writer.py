@@ -103,7 +103,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
 
 @contextlib.contextmanager
 def writing(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """What the system refuses in this block becomes one line.
+    """Turn what the system refuses in this block into one line.
 
     Args:
         path: what is being written.

@@ -177,7 +177,7 @@ def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> di
 
 
 def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str, TensorInfo]], dict[str, TensorInfo]]:
-    """Where the decoder layers are, what is in them, and what is outside; of several stacks the largest is meant."""
+    """Find the decoder layers, what is in them, and what is outside; of several stacks the largest is meant."""
     matches = {name: match for name in tensors if (match := _IN_LAYER.fullmatch(name))}
     weight: Counter[str] = Counter()
     for name, match in matches.items():

@@ -1,4 +1,4 @@
-"""What devices can do on paper: memory, bandwidth and dense peaks, from their makers' data sheets.
+"""Devices on paper: memory, bandwidth and dense peaks, from their makers' data sheets.
 
 Paper figures are floors that nothing beats; copies reach some 90 % of the bandwidth and large products 70 to 80 % of
 the peak. Give measured ones with --bandwidth and --peak. A test checks that every row is complete and plausible.

@@ -116,7 +116,7 @@ class Estimate:
 
     @cached_property
     def on_device(self) -> tuple[DeviceRow, ...]:
-        """What fits on the device, and how fast it could be: every pair of a scheme worth showing and a form.
+        """Fits on the device and speeds at best: every pair of a scheme worth showing and a form.
 
         The schemes alone where the cache is unknown.
         """
@@ -147,7 +147,7 @@ class Estimate:
 
     @property
     def compression(self) -> dict[str, int] | None:
-        """What compressing holds in memory, by purpose."""
+        """Memory that compressing holds, by purpose."""
         recipe = self.recipe
         if recipe is None:
             return None
@@ -155,7 +155,7 @@ class Estimate:
 
     @property
     def readings(self) -> list[EngineReading]:
-        """Who reads the result of the recipe, on the device where one is named."""
+        """Engines that read the result of the recipe, on the device where one is named."""
         if self.recipe is None:
             return []
         stored, capability = self.recipe.stored, None if self.device is None else self.device.capability
@@ -163,7 +163,7 @@ class Estimate:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the figures leave out or assume."""
+        """Limits of the figures: what they leave out or assume."""
         return (*self.shape.remarks, *_remarks(self.shape, self.recipe, self.device))
 
 
@@ -198,7 +198,7 @@ def estimate(
     kv_budget: int | float | str | None = None,
     kv_policy: str | None = None,
 ) -> Estimate:
-    """What compressing and running a model would take, before anything is spent.
+    """Estimate what compressing and running a model takes, before anything is spent.
 
     Args:
         model: a directory, a config.json or a hub id; None = the bundled demo model.
@@ -243,7 +243,7 @@ def estimate(
 
 
 def _eviction(shape: ModelShape, context: int, budget: int | float | str | None, policy: str | None) -> Eviction:
-    """What is asked about eviction, as the runtime would take it."""
+    """Eviction that is asked about, as the runtime would take it."""
     if budget is None:
         if policy is not None:
             raise InputError(f"kv_policy {policy!r} evicts beyond a budget, and none is given; add --kv-budget")
@@ -317,7 +317,7 @@ def _schemes(shape: ModelShape, plan: RecipePlan | None, head: weights.WeightFor
 
 
 def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> list[memory.WeightChoice]:
-    """Of the schemes, those worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
+    """Schemes worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
     if plan is not None or len(schemes) < 4:
         return list(schemes)
     names = ("as stored", weights.INT8_WEIGHTS.name, weights.INT4_WEIGHTS.name)

@@ -1,4 +1,4 @@
-"""What fits on a device, and how fast it could go at best: bytes over bandwidth, operations over peak.
+"""Limits of a device: what fits, and the speed at best: bytes over bandwidth, operations over peak.
 
 Floors, not predictions: nothing overlaps better, no launch costs time, every byte is read once. B sequences, L tokens.
 """
@@ -25,7 +25,7 @@ STEP_TOKENS = TOKEN_BUDGET["cuda"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFit:
-    """What a device holds beside the weights.
+    """Memory of a device beside the weights.
 
     Args:
         weight_bytes, activation_bytes, reserve_bytes: what is taken.
@@ -48,7 +48,7 @@ class DeviceFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eviction:
-    """What the cache keeps of each sequence.
+    """Tokens that the cache keeps of each sequence.
 
     Args:
         budget: tokens, or a share of the context; None = all.
@@ -65,11 +65,11 @@ class Eviction:
         return kept_tokens(self.budget, context)
 
     def sequence_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
-        """What the bundled runtime allocates for one sequence."""
+        """Bytes that the bundled runtime allocates for one sequence."""
         return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
-        """What one sequence takes besides, while a chunk of its prompt is computed: pages go after its attention."""
+        """Further bytes of one sequence while a chunk of its prompt is computed: pages go after its attention."""
         kept = self.kept(context)
         most = min(context, kept - 1 + chunk) if kept < context else kept
         before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))
@@ -213,7 +213,7 @@ def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[st
 
 
 def _floor(device: Device, read: float, products: Mapping[str, float], in_16_bits: float) -> Floor:
-    """Of bytes, of products by number type, and of operations that are made in 16 bits whatever the weights are."""
+    """Seconds of bytes, of products by number type, and of operations in 16 bits whatever the weights are."""
     by_type = {**products, "bf16": products.get("bf16", 0.0) + in_16_bits}
     return Floor(
         bytes_read=read,

@@ -58,7 +58,7 @@ def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Weigh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightBytes:
-    """What the weights of a model take.
+    """Memory of a model's weights.
 
     Args:
         bits_per_weight: of the linears that are quantized; of all weights where only their number is known.
@@ -131,7 +131,7 @@ def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
 
 
 def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm, page_size: int = DEFAULT_PAGE_SIZE) -> float:
-    """The same in whole pages of the bundled runtime, with the residual window of the open page."""
+    """Bytes in whole pages of the bundled runtime, with the residual window of the open page."""
     return sum(cache.allocated_bytes(tokens, kept, shape.dtype_bytes, page_size) for cache, kept in shape.caches(form))
 
 
@@ -166,7 +166,7 @@ def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> 
 def compression_bytes(
     shape: ModelShape, num_tokens: int, steps: Sequence[Step], *, hands_on: bool = False
 ) -> dict[str, int]:
-    """What `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
+    """Memory that `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         shape: of the model.
@@ -182,7 +182,7 @@ def compression_bytes(
 
 
 def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
-    """Where only a number of parameters is known, all of them are stored alike."""
+    """Size a model of which only the number of parameters is known: all of them are stored alike."""
     form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
     bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
     return _alike(round(shape.num_parameters * bits / 8), bits, shape.active_parameters)

@@ -1,4 +1,4 @@
-"""What a recipe does to a model of a known shape: the form of each matrix, and why it may not go.
+"""Effect of a recipe on a model of a known shape: the form of each matrix, and why it may not work.
 
 Loading a recipe imports torch, so nothing else here does; a plan without a recipe never comes by.
 """
@@ -97,7 +97,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
 
 
 def _cache_scale_bytes(shape: ModelShape, goal: Any) -> int:
-    """Of fixed scales of keys and values, float32, one or one per head of each layer."""
+    """Bytes of fixed scales of keys and values, float32, one or one per head of each layer."""
     if goal is None or not goal.has_fixed_scales:
         return 0
     by_head = goal.scheme.key.granularity == "head"

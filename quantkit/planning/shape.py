@@ -15,7 +15,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What a plan needs to know of a model.
+    """Facts about a model that a plan needs.
 
     Args:
         name: for people.

@@ -129,7 +129,7 @@ def _has_codes(data: dict[str, Any]) -> bool:
 
 
 def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
-    """What config.json says of the KV cache; torch is only imported where it says something."""
+    """KV cache according to config.json; torch is only imported where it says something."""
     section = data.get("quantization_config")
     said = isinstance(section, dict) and (section.get("kv_cache_scheme") or "kv_cache_quant_algo" in str(section))
     if not shape.layers or not (said or "quantkit_kv_cache" in data):

@@ -20,7 +20,7 @@ _PRODUCTS = {"nvfp4": "fp4", "mxfp4": "fp4", "mxfp8": "fp8"}  # by the type of t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightForm:
-    """How the linears of a model are stored.
+    """Storage of a model's linears.
 
     Args:
         name: for tables, e.g. `int4 g128`.

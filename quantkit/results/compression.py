@@ -131,7 +131,7 @@ class CalibrationRecord(Record):
     num_held_out: int = 0
 
     def describe(self) -> str:
-        """For tables."""
+        """Short form for tables."""
         images = f", {self.num_with_images} of them with images" if self.num_with_images else ""
         held_out = f", and {self.num_held_out:,} held out" if self.num_held_out else ""
         return f"{self.num_samples} samples of {self.num_tokens:,} tokens{images}{held_out}"
@@ -150,7 +150,7 @@ class TowerRecord(Record):
     linears: tuple[LinearRecord, ...] = ()
 
     def describe(self) -> str:
-        """For tables: `kept as they are`, or how many are what."""
+        """Short form for tables: `kept as they are`, or how many are what."""
         if not self.linears:
             return "kept as they are"
         kinds = Counter(linear.scheme for linear in self.linears)

@@ -206,7 +206,7 @@ class VllmLLM(Prompts):
     def _sampling(self, params: SamplingParams) -> Any:
         for name in ("logprobs", "json_schema", "scoring"):
             if getattr(params, name) is not None:
-                raise RequestError(f"{name} is not asked of vLLM; leave it out")
+                raise RequestError(f"{name} is not supported with vLLM; leave it out")
         return self._params(
             max_tokens=params.max_tokens,
             top_k=params.top_k or 0,

@@ -55,9 +55,9 @@ def check_path(path: Path, kind: type[InputError]) -> None:
     """
     text = str(path)
     if "\0" in text:
-        raise kind(f"{text!r} is no path: it holds a zero byte; check it")
+        raise kind(f"{text!r} is not a path: it contains a zero byte")
     if not text.isascii() and text.encode(errors="ignore").decode() != text:
-        raise kind(f"{text!r} is not UTF-8, and reports could not name it; rename it, or give it another way")
+        raise kind(f"{text!r} is not UTF-8, and reports cannot contain it; rename it")
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ class Server:
         own = {*inspect.signature(self.bridge.llm.need_tokenizer().apply_chat_template).parameters, "messages"}
         if wrong := sorted(own & variables.keys()):
             field = "chat_template_kwargs"
-            raise Refused(f"{field}.{wrong[0]} is no variable of a template; leave it out", field)
+            raise Refused(f"{field}.{wrong[0]} is not a variable of the template; leave it out", field)
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a text or a conversation."""
@@ -252,7 +252,7 @@ class Server:
 
     def _check_ready(self) -> None:
         if self.is_ending:
-            raise _NotReady("the server ends; ask another")
+            raise _NotReady("the server is shutting down; ask another one")
         if not self.bridge.is_ready:
             raise _NotReady("the model is being loaded; try again later")
 

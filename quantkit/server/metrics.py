@@ -1,4 +1,4 @@
-"""What an operator watches, in Prometheus' text format: counts and times of requests, and the engine's own figures."""
+"""Metrics for operators, in Prometheus' text format: counts and times of requests, and the engine's own figures."""
 
 from collections.abc import Iterable, Iterator
 

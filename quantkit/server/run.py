@@ -38,7 +38,7 @@ class Connections:
         self.waiting: dict[Connection, None] = {}
 
     def protocol(self, **arguments: Any) -> "Connection":
-        """One more; uvicorn's arguments."""
+        """Make one more connection; uvicorn's arguments."""
         return Connection(self, **arguments)
 
 

@@ -1,4 +1,4 @@
-"""What clients may ask: OpenAI's requests, and the sampling fields that vLLM and llama.cpp added to them.
+"""Requests of clients: OpenAI's, and the sampling fields that vLLM and llama.cpp added to them.
 
 Every field that is not here is refused by name, and so is a value that would have to be ignored. Defaults are OpenAI's,
 which draws where quantkit's command line is greedy.

@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
-    """How to sweep.
+    """Options of a sweep.
 
     Args:
         output: folder of everything that is made.
@@ -80,7 +80,7 @@ def sweep(
 
 
 def compare_trials(records: Iterable[TrialRecord]) -> dict[str, CheckpointComparison]:
-    """What the trials with reports made, compared by model: figures of different originals share no scale."""
+    """Compare the trials with reports, by model: figures of different originals share no scale."""
     reports: dict[str, list[Any]] = {}
     for record in records:
         if record.report is not None:
@@ -174,7 +174,7 @@ class _Sweep:
         )
 
     def _short_name(self, model: str) -> str:
-        """Of a folder its name; of a model on the hub that of its repository, whatever folder caches it."""
+        """Name of a folder, or of a model's repository on the hub, whatever folder caches it."""
         here = Path(model).expanduser()
         return model if model == DEMO else here.resolve().name if here.exists() else model.rpartition("/")[2]
 
@@ -192,7 +192,7 @@ class _Sweep:
         return record if kept.report is None else kept
 
     def _trial(self, record: TrialRecord) -> Trial:
-        """What a record takes to make; its recipe is written down as it is now."""
+        """Make the trial of a record; its recipe is written down as it is now."""
         folder, checkpoint = self._folder / "trials", self._folder / record.name
         recipe = folder / record.name / f"{record.recipe}.yaml"
         recipe.parent.mkdir(exist_ok=True)

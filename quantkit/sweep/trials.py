@@ -74,7 +74,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a trial ended.
+    """End of a trial.
 
     Args:
         name: of the trial.
@@ -92,7 +92,7 @@ class Outcome:
 
     @property
     def error(self) -> QuantkitError:
-        """What the command would have raised here."""
+        """Error that the command would have raised here."""
         kinds = (InputError, GateFailure, ResourceError, AuditError)
         kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), AuditError)
         return kind(f"{self.name}: {self.reason}")
@@ -106,7 +106,7 @@ def check_place(on: str) -> None:
     """
     runner, colon, address = on.partition(":")
     if runner not in ("local", "ray") or (colon and (runner == "local" or not address)):
-        raise InputError(f"--on {on!r} is no place to run trials; use local, ray or ray:ADDRESS")
+        raise InputError(f"--on {on!r} is not a place to run trials; use local, ray or ray:ADDRESS")
     if runner == "ray":
         _import_ray()
 

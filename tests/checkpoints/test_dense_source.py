@@ -160,8 +160,8 @@ def test_a_layer_is_read_when_it_is_due(tmp_path, monkeypatch):
 
 
 BROKEN = [
-    ("fp8 blocks", "mlp.gate_proj.weight_scale_inv", None, r"gate_proj.weight is codes .*without weight_scale_inv"),
-    ("fp8 blocks", "mlp.gate_proj.weight", None, r"gate_proj: .*weight_scale_inv are no weight of fp8"),
+    ("fp8 blocks", "mlp.gate_proj.weight_scale_inv", None, r"gate_proj.weight holds codes .*without weight_scale_inv"),
+    ("fp8 blocks", "mlp.gate_proj.weight", None, r"gate_proj: .*weight_scale_inv are not a weight of the format fp8"),
     ("fp8 blocks", "mlp.gate_proj.weight_scale_inv", "nan", r"gate_proj: dequantizes to \d+ NaN .*a scale"),
     (
         "fp8 blocks",
@@ -170,7 +170,7 @@ BROKEN = [
         r"weight_scale_inv' has shape \(2, 2\), its scheme needs",
     ),
     ("mxfp4 stacks", "mlp.experts.gate_up_proj_scales", None, r"gate_up_proj: has blocks, but no scales"),
-    ("mxfp4 stacks", "mlp.experts.gate_up_proj_blocks", None, r"gate_up_proj: scales are no weight of mxfp4"),
+    ("mxfp4 stacks", "mlp.experts.gate_up_proj_blocks", None, r"scales are not a weight of the format mxfp4"),
     ("mxfp4 stacks", "mlp.experts.gate_up_proj_scales", "nan", r"dequantizes to \d+ NaN or infinite values: a scale"),
     (
         "mxfp4 stacks",

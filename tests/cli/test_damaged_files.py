@@ -126,7 +126,7 @@ def test_a_path_that_no_report_could_name_is_refused_at_once(source, tmp_path, r
     ):
         code, _, error = run(*command)
         assert (code, error.count("\n")) == (4, 1), error
-        assert "holds a zero byte" in error or "is not UTF-8" in error
+        assert "contains a zero byte" in error or "is not UTF-8" in error
     assert list(tmp_path.iterdir()) == []
 
 

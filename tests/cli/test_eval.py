@@ -105,7 +105,7 @@ def test_bad_input_is_one_line_and_a_code(run, arguments, code, message):
 def test_a_baseline_of_another_vocabulary(run, tmp_path):
     answer = run("--baseline", make_model(tmp_path / "other"), *ASKED)
     assert answer.exit_code == 4
-    assert "has another vocabulary (258 tokens)" in answer.stderr
+    assert "has a different vocabulary (258 tokens)" in answer.stderr
     assert answer.stderr.count("\n") == 1
 
 

@@ -240,7 +240,7 @@ def test_lengths_that_do_not_fit(stranger):
 
 
 def test_another_vocabulary_is_refused(stranger, tmp_path):
-    with pytest.raises(DataError, match=r"has another vocabulary \(258 tokens\) than .* \(1024\)"):
+    with pytest.raises(DataError, match=r"has a different vocabulary \(258 tokens\) than .* \(1024\)"):
         check_same_language(None, str(stranger.path))
     check_same_language(None, str(DEMO_MODEL))
     shutil.copytree(DEMO_MODEL, tmp_path / "copy")

@@ -154,7 +154,7 @@ def test_a_run_that_was_killed_before_it_wrote_its_marker_is_no_obstacle(tmp_pat
 def test_what_another_command_can_resume_is_not_deleted(tmp_path):
     with open_stage(tmp_path / "out", "quantize", overwrite=False, resumable=True) as stage:
         (stage.work.path / "progress.json").write_text("{}")
-    with pytest.raises(OutputError, match=r"out\.partial is of an interrupted `quantkit quantize`"):
+    with pytest.raises(OutputError, match=r"out\.partial belongs to an interrupted `quantkit quantize`"):
         write(tmp_path / "out")
     assert (tmp_path / "out.partial" / "progress.json").exists()
     with open_stage(tmp_path / "out", "quantize", overwrite=False, resumable=True) as stage:

@@ -114,7 +114,7 @@ def test_its_own_refusals_are_one_line():
     with VllmLLM(dtype="fp32") as served:
         with pytest.raises(RequestError, match=r"vLLM 0\.0 refuses a request: The prompt is longer"):
             served.generate([[5] * 5000], SamplingParams(max_tokens=1))
-        with pytest.raises(RequestError, match="json_schema is not asked of vLLM"):
+        with pytest.raises(RequestError, match="json_schema is not supported with vLLM"):
             served.generate(["a"], SamplingParams(json_schema="{}"))
 
 

@@ -110,7 +110,7 @@ TABLE = {
         400, None, "cannot be followed",
     ),
     "a template of the client's": (
-        *chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400, "chat_template_kwargs", "no variable"
+        *chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400, "chat_template_kwargs", "not a variable"
     ),
     "tools that are no list": (*chat(tools={"a": 1}), 400, "tools", "list"),
     "tokenize nothing": ("/tokenize", {}, 400, None, "either prompt or messages"),

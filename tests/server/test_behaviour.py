@@ -272,7 +272,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path, checkpoint):
     (["--host", "0.0.0.0"], "no key is set; give --api-key, or --no-api-key"),
     (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
     (["nowhere-at-all"], "nowhere-at-all"),
-    (["--allow-origin", "chat.example"], "--allow-origin 'chat.example' is no origin; give SCHEME://HOST[:PORT]"),
+    (["--allow-origin", "chat.example"], "--allow-origin 'chat.example' is not an origin; give SCHEME://HOST[:PORT]"),
 ])  # fmt: skip
 def test_refused_before_anything_is_loaded(arguments, words, monkeypatch):
     monkeypatch.delenv("QUANTKIT_API_KEY", raising=False)

@@ -1,4 +1,4 @@
-"""How well the numbers are chosen: one file per algorithm, named as in a recipe."""
+"""Algorithms that choose the numbers: one file each, named as in a recipe."""
 
 from quantkit.registry import Registry
 

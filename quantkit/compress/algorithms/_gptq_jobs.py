@@ -1,4 +1,4 @@
-"""What GPTQ solves at once: sets whose statistics fit into memory together, and rows that one process settles together.
+"""GPTQ's units of work: sets whose statistics fit into memory together, and rows that one process solves.
 
 How a set is cut depends on its shape alone, never on how many processes there are, so neither do its codes.
 """
@@ -60,7 +60,7 @@ def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
 
 
 def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
-    """Who solves what: an expert's sets those that have their statistics, of the others about as much each."""
+    """Assign sets to processes: an expert's to those that have its statistics, about as many of the others to each."""
     width = {job.set: layer.weight(job.set[0]).shape[1] for job in jobs}
     rows = [sum(rows.stop - rows.start for _, rows in job.rows) for job in jobs]
     solvers = [layer.owner(job.set[0]) for job in jobs]

@@ -147,7 +147,7 @@ class _Errors:
         add_products(out.zero_(), pack_matrix(below.bfloat16(), held), slice(0, len(out)), right)
 
     def take(self, span: slice) -> None:
-        """These columns are settled."""
+        """Take in columns that are settled."""
         if self._packed is not None:
             pack_into(self._packed.part(span.start, span.stop), self._rows[span].bfloat16())
 

@@ -91,7 +91,7 @@ class AutoRoundStep(Step):
         release_freed_memory()
 
     def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> str:
-        """What is to be said of it, if anything."""
+        """Tune the block; return a note for the user, if there is one."""
         examples = Examples(layer)
         # Spread over the store, whose batches are sorted by length.
         judged = range(0, len(examples), max(1, len(examples) // _JUDGED))

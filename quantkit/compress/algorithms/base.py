@@ -136,7 +136,7 @@ def steps_bytes(
     *,
     hands_on: bool = False,
 ) -> dict[str, int]:
-    """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
+    """Estimate the memory that compressing holds at once, by purpose, before anything is read.
 
     Args:
         steps: of a recipe, which run one after another.

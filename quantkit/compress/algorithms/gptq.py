@@ -85,7 +85,7 @@ class GptqStep(Step):
         return self.asymmetric_calibration > 0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """Where most is held, the factorising of the widest inputs' Hessian; see `Step`."""
+        """Memory at the peak, the factorising of the widest inputs' Hessian; see `Step`."""
         square = sizes.width**2
         # Hessian and factor, both whole for that long, beside the cross Gram, which has a row for each output where
         # these are few. Gram matrices that wait are half, and of inputs that are no wider.

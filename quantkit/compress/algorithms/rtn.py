@@ -22,7 +22,7 @@ _WIDEST_GRAM = 512
 
 
 class InputStatistics:
-    """What one set's inputs look like: sizes per channel, and the Gram matrix of each group if it is narrow enough.
+    """Statistics of one set's inputs: sizes per channel, and the Gram matrix of each group if it is narrow enough.
 
     `divisor` (K,) is what the inputs are divided by since they were seen.
 

@@ -64,7 +64,7 @@ class ActivationStore:
 
     @property
     def beside(self) -> Path | None:
-        """Where what is computed of the states on the way to the next layer may be kept until then, if anywhere."""
+        """Place to keep what is computed of the states on the way to the next layer, if there is one."""
         return None if self._folder is None else self._folder / "beside"
 
     @property

@@ -69,7 +69,7 @@ class HeadStatistics:
         return (ranges / self.mean_square().clamp_min(1e-30)).median(1).values
 
     def best_clip(self, peaks: Tensor) -> Tensor:
-        """Which share of the largest number the largest FP8 code should be, for the least squared error.
+        """Share of the largest number that the largest FP8 code should stand for, for the least squared error.
 
         Args:
             peaks: (1,) of all heads, or (H,).

@@ -63,7 +63,7 @@ class Samples:
         )
 
     def with_images(self, images: ImageSamples) -> "Samples":
-        """These and samples with images."""
+        """Return these samples together with samples with images."""
         return Samples(
             token_ids=(*self.token_ids, *images.token_ids),
             warnings=(*self.warnings, *images.warnings),
@@ -107,7 +107,7 @@ def load_samples(
     drawn = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data), extra))
     token_ids, held_out = drawn[:samples], _not_among(drawn[samples:], drawn[:samples])
     if not token_ids:
-        raise DataError(f"calibration data {data}: not one usable sample of text in it")
+        raise DataError(f"calibration data {data}: it contains no usable text")
     _check_vocabulary(drawn, vocab_size, str(data))
     warnings = lint(token_ids, samples, sequence_length, tokenizer)
     digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
@@ -199,7 +199,7 @@ def _windows(
 def _chat_ids(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> list[int]:
     if any(isinstance(part, dict) and part.get("type") == "image" for turn in messages for part in _parts(turn)):
         # A tokenizer would leave a mark in the place of the image, and the model never see one.
-        raise DataError(f"calibration data {where}: a chat has images in it; give them as calibration.images")
+        raise DataError(f"calibration data {where}: a chat contains images; give this data as calibration.images")
     try:
         text = render_chat(tokenizer, messages)
     except Exception as error:  # templates raise whatever their author chose
@@ -209,7 +209,7 @@ def _chat_ids(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> lis
 
 
 def _parts(message: Any) -> list[Any]:
-    """Of a content that is a list."""
+    """Parts of a message whose content is a list."""
     content = message.get("content") if isinstance(message, dict) else None
     return content if isinstance(content, list) else []
 

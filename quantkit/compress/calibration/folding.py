@@ -33,7 +33,7 @@ def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) ->
 
 
 def output_divisor(scales: Tensor, outputs: int, head_dim: int) -> Tensor:
-    """What the outputs of a source are divided by, (outputs,), where those of its readers' inputs are `scales` (K,)."""
+    """Factors (outputs,) that divide the outputs of a source whose readers' inputs are divided by `scales` (K,)."""
     if outputs == scales.shape[0]:
         return scales
     # Equal in all query heads of a value head, so the first of them speaks for it.

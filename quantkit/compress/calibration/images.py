@@ -190,7 +190,7 @@ def load_images(
 
 
 def load_processor(folder: Path) -> Any:
-    """What turns texts with images into a model's inputs, by the files of its folder; code in it is never run.
+    """Load the processor that turns texts with images into a model's inputs; code in its folder is never run.
 
     Raises:
         InputError: a library that it needs is not installed.
@@ -209,11 +209,11 @@ def load_processor(folder: Path) -> Any:
     except Exception as error:  # many classes for missing and broken files
         if library := _LIBRARIES.search(str(error)):
             name = (library[1] or library[2]).lower()
-            raise InputError(f"{folder}: the model's processor of images needs {name}; pip install {name}") from error
-        why = f"its processor of images cannot be loaded: {first_line(error)}; see its preprocessor_config.json"
+            raise InputError(f"{folder}: the model's image processor needs {name}; pip install {name}") from error
+        why = f"its image processor cannot be loaded: {first_line(error)}; see its preprocessor_config.json"
         raise ModelError(f"{folder}: {why}") from error
     if getattr(processor, "image_processor", None) is None:
-        raise ModelError(f"{folder}: the model has no processor of images; leave calibration.images out")
+        raise ModelError(f"{folder}: the model has no image processor; leave calibration.images out")
     return processor
 
 
@@ -230,7 +230,7 @@ def _process(processor: Any, chat: ImageChat) -> dict[str, Any]:
         raise DataError(f"{chat.where}: the model's processor cannot make inputs of it: {first_line(error)}") from error
     inputs = dict(made)
     if not set(inputs) - set(_OF_TEXT):
-        raise DataError(f"{chat.where}: the model's processor makes nothing of its images")
+        raise DataError(f"{chat.where}: the model's processor returned nothing for its images")
     return inputs
 
 
@@ -263,7 +263,7 @@ def _check_image_tokens(ids: tuple[int, ...], config: Mapping[str, Any], chat: I
     """Raise DataError where nothing in the text stands for the images: the model would not see them."""
     token = config.get("image_token_id", config.get("image_token_index"))
     if token is not None and token not in ids:
-        raise DataError(f"{chat.where}: no token of its text stands for the image ({token} of config.json)")
+        raise DataError(f"{chat.where}: its text contains no token for the image ({token} of config.json)")
 
 
 def _bundled() -> list[ImageChat]:
@@ -300,7 +300,7 @@ def _parse(line: str, where: str, folder: Path) -> ImageChat:
         inside = [part for message in chat for part in message["content"] if part["type"] == "image"]
         files = files or [part[min({"image", "path", "url"} & part.keys(), default="path")] for part in inside]
     except (TypeError, KeyError, AttributeError):
-        raise DataError(f"{where}: 'messages' is no chat of texts and images with a path each") from None
+        raise DataError(f"{where}: 'messages' is not a chat of texts and images, each image with a path") from None
     if not inside:
         chat[0]["content"] = [*[{"type": "image"} for _ in files], *chat[0]["content"]]
     elif len(inside) != len(files):
@@ -338,7 +338,7 @@ def _paths(files: Sequence[Any], where: str, folder: Path) -> tuple[Path, ...]:
 
 
 def _bytes(leaf: Any) -> bytes:
-    """What of a processor's output decides a digest."""
+    """Bytes of one leaf of a processor's output, for a digest."""
     if isinstance(leaf, Tensor):
         return str((leaf.shape, leaf.dtype)).encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return repr(leaf).encode()

@@ -1,4 +1,4 @@
-"""What the KV cache of one layer is to be: keys and values observed as the layer caches them, scales, and outliers.
+"""Choosing the KV cache of a layer: keys and values observed as the layer caches them, scales, and outliers.
 
 They are seen after the position embedding and any norm on keys, with the layer's weights as they will be written, in
 the place of the cache object that transformers hands to a layer. Nothing is rounded here; that is the runtime's. A
@@ -88,7 +88,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
             keys, values = seen.args
             return keys, values
         raise ModelError(
-            f"{layer.name} hands its keys and values to no cache, so nothing can be calibrated; leave kv_cache out"
+            f"{layer.name} passes its keys and values to no cache, so nothing can be calibrated; leave kv_cache out"
         )
 
     statistics = CacheStatistics(rotate=rotate)
@@ -104,7 +104,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
 
 
 def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | None = None) -> float:
-    """What rounding adds to an ordinary key channel, as a share of that channel's mean square; of the worst head.
+    """Noise that rounding adds to an ordinary key channel, as a share of its mean square; of the worst head.
 
     The rule for outliers: keys have outlier channels where this is above `MOST_NOISE`. An outlier, be it a large bias
     of the key projection or a few channels far above the rest, widens the range that a token's channels share, and so
@@ -139,7 +139,7 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
 
 
 def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
-    """What was asked for, or, where keys have outlier channels, the first remedy that brings their noise down.
+    """The cache that was asked for, or, where keys have outlier channels, the first remedy that brings noise down.
 
     Remedies are tried in the order that costs least: ranges per channel instead of per token, 8 bits, not quantized;
     a recipe that names one gets that one, and unquantized keys where it does not help either.

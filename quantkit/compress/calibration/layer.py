@@ -88,7 +88,7 @@ class LayerContext:
 
     @property
     def store(self) -> ActivationStore:
-        """What enters the layer, in all processes."""
+        """Inputs of the layer, in all processes."""
         assert self.data.store is not None, "this recipe has no calibration data"
         return self.data.store
 
@@ -190,7 +190,7 @@ class LayerContext:
         self.data.streams = tuple(Stream(block, structure, store) for block, store in models if block is not None)
 
     def forget_runs(self) -> None:
-        """What the layer has computed of the calibration data is not what it would compute now."""
+        """Mark what the layer has computed of the calibration data as outdated."""
         for stream in self.data.streams[:1]:  # the original one does not change
             stream.forget()
 
@@ -253,7 +253,7 @@ class LayerContext:
             self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
 
     def advance(self, number: int, batch: Batch) -> Batch:
-        """What enters the next layer, given a batch that enters this one and its number."""
+        """Inputs of the next layer, given a batch that enters this one and its number."""
         if not isinstance(batch, Tensor):
             with self.quantized_inputs(self.chosen.quantized):
                 return self._advance(self.block, batch)
@@ -360,7 +360,7 @@ class LayerContext:
         return next(group for group in self.sets if name in group.linears)
 
     def batches(self) -> Iterator[Batch]:
-        """What enters the layer in this process: hidden states (B, T, D), or calls of one sequence each."""
+        """Inputs of the layer in this process: hidden states (B, T, D), or calls of one sequence each."""
         return (self.store[number] for number in self.store.own)
 
     @contextmanager

@@ -127,7 +127,7 @@ class Gram(_MeanMatrix):
 
 
 class CrossGram(_MeanMatrix):
-    """What the inputs of linears have in common with their errors: mean of (o - x) x', o from the original model.
+    """Products of the inputs of linears and their errors: mean of (o - x) x', o from the original model.
 
     Linears with few outputs only need W (o - x) x', which is a smaller matrix. Split as a `Gram` may be.
 
@@ -161,7 +161,7 @@ class CrossGram(_MeanMatrix):
         self.num_tokens += inputs.shape[0]
 
     def _rows(self, panel: slice) -> Tensor:
-        """These rows of all weights, one below the other: a copy of no more than a panel."""
+        """Stack these rows of all weights: a copy of no more than a panel."""
         starts = accumulate((len(weight) for weight in self._weights[:-1]), initial=0)
         return torch.cat(
             [

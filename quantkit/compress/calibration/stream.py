@@ -30,7 +30,7 @@ _MOST_WIDTHS = 16
 
 
 class End(NamedTuple):
-    """How a module returns what its last linear gives: as it is, or first in a tuple without other tensors."""
+    """Form in which a module returns its last linear's output: as it is, or first in a tuple without other tensors."""
 
     linear: str
     others: tuple[Any, ...] | None
@@ -195,7 +195,7 @@ class Stream:
         self._kept.clear()
 
     def batch(self, number: int) -> Batch:
-        """What enters the layer."""
+        """Inputs of the layer."""
         assert self._store is not None, "nobody has said what enters the layer"
         return self._store[number]
 
@@ -256,7 +256,7 @@ def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[]
 
 
 def _linears_by_module(linears: Collection[str]) -> dict[str, list[str]]:
-    """Of each module around linears, those in it; what is inside of an expert is left out."""
+    """Linears in each module around them; what is inside of an expert is left out."""
     inside: dict[str, list[str]] = {}
     for linear in linears:
         parts = linear.split(".")

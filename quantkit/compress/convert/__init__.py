@@ -1,4 +1,4 @@
-"""The same codes in another on-disk format, layer by layer; `convert` is the whole of it."""
+"""Conversion of the same codes to another on-disk format, layer by layer; `convert` is the whole of it."""
 
 from quantkit.compress.convert.run import Conversion, convert
 

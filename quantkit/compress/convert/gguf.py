@@ -190,7 +190,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
         dtype = source.reader.info(tensor.stored_name).dtype
         block = {PLAIN[block]: block for block in (Block.F32, Block.F16, Block.BF16)}.get(dtype)
         if block is None:
-            raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
+            raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which GGUF cannot store")
         return block
     _, chosen, fallback = TYPES[type_name]
     # Without a head of its own the embedding serves as one, and gets the type of one.

@@ -44,7 +44,7 @@ def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[s
         return _read_vocab(folder, config, num_rows)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{folder}/tokenizer.json is not built as tokenizers are ({type(error).__name__}: {first_line(error)}); "
+            f"{folder}/tokenizer.json is not a valid tokenizer ({type(error).__name__}: {first_line(error)}); "
             "download or copy it again"
         ) from error
 

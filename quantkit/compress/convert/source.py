@@ -88,7 +88,7 @@ def open_source(path: Path) -> Source:
         return Source(reader=reader, format=DENSE, linears={}, modules=modules)
     format_, scheme = described
     if format_.is_stacked:
-        raise SchemeError(f"{reader.path}: experts stacked in {format_.name} are no source of convert; use quantize")
+        raise SchemeError(f"{reader.path}: experts stacked in {format_.name} cannot be converted; use quantize")
     schemes = {module: scheme.find(module) for module, tensors in modules.items() if stores_codes(tensors)}
     linears = {module: linear for module, linear in schemes.items() if linear is not None}
     if not linears and scheme.default is None:

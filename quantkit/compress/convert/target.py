@@ -23,7 +23,7 @@ _EMBEDDING = "embed_tokens"  # of a family that quantkit does not know
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What to write.
+    """Content of the new checkpoint.
 
     Args:
         format: on disk.
@@ -70,7 +70,7 @@ def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
 
 
 def kv_cache_scheme(source: Source) -> Any:
-    """What config.json says about calibrated scales of the KV cache; None when it says nothing."""
+    """Entry of config.json about calibrated scales of the KV cache; None when it has none."""
     section = source.reader.config.get("quantization_config")
     return section.get("kv_cache_scheme") if isinstance(section, Mapping) else None
 
@@ -157,7 +157,7 @@ def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format)
 
 
 def _storable(scale: Tensor, format_: Format) -> Tensor:
-    """The same scales in a dtype that the format takes.
+    """Convert scales to a dtype that the format takes, without loss.
 
     Raises:
         SchemeError: none of them holds all values.

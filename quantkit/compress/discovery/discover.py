@@ -88,7 +88,7 @@ class Discovery:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What of it decides the bits of a compression."""
+        """Facts of it that decide the bits of a compression."""
         kept = {key: value for key, value in self.record.items() if key in ("modules", "experts", "kind_of_layer")}
         return {**kept, "sets": [[asdict(group) for group in item.sets] for item in self.surveys]}
 
@@ -171,7 +171,7 @@ def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tup
             _check_alone(skeleton, block, hidden)
         surveys.append(_survey_layer(skeleton, index, block, hidden, gates))
         if not all(map(_is_empty, shared)):  # a layer has left something for others in what all are given
-            raise ModelError("its layers hand on more than hidden states")
+            raise ModelError("its layers pass on more than hidden states")
     return tuple(surveys)
 
 
@@ -204,7 +204,7 @@ def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCal
     hidden, arguments = skeleton.call_after([compute_with(block) for block in blocks], call.token_ids)
     stepwise = skeleton.arguments(len(blocks), call)
     if not _equal(call.hidden, hidden) or tensors_beside(arguments, stepwise, _alike):
-        raise ModelError("its layers hand on more than what the one before returns")
+        raise ModelError("its layers pass on more than the layer before returns")
 
 
 def _random_layer(skeleton: Skeleton, index: int, generator: torch.Generator) -> nn.Module:
@@ -214,7 +214,7 @@ def _random_layer(skeleton: Skeleton, index: int, generator: torch.Generator) ->
 
 
 def _signature(layer: nn.Module) -> str:
-    """What a layer is made of: modules, shapes, and settings but for its own number."""
+    """Signature of a layer: modules, shapes, and settings but for its own number."""
     parts: list[str] = []
     for name, module in layer.named_modules():
         shapes = [f"{key}{tuple(p.shape)}" for key, p in module.named_parameters(recurse=False)]
@@ -276,7 +276,7 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
     assert first.hidden is not None and second.hidden is not None
     output = hidden_states(block(first.hidden.clone(), **skeleton.arguments(0, hidden)))
     if not (_equal(second.hidden, output) and _equal(second.arguments, expected)):
-        raise ModelError("its layers hand on more than hidden states, or other ones")
+        raise ModelError("its layers pass on more than hidden states, or something else")
 
 
 def _is_empty(value: Any) -> bool:
@@ -296,7 +296,7 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Module) -> Family:
-    """With what the files call the parts, and how their tensors lie."""
+    """Add the names of the parts in the files, and how their tensors lie."""
     layers = model.get_submodule(layout.layers)
     modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}
     transposed = tuple(sorted(name for name, kind in modules if kind == "Conv1D"))
@@ -329,7 +329,7 @@ def _has_all(reader: ModelReader, layout: Family, layers: nn.Module) -> bool:
 
 
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:
-    """What the files have in front of the names of the backbone's tensors: `own`, unless another fits more of them.
+    """Prefix in the files of the backbone's tensors: `own`, unless another fits more of them.
 
     transformers has moved language models inside their wrappers more than once; files keep the names of their day.
     """
@@ -344,7 +344,7 @@ def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Mo
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:
-    """What the files call the head, where that is not its name; None also when it is tied to the embedding."""
+    """Name of the head in the files, where it differs; None also when it is tied to the embedding."""
     if f"{head}.weight" in reader:
         return None
     leaf = head.rpartition(".")[2]

@@ -107,7 +107,7 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
 
 
 def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:
-    """What a module before the experts reads, if each expert reads rows of it; else what this linear reads."""
+    """Input of a module before the experts, if each expert reads rows of it; else the input of this linear."""
     alike = [other for other in called if template(other) == template(name)]
     if len(alike) < 2:
         return rows

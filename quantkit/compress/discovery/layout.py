@@ -41,7 +41,7 @@ def find_model_layout(model: Any) -> tuple[Family, str]:
     if model.can_generate():
         table, output = model.get_input_embeddings(), model.get_output_embeddings()
     if output is None or not isinstance(table, nn.Module):
-        raise ModelError(f"{kind} is no causal language model: transformers knows no next-token head of it")
+        raise ModelError(f"{kind} is not a causal language model: transformers has no next-token head for it")
     embedding, head = _name_of(model, table), _name_of(model, output)
     _fill_table(table)
     reasons: list[str] = []

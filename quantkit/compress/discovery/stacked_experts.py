@@ -52,7 +52,7 @@ def find_experts(
 
 
 def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list[str]]) -> tuple[str, str, str]:
-    """What the files call gate, up and down of an expert; what loaders do where they keep all experts in one tensor."""
+    """Names in the files of gate, up and down of an expert; as loaders name them where experts are one tensor."""
     pattern = re.compile(rf"{re.escape(owner)}\.0\.([^.]+)\.weight")
     leaves = sorted(match.group(1) for name in names if (match := pattern.fullmatch(name)))
     if not leaves:

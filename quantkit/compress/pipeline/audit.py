@@ -31,7 +31,7 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
 
 
 def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:
-    """What a format has made of a weight takes what it takes densely packed, and little more.
+    """Check that a weight takes what it takes densely packed, and little more.
 
     More are words that are not filled, an order of the inputs, and zero points stored though they are constant.
     """
@@ -87,6 +87,6 @@ def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
             raise AuditError(f"{name} was {'lost' if name in plan.reader else 'added'}; tied weights would break")
     for name in plan.rest:
         if any(a != b for a, b in zip(plan.reader.chunks(name), reader.chunks(name), strict=True)):
-            raise AuditError(f"{name} is not what it was in the source")
+            raise AuditError(f"{name} differs from the source")
     if plan.reader.config.get("tie_word_embeddings") != reader.config.get("tie_word_embeddings"):
         raise AuditError("tie_word_embeddings changed")

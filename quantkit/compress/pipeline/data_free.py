@@ -92,7 +92,7 @@ def _round_own(
 
 
 def _num_workers(plan: Plan, threads: int) -> int:
-    """As many as there are threads, if so many of the largest linears fit into memory."""
+    """Number of workers: one per thread, if so many of the largest linears fit into memory."""
     shapes = [shape for i in range(plan.skeleton.num_layers) for shape in plan.skeleton.linear_shapes(i).values()]
     largest = max((rows * width for rows, width in shapes), default=1) * plan.source_dtype.itemsize
     return max(1, min(threads, int((_CAPACITY_BYTES + 2 * largest) / (_COPIES * largest))))

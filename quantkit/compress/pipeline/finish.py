@@ -88,7 +88,7 @@ def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearR
 
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
-    """What the user has not been told yet of loading the checkpoint; see `check_loads`."""
+    """Warnings about loading the checkpoint that the user has not seen yet; see `check_loads`."""
     # What decodes all of a model has no rule for experts alone; otherwise the plan has said that these do not load.
     said = not plan.family.decode_at_load and bool(plan.format.check_model(plan.family, plan.layers))
     note = check_loads(folder, plan.reader, plan.format, plan.linears, experts=not said)
@@ -96,7 +96,7 @@ def _check_loads(plan: Plan, folder: Path) -> list[str]:
 
 
 def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
-    """What config.json says of which module, for loaders that go by module names and those that go by tensor names.
+    """Schemes and ignored modules by name, for loaders that go by module names and for those that go by tensor names.
 
     transformers and what copies its modules look for the names of modules; files keep the names that wrappers had when
     they were published. Where both are the same, nothing is added.

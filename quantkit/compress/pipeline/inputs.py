@@ -82,7 +82,7 @@ def _read_images(plan: Plan, calibration: CalibrationSection) -> ImageSamples | 
 
 
 def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
-    """What enters the first layer, on the CPU: hidden states (B, T, D) of samples of equal length, or call by call.
+    """Inputs of the first layer, on the CPU: hidden states (B, T, D) of samples of equal length, or call by call.
 
     Samples with images are calls, evenly among the others: steps that look at some tokens only look at the first ones.
     """

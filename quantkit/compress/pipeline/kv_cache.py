@@ -52,11 +52,11 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     scaled = writable(lambda other: other.holds_cache_scales)
     if goal.has_fixed_scales and not format_.holds_cache_scales:
         raise SchemeError(
-            f"format {recipe.format!r} has no place for scales of the KV cache: set format={scaled}, "
+            f"format {recipe.format!r} cannot store scales of the KV cache: set format={scaled}, "
             "or kv_cache.granularity=token, which needs none"
         )
     if not format_.describes_cache:
-        raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={scaled}")
+        raise SchemeError(f"format {recipe.format!r} cannot describe a KV cache: set format={scaled}")
 
 
 def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:
@@ -83,7 +83,8 @@ def _attention_module(block: nn.Module, family: Family) -> str:
     numbered = [other for other, module in modules.items() if other and hasattr(module, "layer_idx")]
     if len(numbered) != 1:
         raise ModelError(
-            f"which module of a layer attends cannot be told ({numbered}); leave kv_cache out of the recipe"
+            f"cannot find the attention module in the decoder layers (candidates: {numbered}); leave kv_cache out of "
+            "the recipe"
         )
     return str(numbered[0])
 

@@ -29,7 +29,7 @@ _SAMPLE = 128  # rows and columns of a sample at least
 
 
 class Unloadable:
-    """What transformers would not take of a model's planned checkpoint.
+    """Problems that transformers would have with a model's planned checkpoint.
 
     Args:
         reader: of the source; told which tensors have to be written in the form that the model has.

@@ -70,7 +70,7 @@ class Plan:
         return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
 
     def scale_dtype(self, name: str) -> torch.dtype:
-        """What a linear's scales are stored in: the source's dtype where the format takes it, else the format's own."""
+        """Dtype of a linear's scales: the source's where the format takes it, else the format's own."""
         source, dtypes = self.reader.info(f"{name}.weight").dtype, self.format.scale_dtypes
         return source if source in dtypes else dtypes[0]
 
@@ -205,7 +205,7 @@ def _check_calibration(source: CheckpointReader, discovery: Discovery | None, re
 
 
 def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output: str | Path | None) -> Path:
-    """Where the checkpoint goes; it and what must be carried there are checked before hours of work."""
+    """Folder of the checkpoint; it and what must be carried there are checked before hours of work."""
     is_folder = model is not None and Path(model).is_dir()
     short = source.path.resolve().name if is_folder else Path(model or "demo").name
     target = Path(output) if output else Path(f"{short}-{recipe.name}")
@@ -220,7 +220,7 @@ def _stored_in(reader: ModelReader) -> Callable[[str], LinearScheme | None]:
 
 
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
-    """What a checkpoint's model is made of.
+    """Find the family of a checkpoint's model, and what discovery found where quantkit knows none.
 
     Args:
         reader: of the checkpoint.
@@ -320,7 +320,7 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
-    """What a run will hold in memory at once, by purpose; see `algorithms.base.steps_bytes`.
+    """Estimate the memory that a run will hold at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         plan: the run.

@@ -216,12 +216,12 @@ def computing(plan: Plan, state: RunState) -> Iterator[int]:
 
 
 def pick_mode(asked: AskedMode, plan: Plan) -> Mode:
-    """Where hidden states are kept; reading them from disk is little beside a CPU's products."""
+    """Place of hidden states; reading them from disk costs little beside a CPU's products."""
     return asked if asked != "auto" else "disk" if plan.skeleton.device.type == "cpu" else "ram"
 
 
 def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> dict[str, Any]:
-    """What a listener is told; see `Listener.plan`."""
+    """Facts for a listener; see `Listener.plan`."""
     tokens = sum(map(len, samples.token_ids)) if samples and mode == "ram" else 0
     return {
         "num_layers": plan.skeleton.num_layers,
@@ -329,7 +329,7 @@ def _run_layer(
 
 
 def _first_output(layer: LayerContext, name: str) -> Tensor | None:
-    """Of the first sequence, in the process that writes."""
+    """First output of the layer, of the first sequence, in the process that writes."""
     return require_finite(layer.forward(layer.store[0][:1]), name) if is_writer() else None
 
 

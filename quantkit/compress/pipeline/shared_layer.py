@@ -53,7 +53,7 @@ class SharedLayer(LayerContext):
 
 
 def _form(value: object) -> object:
-    """What tells apart observers that have seen nothing: their types, sizes and options."""
+    """Key that tells apart observers that have seen nothing: their types, sizes and options."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, Mapping):

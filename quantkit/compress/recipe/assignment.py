@@ -39,7 +39,7 @@ class LayerLinears(NamedTuple):
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
-    """What the rules of a recipe give each linear of each layer, in groups that divide its inputs where there are any.
+    """Schemes that a recipe's rules give each linear of each layer, in groups that divide its inputs if there are any.
 
     Args:
         recipe: the recipe.
@@ -131,7 +131,7 @@ def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
 
 
 def _tower_scheme(recipe: Recipe, layers: Sequence[LayerLinears]) -> Scheme:
-    """What a recipe says of towers: what it ignores anywhere, and the rules that are of nothing else."""
+    """Part of a recipe about towers: what it ignores anywhere, and the rules that name nothing else."""
     if not any(layer.beside for layer in layers):
         return Scheme(default=None)
     own = set(recipe.scheme.unmatched(_names(layers, beside=False)))
@@ -143,7 +143,10 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
         return recipe.scheme.find(name)
     scheme = stored(name)
     if scheme is None:
-        raise RecipeError(f"{name} is to keep the codes of the source, which has none of it; narrow keep's patterns")
+        raise RecipeError(
+            f"{name}: keep: source matches this linear, but the source stores it unquantized; make the pattern "
+            "more specific"
+        )
     asked = recipe.scheme.find(name)
     if asked is None or asked.weight == scheme.weight:
         return scheme
@@ -198,14 +201,14 @@ def fit(
         f"{reading.engine} {reading.release}: {', '.join(filter(None, (reading.reads, reading.reason, reading.cache)))}"
     )
     if not reading.is_right:
-        is_for = "is not known to be for" if reading.reads == UNKNOWN else "is not for"
-        raise SchemeError(f"what recipe {recipe.name!r} makes {is_for} {text}")
+        is_for = "may not load in" if reading.reads == UNKNOWN else "does not load in"
+        raise SchemeError(f"the result of recipe {recipe.name!r} {is_for} {text}")
     return recipe, assigned, (text, *warnings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What `fit` is given besides a recipe."""
+    """Facts that `fit` needs besides a recipe."""
 
     family: Family
     layers: Sequence[LayerLinears]
@@ -264,7 +267,7 @@ class _Model:
         return first, *self.checked(first)  # `leave` goes by what it saw last
 
     def reading(self, recipe: Recipe, assigned: Sequence[Schemes]) -> EngineReading:
-        """What the reader makes of it, transformers where nobody is named."""
+        """Answer of the engine that will read it, transformers where none is named."""
         model = stored_model(recipe, self.family, self.layers, assigned, self.reader.hidden_size)
         return judge(self.reader.engine or "transformers", model)
 
@@ -294,7 +297,7 @@ def stored_model(
     assigned: Sequence[Schemes],
     hidden_size: int | None,
 ) -> StoredModel:
-    """What the checkpoint will hold, for those who ask which engine reads it.
+    """Description of the future checkpoint, for the rules of engines.
 
     Args:
         recipe: the recipe.

@@ -26,7 +26,7 @@ _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines ha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How to compress a model.
+    """Instructions for compressing a model.
 
     Args:
         name: short name, also part of the default output directory.

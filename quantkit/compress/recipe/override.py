@@ -58,7 +58,7 @@ def _assign(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _names(data: Mapping[str, Any]) -> list[str]:
-    """Of the steps, in order; an empty one for what has none."""
+    """Name of each step, in order; empty for an entry that has none."""
     steps = data.get("steps")
     return [step_name(item) or "" for item in steps] if isinstance(steps, list) else []
 

@@ -20,7 +20,7 @@ DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CON
 
 
 def _valid(check: Callable[[str], Any], text: str) -> Any:
-    """What `check` gives for a text; pydantic knows where a ValueError belongs, not where a SchemeError does."""
+    """Result of `check` for a text; pydantic knows where a ValueError belongs, not where a SchemeError does."""
     try:
         return check(text)
     except SchemeError as error:
@@ -209,7 +209,7 @@ class CalibrationSection(RecipeSection):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As plain data; `inputs` only where it says something, so that recipes are what they were before it."""
+        """The section as plain data; `inputs` only where it is set, so that recipes are what they were before it."""
         return self.model_dump(exclude=None if self.inputs == "original" else {"inputs"})
 
 

@@ -97,7 +97,7 @@ def _dense(weight: Tensor, name: str, settings: LinearSettings) -> Linear:
 
 
 def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | None:
-    """The same weight with its groups made of neighbours, and the order that inputs must take.
+    """Reorder a weight so that its groups are neighbours; also the order that inputs must take.
 
     Returns:
         weight without group_index, and order (K,) int64; None when groups differ in size.

@@ -66,7 +66,7 @@ class PagePool:
         return True
 
     def share(self, page: int) -> None:
-        """One more reference to a page; a free one is taken off the free list."""
+        """Add a reference to a page; a free one is taken off the free list."""
         if self._counts[page] == 0:
             # Only a page with a key can be shared while nobody holds it, so a free one is never among the blank.
             del self._cached[page]

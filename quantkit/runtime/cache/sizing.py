@@ -1,4 +1,4 @@
-"""How many pages the KV pool has, decided before it is allocated, and how many tokens a sequence may have then."""
+"""Size of the KV pool in pages, decided before it is allocated, and the longest sequence it allows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
 
 
 def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: int) -> KVBudget | None:
-    """What the cache keeps of each sequence; None where no sequence can have more.
+    """Tokens that the cache keeps of each sequence; None where no sequence can have more.
 
     Args:
         config: settings.
@@ -95,7 +95,7 @@ class Capacity:
 
     @classmethod
     def of(cls, config: EngineConfig, model_length: int, num_pages: int, budget: KVBudget | None = None) -> "Capacity":
-        """What a model of this context length and a pool of so many pages hold."""
+        """Capacity of a model of this context length and a pool of so many pages."""
         length = config.context_length(model_length)
         pooled = length if budget is not None else num_pages * config.page_size  # what is over a budget is evicted
         return cls(num_tokens=min(length, pooled), max_length=length)

@@ -49,7 +49,7 @@ class InFlightStep:
 
 
 class Overlap:
-    """At most one step in flight that the engine has not asked for yet.
+    """Launcher of at most one step that the engine has not asked for yet.
 
     Args:
         runner: runs them.

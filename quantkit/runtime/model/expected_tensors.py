@@ -1,4 +1,4 @@
-"""Which tensors a model of this config has, whether a checkpoint has exactly those, and whether they fit; none is read.
+"""Tensors that a model of this config has, whether a checkpoint has exactly those, and whether they fit; none is read.
 
 Shapes of quantized linears follow from their scheme and are checked when they are decoded; here their number of rows
 and columns is, as far as headers and `weight_shape` tell.
@@ -32,7 +32,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def manifest_of(model: ModelDescription) -> tuple[dict[str, tuple[int, int]], Shapes]:
-    """What a checkpoint of a model must hold.
+    """Tensors that a checkpoint of a model must hold.
 
     Returns:
         linears: (N, K) by full module name; a bias (N,) is optional.
@@ -94,7 +94,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
 
 
 def _further_layers(model: ModelDescription) -> tuple[str, ...]:
-    """Where layers are that predict further tokens, in training or as drafts; the model is whole without them."""
+    """Find layers that predict further tokens, in training or as drafts; the model is whole without them."""
     count = model.entries.count("num_nextn_predict_layers", default=0, at_least=0)
     first = model.num_layers
     layers = [f"{model.family.layers}.{number}." for number in range(first, first + count)]
@@ -102,7 +102,7 @@ def _further_layers(model: ModelDescription) -> tuple[str, ...]:
 
 
 def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
-    """How a linear with these tensors is stored as codes; None = as values."""
+    """Scheme of a linear with these tensors, if it is stored as codes; None = as values."""
     # A scheme may match more linears than are quantized; which tensors there are decides.
     return scheme.find(name) if scheme is not None and set(local) - {"weight", "bias"} else None
 
@@ -119,7 +119,7 @@ def local_names(reader: CheckpointReader, others: Collection[str] = ()) -> dict[
 
 
 def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]) -> None:
-    """As far as can be told without unpacking."""
+    """Check shapes as far as possible without unpacking."""
     stored: tuple[int, ...] = shape
     if f"{name}.weight_shape" in reader:
         stored = tuple(reader.tensor(f"{name}.weight_shape").tolist())

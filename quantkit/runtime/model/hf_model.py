@@ -275,7 +275,7 @@ def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
         )
     if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_buffer(reader, name)):
         raise CheckpointError(
-            f"{reader.path}: transformers has no place for tensor {unexpected[0]} ({len(unexpected)} in all); "
+            f"{reader.path}: transformers does not use tensor {unexpected[0]} ({len(unexpected)} in all); "
             "without it the model would be another one"
         )
 

@@ -100,7 +100,7 @@ def test_the_linter_finds_what_is_wrong(tokenizer):
         ("ids.jsonl", '{"input_ids": [0, 5, 999]}', "token id 999 is outside the model's vocabulary of 260"),
         ("negative.jsonl", '{"input_ids": [0, -5, 9]}', "token id -5 is outside"),
         ("words.jsonl", '{"input_ids": ["a", "b"]}', "must be whole numbers"),
-        ("one.jsonl", '{"input_ids": [0]}', "not one usable sample"),
+        ("one.jsonl", '{"input_ids": [0]}', "contains no usable text"),
     ],
 )
 def test_unusable_data_is_one_line(tmp_path, tokenizer, name, content, message):

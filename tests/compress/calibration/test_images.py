@@ -107,12 +107,12 @@ WRONG = [
     ({"text": "nothing to see"}, "no image in it; give 'image' or 'images'"),
     ({"image": "7.png"}, r"image .*7\.png does not exist"),
     ({"image": "notes.txt"}, r"image .*notes\.txt cannot be read"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images with a path each"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "each image with a path"),
     (
         {"images": ["0.png", "1.png"], "messages": [{"role": "user", "content": [{"type": "image"}]}]},
         "1 places for images in 'messages', 2 in 'images'",
     ),
-    ({"messages": "hello"}, "is no chat of texts and images"),
+    ({"messages": "hello"}, "is not a chat of texts and images"),
 ]
 
 
@@ -136,7 +136,7 @@ def test_what_is_too_long_is_left_out_since_images_cannot_be_cut(folder):
 
 def test_an_image_that_the_text_has_no_place_for_is_refused(folder, processor):
     processor.image_token = ""
-    with pytest.raises(DataError, match="no token of its text stands for the image"):
+    with pytest.raises(DataError, match="its text contains no token for the image"):
         load(folder)
 
 
@@ -159,5 +159,5 @@ def test_images_in_a_chat_of_texts_are_refused(tmp_path):
     """A tokenizer's template would put a mark in the place of the image, which the model never sees."""
     content = [{"type": "image", "image": "0.png"}, {"type": "text", "text": "Red?"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}))
-    with pytest.raises(DataError, match=r"a chat has images in it; give them as calibration\.images"):
+    with pytest.raises(DataError, match=r"a chat contains images; give this data as calibration\.images"):
         dataset.load_samples(tmp_path / "chat.jsonl", Processor(), samples=1, sequence_length=8, vocab_size=300, seed=0)

@@ -167,7 +167,7 @@ def test_what_has_no_scale_is_refused():
         calibrate_cache(layer(0 * HIDDEN), FP8)
     with pytest.raises(CheckpointError, match="hidden states after the embedding are not finite"):
         calibrate_cache(layer(HIDDEN * float("inf")), FP8)
-    with pytest.raises(ModelError, match="hands its keys and values to no cache"):
+    with pytest.raises(ModelError, match="passes its keys and values to no cache"):
         calibrate_cache(layer(HIDDEN, cached=False), FP8)
 
 

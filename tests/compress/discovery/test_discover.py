@@ -295,8 +295,8 @@ def save(config, folder, name=None):
     ("family", "name", "message"),
     [
         ("t5", "T5ForConditionalGeneration", "T5ForConditionalGeneration is an encoder with a decoder"),
-        ("bert", "BertForMaskedLM", "BertForMaskedLM is no causal language model"),
-        ("clip", "CLIPModel", "CLIPModel is no causal language model"),
+        ("bert", "BertForMaskedLM", "BertForMaskedLM is not a causal language model"),
+        ("clip", "CLIPModel", "CLIPModel is not a causal language model"),
     ],
 )
 def test_models_that_are_no_decoders_are_refused(tmp_path, family, name, message):
@@ -364,7 +364,7 @@ def test_layers_that_change_what_all_are_given_are_noticed(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaDecoderLayer, "forward", forward)
         discovered = discover(reader)
-    assert discovered.obstacle == "its layers hand on more than what the one before returns"
+    assert discovered.obstacle == "its layers pass on more than the layer before returns"
 
 
 def test_no_weight_is_read(tmp_path):

@@ -59,7 +59,7 @@ def edit_quantization(folder, change):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: rewrite(f, "lm_head.weight", torch.zeros(260, 64)), "lm_head.weight is not what it was"),
+        (lambda f: rewrite(f, "lm_head.weight", torch.zeros(260, 64)), "lm_head.weight differs from the source"),
         (lambda f: rewrite(f, "lm_head.weight", None), "lm_head was to be ignored, but its weight is None"),
         (
             lambda f: rewrite(f, "model.layers.1.mlp.up_proj.weight_packed", torch.zeros(96, 4, dtype=torch.int32)),

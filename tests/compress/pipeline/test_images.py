@@ -110,7 +110,7 @@ def test_a_model_without_images_or_a_processor_is_refused(wrapper, tmp_path, tin
     with pytest.raises(ModelError, match=r"takes no images; leave calibration\.images out"):
         run(tiny_llama, "gptq-int4", tmp_path / "out", text_file, overrides=SMALL)
     bare = make_wrapper(tmp_path / "bare", "llava")
-    with pytest.raises(ModelError, match=r"its processor of images cannot be loaded: .*preprocessor_config"):
+    with pytest.raises(ModelError, match=r"its image processor cannot be loaded: .*preprocessor_config"):
         run(bare, "gptq-int4", tmp_path / "out", text_file, overrides=SMALL)
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InputError, match=r"needs Pillow; pip install 'quantkit\[images\]'"):

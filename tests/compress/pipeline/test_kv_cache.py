@@ -182,8 +182,8 @@ def test_what_cannot_be_done_is_refused_early(tiny_llama, tmp_path, text_file):
     with pytest.raises(ModelError, match="caches a latent"):
         quantize(latent, tmp_path / "out", text_file)
     for changes, message in (
-        ({"format": "dense"}, "has no place for scales of the KV cache"),
-        ({"format": "gguf", "kv_cache.granularity": "token"}, "says nothing about a KV cache"),
+        ({"format": "dense"}, "cannot store scales of the KV cache"),
+        ({"format": "gguf", "kv_cache.granularity": "token"}, "cannot describe a KV cache"),
     ):
         with pytest.raises(SchemeError, match=message):
             quantkit.quantize(str(tiny_llama), "kv-fp8", tmp_path / "out", overrides=changes)

@@ -154,7 +154,7 @@ def test_a_baseline_whose_tokens_mean_something_else(models, tmp_path):
     vocab = data["model"]["vocab"]
     vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
     file.write_text(json.dumps(data))
-    with pytest.raises(DataError, match="has another vocabulary"):
+    with pytest.raises(DataError, match="has a different vocabulary"):
         check_pair(models / "out", other)
 
 
