@@ -80,7 +80,7 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
     text = str(render(list(messages)))
     given = len(repr((messages, options)))
     if len(text) > _CHAT_CHARACTERS + _CHAT_GROWTH * given:  # minutes of a tokenizer's time
-        raise ValueError(f"it turns {given} into {len(text)} characters")
+        raise ValueError(f"it turns {given} characters into {len(text)}")
     return text
 
 

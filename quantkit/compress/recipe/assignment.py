@@ -201,7 +201,7 @@ def fit(
         f"{reading.engine} {reading.release}: {', '.join(filter(None, (reading.reads, reading.reason, reading.cache)))}"
     )
     if not reading.is_right:
-        is_for = "may not load in" if reading.reads == UNKNOWN else "does not load in"
+        is_for = "is not known to work in" if reading.reads == UNKNOWN else "does not work in"
         raise SchemeError(f"the result of recipe {recipe.name!r} {is_for} {text}")
     return recipe, assigned, (text, *warnings)
 
