@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
+import tempfile
 import threading
 import time
 import urllib.request
@@ -74,7 +76,12 @@ class Served:
     def close(self) -> None:
         self.http.end()
         self.thread.join(timeout=30)
-        assert not self.thread.is_alive(), "the server does not end"
+        if self.thread.is_alive():
+            with tempfile.TemporaryFile("w+") as stacks:
+                faulthandler.dump_traceback(stacks)
+                stacks.seek(0)
+                state = self.http.server_state
+                pytest.fail(f"the server does not end: {state.connections}, {state.tasks}\n{stacks.read()}")
 
 
 def wait_until(condition, seconds: float = 30.0) -> None:
