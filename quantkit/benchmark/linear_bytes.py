@@ -66,7 +66,7 @@ def quantized_bytes(
 
 
 def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, kernels: LinearKernels) -> int:
-    """In the layout of torch's own kernels where they take it, else as the values it decodes to."""
+    """Bytes in the layout of torch's own kernels where they take the scheme, else as the values it decodes to."""
     groups = scheme.weight.num_groups(width)
     on_cpu, in_bf16 = kernels.device.type == "cpu", kernels.dtype == torch.bfloat16
     kind = scheme.weight.dtype

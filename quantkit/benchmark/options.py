@@ -21,7 +21,7 @@ def _goodput_limit(metric: str, flag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkOptions:
-    """What to measure. What each means stands beside it; `static` also sends the same requests in static batches.
+    """Settings of a measurement, each explained beside it; `static` also sends the same requests in static batches.
 
     Raises:
         RequestError: a number is out of range, or nothing is measured.

@@ -152,7 +152,7 @@ def override(patterns: Sequence[str], candidate: Candidate | None) -> dict[str, 
 def usable(
     model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str, bits: float | None = None
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Those that the model's widths and the recipe's format allow, also beside one another.
+    """Candidates that the model's widths and the recipe's format allow, also beside one another.
 
     Args:
         model: directory or hub id; None = the demo model.

@@ -218,7 +218,7 @@ class _Search:
 
     @property
     def _names(self) -> list[str]:
-        """Of the options of every group, in the order that a choice counts in."""
+        """Names of the options of every group, in the order that a choice counts in."""
         return [*(candidate.name for candidate in self.candidates), SKIP]
 
     def _candidate_records(self) -> tuple[CandidateRecord, ...]:

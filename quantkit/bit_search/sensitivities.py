@@ -132,7 +132,7 @@ class MeasuredGroups:
 
     @property
     def num_weights(self) -> int:
-        """Of all groups."""
+        """Number of weights of all groups."""
         return sum(group.num_weights for group in self.groups)
 
     def total(self, choice: Choice) -> Option:
@@ -149,7 +149,7 @@ class MeasuredGroups:
         return self._state.get(key, lambda: self.kl_on(self._probe, choice))
 
     def kl_on(self, probe: Probe, choice: Choice) -> float:
-        """The same on the text of another probe."""
+        """KL of the same choice on the text of another probe."""
         chosen = [group.forms[n] for group, n in zip(self.groups, choice, strict=True) if n < len(group.forms)]
         return probe.measure(chosen).mean
 

@@ -176,7 +176,7 @@ class ModelReader(CheckpointReader):
         return bool(kept)
 
     def _conversions(self) -> list[TensorConversion]:
-        """Those after which files keep their tensors."""
+        """Conversions by which files keep their tensors."""
         made = {id(item): item for item in self._made.values()}
         return [item for key, item in made.items() if key not in self._unrestored]
 

@@ -72,7 +72,7 @@ class LayerCall:
 
     @classmethod
     def of_tensors(cls, saved: Mapping[str, Tensor]) -> "LayerCall":
-        """What `tensors` has given."""
+        """Make the call whose `tensors` these are."""
         beside, inputs = (
             {name.removeprefix(kind): value for name, value in saved.items() if name.startswith(kind)}
             for kind in ("beside/", "inputs/")

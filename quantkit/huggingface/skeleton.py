@@ -327,13 +327,13 @@ class Skeleton:
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, inputs_embeds=hidden)
 
     def _record_call(self, call: LayerCall, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """The same for the sequence of a call."""
+        """Calls of the layers for the sequence of a call; see `pass_through`."""
         if call.inputs is None:
             return self._record_ids(call.token_ids, computed)
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, **call.inputs)
 
     def _record_ids(self, token_ids: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """The same for token ids (B, T); of tables of embeddings the rows of these are read and no others."""
+        """Calls of the layers for token ids (B, T); only their rows of embedding tables are read."""
         names = self.family
         backbone = self._model.get_submodule(names.backbone)
         tables = {

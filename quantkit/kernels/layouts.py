@@ -280,7 +280,7 @@ class EntryLayout:
 
     @property
     def form(self) -> KVForm:
-        """The same for those who count bytes."""
+        """The layout in the form that predictions of bytes read."""
         number = self.scheme.key.dtype
         return KV_FORMS["fp32" if self.dtype.itemsize == 4 else "bf16"] if number is None else KV_FORMS[number.name]
 

@@ -108,7 +108,7 @@ class TunedWeight:
         return self._scale[rows], None if self._zero is None else self._zero[rows]
 
     def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """The same, from what is tuned; a scale keeps the sign that it started with."""
+        """(R, G) scale and zero point made of the tuned parameters; a scale keeps the sign that it started with."""
         start = self._start[rows]
         # Rounded as a magnitude, since what underflows becomes a positive epsilon; the sign comes back after it.
         scale = on_rows(round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype), self._grid).copysign_(

@@ -189,7 +189,7 @@ def _settle_run(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: G
 
 
 def _settle_run_in_c(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
-    """The same for integers, all of it in cache."""
+    """Settle a few columns of integers in C, all of them in cache."""
     zeros = None if grid.zeros is None else grid.zeros.data_ptr()
     failed = _function()(
         rows.data_ptr(), due.data_ptr(), codes.data_ptr(), lower.data_ptr(), lower.stride(0), grid.scales.data_ptr(),

@@ -34,7 +34,7 @@ class RotateStep(Step):
         return RotatedReader(source, family, seed=self.seed, heads=self.heads)
 
     def apply(self, layer: LayerContext) -> None:
-        """Nothing: the layer was rotated when it was read."""
+        """Do nothing: the layer was rotated when it was read."""
 
 
 STEP = RotateStep

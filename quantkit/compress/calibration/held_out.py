@@ -63,7 +63,7 @@ class HeldOut:
 
     @property
     def stores(self) -> list[ActivationStore]:
-        """Of both models."""
+        """Hidden states of both models."""
         return [self.original] if self.quantized is None else [self.original, self.quantized]
 
     def aim(self, layer: LayerContext, *, is_last: bool) -> None:

@@ -263,7 +263,7 @@ class LayerContext:
             return self.forward(batch)
 
     def original_advance(self, number: int, batch: Batch) -> Batch:
-        """The same in the original model."""
+        """Inputs of the original model's next layer, given a batch that enters this one and its number."""
         with self.data.streams[1].replaying(number) if self.data.streams[1:] else nullcontext():
             return self.original_forward(batch) if isinstance(batch, Tensor) else self._advance(self._original, batch)
 

@@ -205,7 +205,7 @@ class Stream:
         return [name for name, count in counts.items() if self._store is not None and count == len(self._store.own)]
 
     def _next_ends(self, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
-        """Of these linears those that a module ends in which has no other that changes, with that module."""
+        """The modules that end in one of these linears and have no other changing one, by that linear."""
         return {
             end.linear: module
             for module, end in self._structure.ends.items()

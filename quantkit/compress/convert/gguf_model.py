@@ -231,7 +231,7 @@ def _rotary(model: ModelDescription) -> dict[str, Any]:
 
 
 def _rope(model: ModelDescription) -> RopeConfig:
-    """Of layers that see everything; llama.cpp knows the others."""
+    """Rotary settings of layers with full attention; llama.cpp knows those of the others."""
     length = model.entries.count("max_position_embeddings")
     return read_rope(model.entries, model.family.rope, model.head_dim, length, local=False)
 

@@ -67,7 +67,7 @@ def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list
 
 
 def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
-    """With the order of the stacked numbers in which plain linears compute what the module computes."""
+    """Add the order of the stacked numbers in which plain linears compute what the module computes."""
     up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
     fused = copy.deepcopy(module).eval()
     fill_randomly(fused, torch.Generator().manual_seed(0))

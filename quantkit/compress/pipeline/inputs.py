@@ -110,7 +110,7 @@ def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
 
 
 def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    """Of samples without images. Only the embedding rows of tokens that occur are read."""
+    """Embed samples without images. Only the embedding rows of tokens that occur are read."""
     if plan.family.hands_on:
         yield from (plan.skeleton.first_call(torch.tensor([ids])) for ids in samples)
         return

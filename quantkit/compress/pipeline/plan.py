@@ -261,7 +261,7 @@ def _elsewhere(recipe: Recipe, layers: Sequence[LayerLinears]) -> Iterator[Rule]
 
 
 def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelReader, Skeleton]:
-    """The same model, and the tensors of its towers by the names of their modules."""
+    """Open the model again with the tensors of its towers, by the names of their modules."""
     family = with_tower_names(skeleton.family, source)
     reader = ModelReader.of(source, family)
     return reader, Skeleton(reader, family, skeleton.dtype, skeleton.device)

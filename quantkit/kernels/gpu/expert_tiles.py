@@ -72,7 +72,7 @@ class ExpertWeights:
         return self.words, self.scale, self.zero, self.outer
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "ExpertWeights":
-        """The same with its tensors changed, those that there are."""
+        """Return weights with each tensor changed, where there is one."""
         names = "words", "scale", "zero", "outer"
         changed: dict[str, Any] = {name: change(one) for name in names if (one := getattr(self, name)) is not None}
         return replace(self, **changed)

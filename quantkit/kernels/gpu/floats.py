@@ -82,7 +82,7 @@ def row_factor(inputs):
 
 @triton.jit
 def round_even(x):
-    """To the nearest integer, halves to even; for magnitudes below 2^22."""
+    """Round to the nearest integer, halves to even; for magnitudes below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 

@@ -167,5 +167,5 @@ def _counters(size: int, device: torch.device) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """The same 64 bits as a signed integer, which is what torch has."""
+    """Read 64 bits as a signed integer, which is what torch has."""
     return bits - (1 << 64) if bits >> 63 else bits

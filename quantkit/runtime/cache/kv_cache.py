@@ -206,7 +206,7 @@ def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) 
 
 
 def _move_keys(views: KVViews, pages: Tensor, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
-    """The same for keys with a scale per channel, by head and slot: what a page's head has then is rounded together."""
+    """Move keys with a scale per channel, by head and slot; what a page's head then holds is rounded together."""
     keys, (heads, slots), size = page_keys(views, pages), target, views.layout.page_size  # (H, P, S, D)
     keys.flatten(1, 2)[target] = keys.flatten(1, 2)[source]
     changed = torch.unique(heads * len(pages) + slots // size)
