@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from results import Results
-from timing import dtype_on, gemm_rate, open_results, parse
+from timing import dtype_on, gemm_rate, measure, num_copies, open_results, parse
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes
 from quantkit.kernels.types import AttentionOptions, ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache

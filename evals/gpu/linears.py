@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from results import Absent, Results
-from timing import dtype_on, gemm_rate, open_results, parse
+from timing import dtype_on, gemm_rate, measure, num_copies, open_results, parse
 from torch import Tensor
 
-from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme

@@ -51,6 +51,19 @@ def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
     assert timing.kernels.why_replaced("ops", torch.device("cpu")) is None
 
 
+def test_a_measurement_is_a_median_with_its_spread(evals, monkeypatch):
+    """On the host's clock; graphs need a GPU."""
+    timing, clock, steps = evals("timing"), [0.0], iter([1e-6, 9e-6, 2e-6])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def call():
+        clock[0] += next(steps)
+
+    times = timing.measure([call], "cpu")
+    assert times["us"] == pytest.approx(2.0)
+    assert (times["p10"], times["p90"], times["how"]) == (pytest.approx(1.0), pytest.approx(9.0), "host")
+
+
 def test_memory_is_checked_in_a_call_with_time_for_it(evals, tmp_path, monkeypatch):
     sanitizer = evals("sanitizer")
     monkeypatch.setenv("RESULTS", str(tmp_path))
