@@ -6,15 +6,55 @@ apart. A difference counts as one when every round shows it and it exceeds that 
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.benchmark.options import BenchmarkOptions
+from quantkit.benchmark.workload import Load, make_load, request_key
+from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming, Workload
 from quantkit.results.statistics.summary import median
 
 Verdict = Literal["faster", "slower", "noise"]
 _RATE = "tokens/s"
+
+
+def measure_rounds(
+    options: BenchmarkOptions,
+    names: Sequence[str],
+    run: Callable[[int, Load], BenchmarkRun],
+    *,
+    vocab_size: int,
+    avoid: Iterable[int] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[list[BenchmarkRun]]:
+    """Send the same requests to one model, or to several in turns, whatever computes them.
+
+    Args:
+        options: what to measure; its rounds are rounds of all.
+        names: of the models, for people.
+        run: sends a load to the model of this number.
+        vocab_size: prompts hold tokens from 0 to here that all models know.
+        avoid: and none of these.
+        progress: called with what is going on.
+    Returns:
+        for each model its run of every workload, rounds joined.
+    """
+    workloads = options.workloads()
+    rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
+    # Workloads take turns where they are compared: the same requests, continuously and in static batches.
+    twins: dict[str, list[Workload]] = {}
+    for workload in workloads:
+        twins.setdefault(request_key(workload), []).append(workload)
+    for group in twins.values():
+        entries = [(who, workload) for workload in group for who in range(len(names))]
+        for turn in turns(options.rounds, len(entries)):
+            who, workload = entries[turn]
+            done = rounds.setdefault((who, workload.name), [])
+            progress(f"{workload.name}: {names[who]}, round {len(done) + 1} of {options.rounds}")
+            load = make_load(workload, vocab_size, avoid=avoid, spread=options.spread, turn=len(done))
+            done.append(run(who, load))
+    return [[join_rounds(rounds[who, workload.name]) for workload in workloads] for who in range(len(names))]
 
 
 def turns(num_rounds: int, count: int = 2) -> list[int]:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quantkit.benchmark.compare import join_rounds
+from quantkit.benchmark.compare import measure_rounds
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.workload import Load, make_load
+from quantkit.benchmark.workload import Load
 from quantkit.errors import RequestError
 from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.server.client import Remote
@@ -40,21 +40,19 @@ def measure_server(
     Raises:
         QuantkitError: the server cannot be reached, refuses a request or fails.
     """
-    return asyncio.run(_measure(remote, options, vocab_size, avoid, progress))
-
-
-async def _measure(
-    remote: Remote, options: BenchmarkOptions, vocab_size: int, avoid: Sequence[int], progress: Callable[[str], None]
-) -> list[BenchmarkRun]:
-    runs = []
-    async with remote:
-        for workload in options.workloads():
-            rounds = []
-            for turn in range(options.rounds):
-                progress(f"{workload.name}: round {turn + 1} of {options.rounds}")
-                load = make_load(workload, vocab_size, avoid=avoid, spread=options.spread, turn=turn)
-                rounds.append(await run_load(remote, load))
-            runs.append(join_rounds(rounds))
+    with asyncio.Runner() as loop:
+        loop.run(remote.__aenter__())
+        try:
+            (runs,) = measure_rounds(
+                options,
+                [remote.url],
+                lambda _, load: loop.run(run_load(remote, load)),
+                vocab_size=vocab_size,
+                avoid=avoid,
+                progress=progress,
+            )
+        finally:
+            loop.run(remote.__aexit__())
     return runs
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from quantkit.benchmark.workload import Load
+from quantkit.benchmark.workload import STATIC, Load
 from quantkit.errors import RequestError
 from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.runtime.types import SamplingParams, StepOutput
@@ -87,17 +87,16 @@ def run_load(
     engine: SteppedEngine,
     load: Load,
     *,
-    static: bool = False,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> BenchmarkRun:
-    """Send the requests of a load and time them.
+    """Send the requests of a load and time them; in static batches where its name says so.
+
+    The next batch is then sent only when all of the one before has ended, as servers did before continuous batching.
 
     Args:
         engine: an idle engine.
         load: what to send.
-        static: send the next `concurrency` requests only when the whole batch before has ended, as servers did before
-            continuous batching; for comparison.
         clock, sleep: for tests.
     Returns:
         the measured requests in order of sending; warm-up is left out.
@@ -113,7 +112,7 @@ def run_load(
     if load.due_s:
         _arrive(driver, requests, load.due_s)
     else:
-        _in_a_loop(driver, requests, load.workload.concurrency or 1, static)
+        _in_a_loop(driver, requests, load.workload.concurrency or 1, load.workload.name.startswith(STATIC))
     # By number, because requests do not end in the order in which they were sent, and rounds are split by position.
     timings = sorted(driver.finished, key=lambda timing: timing.request_id)
     return BenchmarkRun(workload=load.workload, requests=tuple(timings))

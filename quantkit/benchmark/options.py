@@ -74,13 +74,13 @@ class BenchmarkOptions:
 
     def workloads(self) -> list[Workload]:
         """All runs, the one for the fits last."""
-        from quantkit.benchmark.workload import closed_loop, length_sweep, poisson  # not for --help
+        from quantkit.benchmark.workload import STATIC, closed_loop, length_sweep, poisson  # not for --help
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
         requests: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
         loads = [closed_loop(number, **requests) for number in dict.fromkeys(self.concurrencies)]
         if self.static:
-            loads += [replace(load, name=f"static-{load.concurrency}") for load in loads]
+            loads += [replace(load, name=f"{STATIC}{load.concurrency}") for load in loads]
         loads += [poisson(rate, **requests) for rate in dict.fromkeys(self.rates)]
         limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
         return [*limited, length_sweep(**sizes)] if 1 in self.concurrencies else limited

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from quantkit.benchmark.ceilings import Ceilings, decode_record, measure_ceilings, prefill_record
-from quantkit.benchmark.compare import join_rounds, turns
+from quantkit.benchmark.compare import measure_rounds
 from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
 from quantkit.benchmark.latency import run_load
 from quantkit.benchmark.memory import memory_records
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction, predict
-from quantkit.benchmark.workload import check_capacity, make_load, request_key
+from quantkit.benchmark.workload import check_capacity
 from quantkit.checkpoints.folder import resolve
 from quantkit.machine.devices import pick_device, processor_name
 from quantkit.quantities import dtype_name
-from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
+from quantkit.results import BenchmarkResult, BenchmarkRun
 from quantkit.runtime.llm import LLM
 
 Progress = Callable[[str], None]
@@ -110,35 +110,16 @@ def measure_targets(
         ceilings: of the machine, measured just before.
         progress: called with what is going on.
     """
-    rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
-    workloads = options.workloads()
-    for group in _twins(workloads):
-        entries = [(who, workload) for workload in group for who in range(len(targets))]
-        for turn in turns(options.rounds, len(entries)):
-            who, workload = entries[turn]
-            done = rounds.setdefault((who, workload.name), [])
-            progress(f"{workload.name}: {targets[who].name}, round {len(done) + 1} of {options.rounds}")
-            done.append(_run(targets, who, workload, options, len(done)))
-    runs = [[join_rounds(rounds[who, workload.name]) for workload in workloads] for who in range(len(targets))]
+    # Models of different vocabularies get the same requests out of what both know.
+    runs = measure_rounds(
+        options,
+        [target.name for target in targets],
+        lambda who, load: run_load(targets[who].llm.engine, load),
+        vocab_size=min(target.llm.model.vocab_size for target in targets),
+        avoid={token for target in targets for token in target.llm.model.eos_ids},
+        progress=progress,
+    )
     return [_finish(target, options, tuple(own_runs), ceilings) for target, own_runs in zip(targets, runs, strict=True)]
-
-
-def _twins(workloads: Sequence[Workload]) -> list[list[Workload]]:
-    """Workloads that take turns because they are compared: the same requests, continuously and in static batches."""
-    groups: dict[str, list[Workload]] = {}
-    for workload in workloads:
-        groups.setdefault(request_key(workload), []).append(workload)
-    return list(groups.values())
-
-
-def _run(
-    targets: Sequence[BenchmarkTarget], who: int, workload: Workload, options: BenchmarkOptions, turn: int
-) -> BenchmarkRun:
-    """One round of one workload; models of different vocabularies get the same requests out of what both know."""
-    vocab_size = min(target.llm.model.vocab_size for target in targets)
-    avoid = {token for target in targets for token in target.llm.model.eos_ids}
-    load = make_load(workload, vocab_size, avoid=avoid, spread=options.spread, turn=turn)
-    return run_load(targets[who].llm.engine, load, static=workload.name.startswith("static-"))
 
 
 def _finish(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.benchmark.compare import join_rounds
+from quantkit.benchmark.compare import measure_rounds
 from quantkit.benchmark.latency import run_load
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.workload import check_capacity, make_load
+from quantkit.benchmark.workload import check_capacity
 from quantkit.machine.devices import processor_name
 from quantkit.results import BenchmarkResult
 from quantkit.runtime.vllm_engine import VllmLLM
@@ -40,14 +40,14 @@ def measure_served(
     with VllmLLM(path, options={"enable_prefix_caching": False, **vllm}, **(settings or {})) as llm:
         check_capacity(options.workloads(), llm.capacity, f"the context of {name}")
         avoid = () if llm.tokenizer is None else tuple(llm.tokenizer.all_special_ids)
-        runs = []
-        for workload in options.workloads():
-            rounds = []
-            for turn in range(options.rounds):
-                progress(f"{workload.name}: {name}, round {turn + 1} of {options.rounds}")
-                load = make_load(workload, llm.vocab_size, avoid=avoid, spread=options.spread, turn=turn)
-                rounds.append(run_load(llm, load, static=workload.name.startswith("static-")))
-            runs.append(join_rounds(rounds))
+        (runs,) = measure_rounds(
+            options,
+            [name],
+            lambda _, load: run_load(llm, load),
+            vocab_size=llm.vocab_size,
+            avoid=avoid,
+            progress=progress,
+        )
         return BenchmarkResult(
             model=name,
             runs=tuple(runs),

@@ -13,6 +13,7 @@ from typing import Any
 from quantkit.errors import RequestError
 from quantkit.results import SWEEP_NAME, Workload
 
+STATIC = "static-"  # what names of workloads in static batches begin with
 _SWEEP_PARTS = 6
 _SWEEP_TOKENS = 9
 
@@ -101,7 +102,7 @@ def make_load(
 
 def request_key(workload: Workload) -> str:
     """Key of the random requests: equal for a closed loop and the static batches it is compared with."""
-    return f"{workload.seed} {workload.name.replace('static-', 'closed-')}"
+    return f"{workload.seed} {workload.name.replace(STATIC, 'closed-')}"
 
 
 def check_capacity(workloads: Sequence[Workload], capacity: int, what: str) -> None:

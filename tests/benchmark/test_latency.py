@@ -18,11 +18,11 @@ from quantkit.runtime.types import SamplingParams
 from tests.benchmark.fakes import Clock, FakeEngine
 
 
-def run(workload, *, static=False, spread=0.0, **engine):
+def run(workload, *, spread=0.0, **engine):
     clock = Clock()
     fake = FakeEngine(clock, **engine)
     load = make_load(workload, 50, spread=spread)
-    return run_load(fake, load, static=static, clock=clock, sleep=clock.sleep), fake
+    return run_load(fake, load, clock=clock, sleep=clock.sleep), fake
 
 
 def test_one_at_a_time():
@@ -47,7 +47,7 @@ def test_a_closed_loop_keeps_its_number_in_flight():
 
 def test_static_batches_wait_for_their_last():
     workload = closed_loop(3, prompt_tokens=7, new_tokens=40, num_requests=9)
-    static, _ = run(workload, static=True, spread=0.9, prefill_s=0.01)
+    static, _ = run(dataclasses.replace(workload, name="static-3"), spread=0.9, prefill_s=0.01)
     ends = [timing.token_s[-1] for timing in static.requests]
     for first in (3, 6):
         assert {timing.arrived_s for timing in static.requests[first : first + 3]} == {max(ends[first - 3 : first])}
