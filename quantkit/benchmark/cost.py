@@ -10,31 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.kernels.layouts import KVLayout, Layout
+from quantkit.kernels.layouts import Layout
+from quantkit.models.attention_shape import AttentionShape, StateShape
+from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.kv_budget import kept_tokens
 from quantkit.quantities import dtype_name
 from quantkit.runtime.model.model import Model, NativeModel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCost:
-    """Attention of one layer, or what takes its place.
-
-    Args:
-        token_bytes: of one cached token.
-        pair_flops: operations of one query with one key.
-        window: tokens that a query sees; None = all.
-        state_bytes: that each token reads and writes whatever is before it; 0 of attention.
-    """
-
-    token_bytes: float = 0.0
-    pair_flops: int = 0
-    window: int | None = None
-    state_bytes: int = 0
-
-    def seen(self, context: int) -> int:
-        """Cached tokens that a new one reads."""
-        return context if self.window is None else min(context, self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +28,7 @@ class Cost:
         expert_share: of a layer's experts, those that each token is sent to; 1 without experts.
         parameters: weights of the products that one token passes, the head not counted.
         head_parameters, head_bytes: of the head.
-        layers: attention, or what takes its place.
+        layers: cache of each, or its state, and the form that it is kept in.
         kv_budget: tokens of a sequence that the cache keeps; None = all.
         product: number type that products are made in, e.g. "bfloat16" or "int8".
     """
@@ -58,7 +39,7 @@ class Cost:
     parameters: int
     head_parameters: int = 0
     head_bytes: int = 0
-    layers: tuple[LayerCost, ...] = ()
+    layers: tuple[tuple[AttentionShape | StateShape, KVForm], ...] = ()
     kv_budget: int | None = None
     product: str
 
@@ -71,12 +52,12 @@ class Cost:
     def kv_bytes(self, context: int) -> float:
         """Bytes of the cache that the next token of a sequence reads."""
         kept = kept_tokens(self.kv_budget, context)
-        return sum(layer.seen(kept) * layer.token_bytes + layer.state_bytes for layer in self.layers)
+        return sum(layer.read_bytes(kept, form) for layer, form in self.layers)
 
     @property
     def kv_token_bytes(self) -> float:
         """Bytes that one more token adds to the cache."""
-        return sum(layer.token_bytes for layer in self.layers)
+        return sum(layer.token_bytes(form) for layer, form in self.layers)
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Bytes of a decode step of B sequences with L tokens each."""
@@ -85,8 +66,8 @@ class Cost:
     def decode_flops(self, batch: int, context: int) -> int:
         """Operations of the same step."""
         kept = kept_tokens(self.kv_budget, context)
-        attention = sum(layer.pair_flops * (layer.seen(kept) + 1) for layer in self.layers)
-        return batch * (2 * (self.parameters + self.head_parameters) + attention)
+        attention = sum(layer.decode_flops(kept + 1) for layer, _ in self.layers)
+        return batch * round(2 * (self.parameters + self.head_parameters) + attention)
 
     def prefill_bytes(self, prompt: int, budget: int) -> int:
         """Bytes of computing a prompt in chunks of `budget` tokens: weights once a chunk, earlier chunks' keys."""
@@ -96,8 +77,8 @@ class Cost:
 
     def prefill_flops(self, prompt: int) -> int:
         """Operations of the same, with logits of the last token."""
-        attention = sum(layer.pair_flops * _causal_pairs(prompt, layer.window) for layer in self.layers)
-        return 2 * prompt * self.parameters + 2 * self.head_parameters + attention
+        attention = sum(layer.prefill_flops(prompt) for layer, _ in self.layers)
+        return round(2 * prompt * self.parameters + 2 * self.head_parameters + attention)
 
 
 def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
@@ -116,17 +97,8 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
     config, experts = model.config, model.config.experts
     linears = [linear for block in model.blocks for linear in _linears(block)]
     share = 1.0 if experts is None else experts.num_chosen / experts.num_experts
-    layers = [
-        LayerCost(
-            token_bytes=layout.page_bytes / layout.page_size,
-            # Per head one product with the key and one weighted value.
-            pair_flops=2 * config.num_heads * (layout.head_dim + layout.value_dim),
-            window=window,
-        )
-        if isinstance(layout, KVLayout)
-        else LayerCost(token_bytes=layout.page_bytes / layout.page_size, state_bytes=layout.residual_bytes)
-        for layout, window in zip(layouts, config.windows, strict=True)
-    ]
+    dtypes = [getattr(layout, "dtype", model.dtype) for layout in layouts]
+    forms = [form_of_schemes("", [at.scheme], dtype.itemsize) for at, dtype in zip(layouts, dtypes, strict=True)]
     return Cost(
         read_bytes=model.stored_bytes,
         expert_bytes=round(sum(linear.stored_bytes * share for linear, routed in linears if routed)),
@@ -134,7 +106,7 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
         parameters=round(sum(_size(linear) * (share if routed else 1.0) for linear, routed in linears)),
         head_parameters=_size(model.head),
         head_bytes=model.head.stored_bytes,
-        layers=tuple(layers),
+        layers=tuple((config.attention(index), form) for index, form in enumerate(forms)),
         product=product_type(model),
     )
 
@@ -171,10 +143,3 @@ def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
 
 def _size(linear: Any) -> int:
     return int(linear.in_features * linear.out_features)
-
-
-def _causal_pairs(tokens: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, itself included."""
-    if window is None or window >= tokens:
-        return tokens * (tokens + 1) // 2
-    return window * (window + 1) // 2 + (tokens - window) * window

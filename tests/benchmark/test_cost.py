@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from quantkit.benchmark.ceilings import Ceilings, break_even_rows, decode_record, prefill_record
-from quantkit.benchmark.cost import Cost, LayerCost, linear_kinds, model_cost
+from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
+from quantkit.models.attention_shape import AttentionShape
+from quantkit.models.cache import BF16
 from quantkit.results import SWEEP_NAME, BenchmarkRun
 from quantkit.runtime.model.loader import load_model
 from tests.benchmark.test_steps import timing, workload
@@ -31,7 +33,7 @@ def test_a_dense_model(tiny_llama):
     assert cost.decode_bytes(3, 100) == model.stored_bytes + 3 * 101 * 512
     pair = 2 * 4 * 16 * 2  # two operations in score and mix, 4 heads, 16 channels, twice
     assert cost.decode_flops(3, 100) == 3 * (2 * (LINEARS + HEAD) + 2 * 101 * pair)
-    assert cost.prefill_flops(10) == 2 * 10 * LINEARS + 2 * HEAD + 2 * 55 * pair
+    assert cost.prefill_flops(10) == 2 * 10 * LINEARS + 2 * HEAD + 2 * 10 * 10 / 2 * pair
     assert cost.prefill_bytes(10, 512) == model.stored_bytes + 10 * 512
     assert cost.prefill_bytes(10, 4) == 3 * model.stored_bytes + (4 + 8) * 512 + 10 * 512  # chunks of 4, 4 and 2
 
@@ -43,7 +45,7 @@ def test_a_quantized_cache_is_smaller(tiny_llama):
 
 def test_a_window_is_all_that_is_read(family_models):
     _, cost = cost_of(family_models["mistral"])
-    assert {layer.window for layer in cost.layers} == {32}
+    assert {layer.window for layer, _ in cost.layers} == {32}
     assert cost.kv_bytes(20) == 20 * 512
     assert cost.kv_bytes(200) == 32 * 512
     assert cost.prefill_flops(200) - cost.prefill_flops(199) == 2 * LINEARS + 2 * 32 * 256
@@ -87,7 +89,8 @@ WEIGHTS = {"read_bytes": 1000, "parameters": 400, "head_parameters": 100, "head_
 COST = Cost(
     **WEIGHTS,
     expert_bytes=0,
-    layers=(LayerCost(token_bytes=10, pair_flops=8, window=None),),
+    # 10 bytes and 20 operations for each token in the cache.
+    layers=((AttentionShape(num_heads=2, key_dim=3, value_dim=2), BF16),),
     product="bfloat16",
 )
 CEILINGS = Ceilings(device="cpu", threads=1, bytes_per_s=1e5, flops_per_s={"bfloat16": 1e6})
@@ -101,12 +104,12 @@ def test_records_of_a_run():
     decode = decode_record(run, COST, CEILINGS)
     assert (decode.batch, decode.context, decode.seconds) == (1, 12, pytest.approx(0.02))
     assert decode.bytes_moved == 1000 + 13 * 10
-    assert decode.flops == 1000 + 13 * 8
+    assert decode.flops == 1000 + 13 * 20
     assert decode.mbu == pytest.approx(1130 / 0.02 / 1e5)
     assert decode.bound_by == "memory"
     prefill = prefill_record(run, COST, CEILINGS, 512)
     assert (prefill.num_tokens, prefill.seconds) == (10, pytest.approx(0.3))
-    assert prefill.flops == 2 * 10 * 400 + 200 + 8 * 55
+    assert prefill.flops == 2 * 10 * 400 + 200 + 20 * 10 * 10 / 2
 
 
 def test_runs_that_show_nothing_have_no_record():

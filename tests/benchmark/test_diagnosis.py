@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
-from quantkit.benchmark.cost import Cost, LayerCost
+from quantkit.benchmark.cost import Cost
 from quantkit.benchmark.diagnosis import diagnose
+from quantkit.models.attention_shape import AttentionShape
+from quantkit.models.cache import BF16
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, RooflineRecord, Workload
 from tests.benchmark.test_steps import timing
 
@@ -18,7 +20,7 @@ COST = Cost(
     parameters=90 * MILLION,
     head_parameters=10 * MILLION,
     head_bytes=20 * MILLION,
-    layers=(LayerCost(token_bytes=2000, pair_flops=1, window=None),),
+    layers=((AttentionShape(num_heads=1, num_kv_heads=1, key_dim=500, value_dim=500), BF16),),  # 2000 bytes per token
     product="bfloat16",
 )
 INT4 = dataclasses.replace(COST, read_bytes=53 * MILLION, head_bytes=5 * MILLION)
