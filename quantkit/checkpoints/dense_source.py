@@ -132,7 +132,7 @@ class _Source:
                 "or config.json is of another model"
             )
         shapes = {local: info.shape for local, info in infos.items()}
-        shape = self.format.exact_shape(shapes, scheme, lambda local: self.reader.tensor(parts[local]))
+        shape = self.format.shape(shapes, scheme, lambda local: self.reader.tensor(parts[local]))
         if shape is None:
             raise CheckpointError(
                 f"{', '.join(sorted(infos))} are not a weight of the format {self.format.name}; download it again"

@@ -123,9 +123,11 @@ def _filled(rows: Tensor, size: int) -> Tensor:
     return filled.view(rows.shape[0], filled.shape[1] // size, size)
 
 
-def packed_bytes(weight: WeightScheme, out_features: int, in_features: int) -> int:
-    """Count the bytes of codes, zero points and 16-bit scales in GPTQ's and AWQ's words of 32 bits."""
+def packed_bytes(
+    weight: WeightScheme, out_features: int, in_features: int, scale_bytes: int = 2, *, zeros: bool = True
+) -> int:
+    """Count the bytes of codes, scales and, where there are any, zero points in words of 32 bits."""
     groups = 1 if weight.group_size is None else math.ceil(in_features / weight.group_size)
     words = math.ceil(in_features * weight.dtype.bits / 32) * out_features
-    zeros = math.ceil(out_features * weight.dtype.bits / 32) * groups
-    return 4 * (words + zeros) + 2 * out_features * groups
+    zero_words = zeros * math.ceil(out_features * weight.dtype.bits / 32) * groups
+    return 4 * (words + zero_words) + out_features * groups * scale_bytes

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats._tensors import take, take_matrix
-from quantkit.formats.base import HALF_DTYPES, Format, ignored_rules, matrix_shape
+from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, ignored_rules, matrix_shape
 from quantkit.formats.gptq import check_scale, read_group_size, write_group_size
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
@@ -58,7 +58,7 @@ class AWQFormat(Format):
                 "add it to ignore, or set format=compressed-tensors"
             )
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         words = matrix_shape(shapes.get("qweight"))
         return words and (words[1] * 8, words[0])
 

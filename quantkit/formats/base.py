@@ -21,6 +21,8 @@ from quantkit.numerics.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from quantkit.models.family import Family
 
+Shapes = Mapping[str, tuple[int, ...]]
+Read = Callable[[str], Tensor]
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 # Everything that a weight is made of, and that a file must give back bit for bit.
@@ -56,7 +58,7 @@ class Format(ABC):
     # Local names of the scales, and of the group of each input; "" = there is no such tensor.
     scale_name: ClassVar[str] = "weight_scale"
     order_name: ClassVar[str] = ""
-    # Of the matrix with the shape of the weight; "" = shapes do not tell.
+    # Of the matrix with the shape of the weight.
     shape_name: ClassVar[str] = "weight"
     # Whether it is of experts that the model keeps in one tensor (E, K, N); `decode` is given one of them.
     is_stacked: ClassVar[bool] = False
@@ -102,28 +104,17 @@ class Format(ABC):
             )
         return ()
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        """(N, K) of a linear from the shapes of its tensors alone; None when they do not tell.
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
+        """(N, K) of a linear from the shapes of its tensors; None when they do not tell.
 
-        K may come out larger, by less than a word of codes, where words are filled up.
+        K may come out larger, by less than a word of codes, where words are filled up and nothing is read.
 
         Args:
             shapes: of its tensors, by local name.
             scheme: of the linear.
+            read: gives a small tensor by its local name, which may say the shape exactly.
         """
         return matrix_shape(shapes.get(self.shape_name))
-
-    def exact_shape(
-        self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme, read: Callable[[str], Tensor]
-    ) -> tuple[int, int] | None:
-        """(N, K) of a linear; as `shape`, but exact, if need be from a small tensor that says it.
-
-        Args:
-            shapes: of its tensors, by local name.
-            scheme: of the linear.
-            read: gives a tensor by its local name.
-        """
-        return self.shape(shapes, scheme)
 
     def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
         """Count the bytes of a weight (N, K) in this format.
@@ -139,6 +130,10 @@ class Format(ABC):
             f"the {self.name} format does not say how many bytes a weight takes; "
             f"give {type(self).__name__} a method linear_bytes"
         )
+
+    def beside_bytes(self, scheme: LinearScheme, scale_bytes: int) -> int:
+        """Count the bytes that a file holds beside a weight; see `linear_bytes`."""
+        return 0
 
     def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """Weights that are stored as codes: their tensors' full names by local name, by full name of the weight.

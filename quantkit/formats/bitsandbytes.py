@@ -11,7 +11,7 @@ Source: bitsandbytes `functional.py` (QuantState, dequantize_blockwise).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._tensors import take, take_matrix
-from quantkit.formats.base import Format, matrix_shape
+from quantkit.formats.base import Format, Read, Shapes, matrix_shape
 from quantkit.numerics.dtype import INT8, NF4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -34,15 +34,14 @@ class BitsAndBytes(Format):
     name: ClassVar[str] = "bitsandbytes"
     method: ClassVar[str] = "bitsandbytes"
     is_written: ClassVar[bool] = False
-    shape_name: ClassVar[str] = ""  # of 4-bit weights only the JSON text knows it
     scale_name: ClassVar[str] = ""  # another one for each number of bits
     package: ClassVar[str] = "bitsandbytes"
 
-    def exact_shape(
-        self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme, read: Callable[[str], Tensor]
-    ) -> tuple[int, int] | None:
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         if scheme.weight.dtype == INT8:
             return matrix_shape(shapes.get("weight"))
+        if read is None:  # of 4-bit weights only the JSON text knows it
+            return None
         rows, width = _state({name: read(name) for name in shapes if name.startswith(_STATE)})["shape"]
         return rows, width
 

@@ -18,7 +18,7 @@ Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,10 +28,10 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._compressed_tensors_config import compressed_tensors_section, read_compressed_tensors_section
 from quantkit.formats._compressed_tensors_layout import PACKED, check_compressed_model, find_layout
-from quantkit.formats._packing import pack_words, unpack_words
+from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats._unpacked import decode_microscaling, encode_microscaling, encode_unpacked, with_scales
-from quantkit.formats.base import Format, matrix_shape
+from quantkit.formats.base import Format, Read, Shapes, matrix_shape
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -64,9 +64,12 @@ class CompressedTensorsFormat(Format):
     def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
         return (*super().check_model(family, layers), *check_compressed_model(family, layers))
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         if "weight_packed" not in shapes:
             return matrix_shape(shapes.get("weight"))
+        if read is not None and scheme.weight.group_size is None and "weight_shape" in shapes:
+            rows, width = take({"weight_shape": read("weight_shape")}, "weight_shape", (2,)).tolist()
+            return rows, width
         groups, words = matrix_shape(shapes.get("weight_scale")), matrix_shape(shapes["weight_packed"])
         if groups is None or words is None:
             return None
@@ -76,22 +79,29 @@ class CompressedTensorsFormat(Format):
         # Words may be filled up, so where there are groups these tell the number of inputs exactly.
         return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
 
-    def exact_shape(
-        self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme, read: Callable[[str], Tensor]
-    ) -> tuple[int, int] | None:
-        shape = self.shape(shapes, scheme)
-        if shape is None or scheme.weight.group_size is not None or "weight_shape" not in shapes:
-            return shape
-        rows, width = take({"weight_shape": read("weight_shape")}, "weight_shape", (2,)).tolist()
-        return rows, width
+    def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
+        weight = scheme.weight
+        if _is_packed(scheme):
+            return packed_bytes(weight, out_features, in_features, scale_bytes, zeros=not weight.symmetric)
+        groups = 1 if weight.group_size is None else math.ceil(in_features / weight.group_size)
+        size = scale_bytes if weight.dtype.scale == "float" else 1
+        # Global scales of weights and of inputs are float32; an integer takes a byte, however few bits it uses.
+        outer = 4 * (weight.dtype.scale == "e4m3") * (2 if _has_input_scale(scheme) else 1)
+        codes = out_features * in_features * (8 if weight.dtype.kind == "int" else weight.dtype.bits) // 8
+        return codes + weight.num_scale_rows(out_features) * groups * size + outer
+
+    def beside_bytes(self, scheme: LinearScheme, scale_bytes: int) -> int:
+        # The shape of a packed weight is two int64.
+        inputs = _has_input_scale(scheme) and scheme.weight.dtype.scale != "e4m3"
+        return 16 * _is_packed(scheme) + scale_bytes * inputs
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
         # Blocks with a narrower last one have an index too, which shapes imply and no file needs.
         if weight.group_index is not None and scheme.weight.block_rows == 1:
             raise SchemeError(_NO_GROUP_ORDER)
-        tensors = _encode_weight(weight, find_layout(scheme))
-        if scheme.activation is None or not scheme.activation.is_calibrated:
+        tensors = _encode_weight(weight, packed=_is_packed(scheme))
+        if scheme.activation is None or not _has_input_scale(scheme):
             return tensors
         if weight.input_scale is None:
             raise SchemeError(f"{scheme.activation.describe()} activations need a calibrated scale, there is none")
@@ -102,7 +112,7 @@ class CompressedTensorsFormat(Format):
         if "weight_g_idx" in tensors:
             raise SchemeError(_NO_GROUP_ORDER)
         weight = _decode_weight(tensors, scheme.weight)
-        if scheme.activation is None or not scheme.activation.is_calibrated:
+        if scheme.activation is None or not _has_input_scale(scheme):
             return weight
         return replace(weight, input_scale=_input_scale(tensors, _input_name(scheme.activation)))
 
@@ -135,6 +145,15 @@ def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
         )
 
 
+def _is_packed(scheme: LinearScheme) -> bool:
+    """Whether codes lie in words of 32 bits; those with one scale for all do not."""
+    return find_layout(scheme) == PACKED and scheme.weight.block_rows is not None
+
+
+def _has_input_scale(scheme: LinearScheme) -> bool:
+    return scheme.activation is not None and scheme.activation.is_calibrated
+
+
 def _input_name(activation: ActivationScheme) -> str:
     """Name of the tensor that holds the calibrated scale."""
     return "input_global_scale" if activation.dtype.scale == "e4m3" else "input_scale"
@@ -147,11 +166,11 @@ def _input_scale(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return scale
 
 
-def _encode_weight(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
+def _encode_weight(weight: QuantizedTensor, *, packed: bool) -> dict[str, Tensor]:
     scheme = weight.scheme
     if scheme.dtype.scale != "float":
         return encode_microscaling(weight)
-    if layout != PACKED or scheme.block_rows is None:
+    if not packed:
         return encode_unpacked(weight)
     tensors = {
         "weight_packed": pack_words(weight.codes, scheme.dtype.bits, _half(scheme.dtype)),  # (N, ceil(K * bits / 32))

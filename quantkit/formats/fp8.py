@@ -21,7 +21,7 @@ from torch import Tensor
 from quantkit.errors import SchemeError
 from quantkit.formats._tensors import take, take_matrix, take_one
 from quantkit.formats._unpacked import decode_microscaling, powers_of_two, with_scales
-from quantkit.formats.base import Format, ignored_rules, matrix_shape
+from quantkit.formats.base import Format, Read, Shapes, ignored_rules, matrix_shape
 from quantkit.numerics.dtype import FP8, MXFP4
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -55,7 +55,7 @@ class FineGrainedFP8(Format):
                 weights.setdefault(weight, {"weight": weight} if weight in known else {})[_SUFFIXES[suffix]] = name
         return weights
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         stored, scale = matrix_shape(shapes.get("weight")), shapes.get(_SCALE)
         # Dtypes are not known here, but no block of FP8 has 16 inputs and one output.
         is_fp4 = stored is not None and scale == (stored[0], stored[1] * 2 // _FP4.group_width(32))

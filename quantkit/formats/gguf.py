@@ -60,6 +60,9 @@ class GGUFFormat(CompressedTensorsFormat):
         values, size = _BLOCK_BYTES["Q5_0" if wide else self.symmetric_block(weight)]
         return out_features * in_features // values * size
 
+    def beside_bytes(self, scheme: LinearScheme, scale_bytes: int) -> int:
+        return 0
+
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         self._check_activations(scheme)
         weight = scheme.weight

@@ -31,7 +31,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats._tensors import take, take_matrix
-from quantkit.formats.base import HALF_DTYPES, Format, matrix_shape
+from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, matrix_shape
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.patterns import is_exact
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
@@ -82,7 +82,7 @@ class GPTQFormat(Format):
                 "set format=gptq-v2, or weights.symmetric=true"
             )
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         words = matrix_shape(shapes.get("qweight"))
         return words and (words[1], _num_inputs(words[0], scheme.weight.dtype.bits, shapes.get("g_idx")))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._tensors import take, take_matrix, take_one
 from quantkit.formats._unpacked import unpack_fp4, with_scales
-from quantkit.formats.base import Format, ignored_rules, matrix_shape
+from quantkit.formats.base import Format, Read, Shapes, ignored_rules, matrix_shape
 from quantkit.numerics.dtype import FP8, INT4, NVFP4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -39,7 +39,7 @@ class ModelOpt(Format):
     is_written: ClassVar[bool] = False
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         stored = matrix_shape(shapes.get("weight"))
         # Two codes share a byte: of neighbouring outputs, or of neighbouring inputs.
         rows, columns = {INT4: (2, 1), NVFP4: (1, 2)}.get(scheme.weight.dtype, (1, 1))

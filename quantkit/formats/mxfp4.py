@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError
 from quantkit.formats._tensors import take
 from quantkit.formats._unpacked import decode_microscaling
-from quantkit.formats.base import Format
+from quantkit.formats.base import Format, Read, Shapes
 from quantkit.numerics.dtype import MXFP4
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -35,7 +35,7 @@ class StackedMXFP4(Format):
     scale_name: ClassVar[str] = "scales"
     package: ClassVar[str] = "kernels"
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         blocks = shapes.get("blocks", ())
         return (blocks[0], blocks[1] * 2 * _BYTES) if len(blocks) == 3 and blocks[2] == _BYTES else None
 

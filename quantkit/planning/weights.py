@@ -1,7 +1,8 @@
 """Forms in which weights are stored, and the bytes of a matrix in each. Arithmetic only; torch-free.
 
-compressed-tensors packs codes into 32-bit words along the inputs, with a scale per group in the model's own number
-type and zero points packed along the outputs. Every other format counts its own bytes (`Format.linear_bytes`).
+A recipe's weights take the bytes that its format counts (`Format.linear_bytes`). Without a recipe codes are packed into
+32-bit words along the inputs, with a scale per group in the model's own number type and zero points packed along the
+outputs, as compressed-tensors has them.
 """
 
 import math
@@ -13,8 +14,6 @@ from typing import Any
 from quantkit.quantities import fitting_group
 
 _SHAPE_BYTES = 16  # weight_shape: two int64 beside every packed weight
-_WIDE = 1 << 14  # outputs and inputs of a matrix whose edges count nothing
-_FLOATS = ("fp8", "nvfp4", "mxfp4", "mxfp8")
 _PRODUCTS = {"nvfp4": "fp4", "mxfp4": "fp4", "mxfp8": "fp8"}  # by the type of the inputs
 
 
@@ -29,12 +28,8 @@ class WeightForm:
         symmetric: no zero points.
         scaled: False for numbers that are what they say: bf16, fp32, or codes counted without their scales.
         compute: numbers that products are made of: "bf16"; "int8", "fp8" or "fp4" where activations are quantized too.
-        counted: bytes of a weight from N, K and the bytes of a scale, by its format; None = compressed-tensors.
-        zero_bits: of one zero point; None = packed like the codes.
-        block_rows: outputs that share their scales; None = all.
-        own_scale_bytes: of one scale, where its type fixes it; None = the size of the model's number type.
-        tensor_bytes: of what comes once with each weight: a global scale.
-        input_scales: calibrated scales of the input, in the model's number type.
+        counted: bytes of a weight from N, K and the bytes of a scale, by its format; None = as above.
+        beside: bytes of what a file holds beside a weight, from the bytes of a scale, by its format; None = as above.
     """
 
     name: str
@@ -44,21 +39,7 @@ class WeightForm:
     scaled: bool = True
     compute: str = "bf16"
     counted: Callable[[int, int, int], int] | None = None
-    zero_bits: int | None = None
-    block_rows: int | None = 1
-    own_scale_bytes: int | None = None
-    tensor_bytes: int = 0
-    input_scales: int = 0
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the codes are floats."""
-        return self.name.startswith(_FLOATS)
-
-    @property
-    def packed(self) -> bool:
-        """Whether codes lie in 32-bit words: integers do, unless they are multiplied with int8 inputs."""
-        return self.scaled and self.compute != "int8" and not self.is_float
+    beside: Callable[[int], int] | None = None
 
     def fitted(self, in_features: int) -> "WeightForm":
         """Return the form in the groups that `quantize` falls back to, where its own do not divide this many inputs.
@@ -81,34 +62,26 @@ class WeightForm:
             out_features, in_features: N and K.
             scale_bytes: of one scale, the size of the model's number type.
         """
-        if not self.scaled:
-            return out_features * in_features * self.bits // 8
         if self.counted is not None:
             return self.counted(out_features, in_features, scale_bytes)
+        if not self.scaled:
+            return out_features * in_features * self.bits // 8
         groups = 1 if self.group_size is None else math.ceil(in_features / self.group_size)
-        rows = 1 if self.block_rows is None else math.ceil(out_features / self.block_rows)
-        scales = rows * groups * (self.own_scale_bytes or scale_bytes) + self.tensor_bytes
-        if not self.packed:
-            # Codes for int8 products take a byte each, however few bits they use.
-            return out_features * in_features * (8 if self.compute == "int8" else self.bits) // 8 + scales
-        zeros = 0 if self.symmetric else 4 * math.ceil(out_features * (self.zero_bits or self.bits) / 32) * groups
-        return out_features * 4 * math.ceil(in_features * self.bits / 32) + scales + zeros
+        zeros = 0 if self.symmetric else 4 * math.ceil(out_features * self.bits / 32) * groups
+        words = out_features * math.ceil(in_features * self.bits / 32)
+        return 4 * words + out_features * groups * scale_bytes + zeros
 
     def file_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
         """`matrix_bytes` and what a file holds beside it."""
-        extra = _SHAPE_BYTES if self.packed and self.counted is None else 0
-        extra += self.input_scales * scale_bytes
+        packed = _SHAPE_BYTES if self.scaled and self.compute == "bf16" else 0
+        extra = packed if self.beside is None else self.beside(scale_bytes)
         return self.matrix_bytes(out_features, in_features, scale_bytes) + extra
 
     def bits_per_weight(self, scale_bytes: int = 2) -> float:
-        """Bits per weight of a matrix without edges; the scale of a channel counts nothing."""
-        if self.counted is not None:
-            return 8 * self.counted(_WIDE, _WIDE, scale_bytes) / _WIDE**2
+        """Bits per weight of a matrix without edges that no format counts; the scale of a channel counts nothing."""
         if not self.scaled or self.group_size is None:
             return float(self.bits)
-        zero = 0 if self.symmetric else self.zero_bits or self.bits
-        scale = 8 * (self.own_scale_bytes or scale_bytes) / (self.block_rows or 1)
-        return (self.bits if self.packed or self.is_float else 8) + (scale + zero) / self.group_size
+        return self.bits + (8 * scale_bytes + (0 if self.symmetric else self.bits)) / self.group_size
 
 
 FP32_WEIGHTS = WeightForm(name="fp32", bits=32, scaled=False)
@@ -131,20 +104,13 @@ def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
     """
     from quantkit.formats import REGISTRY  # reads schemes, so torch is there already
 
-    weight, activation = linear.weight, linear.activation
-    two_levels = weight.dtype.scale == "e4m3"
-    calibrated = activation is not None and activation.is_calibrated
-    compute = "bf16" if activation is None else _PRODUCTS.get(activation.dtype.name, activation.dtype.name)
+    weight, activation, format_ = linear.weight, linear.activation, REGISTRY.load(layout)
     return WeightForm(
         name=linear.describe(),
         bits=weight.dtype.bits,
         group_size=weight.group_size,
         symmetric=weight.symmetric,
-        compute=compute,
-        counted=None if layout == "compressed-tensors" else partial(REGISTRY.load(layout).linear_bytes, linear),
-        block_rows=weight.block_rows,
-        own_scale_bytes=None if weight.dtype.scale == "float" else 1,
-        # The global scale of inputs is a float32 number like that of weights, whatever the model's type.
-        tensor_bytes=4 * two_levels + 4 * (two_levels and calibrated),
-        input_scales=int(calibrated and not two_levels),
+        compute="bf16" if activation is None else _PRODUCTS.get(activation.dtype.name, activation.dtype.name),
+        counted=partial(format_.linear_bytes, linear),
+        beside=partial(format_.beside_bytes, linear),
     )

@@ -60,8 +60,3 @@ def test_blocks_of_gguf_have_ggmls_sizes():
 
     known = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in _BLOCK_BYTES}
     assert known == _BLOCK_BYTES
-
-
-def test_bits_per_weight_are_those_of_the_format():
-    assert from_linear(SCHEMES["int4-g32"], "gguf").bits_per_weight() == 4.5  # 18 bytes for 32 weights
-    assert from_linear(SCHEMES["int4-g32"], "awq").bits_per_weight() == 4 + (16 + 4) / 32  # a scale and a zero
