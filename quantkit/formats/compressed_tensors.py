@@ -178,8 +178,8 @@ def _encode_weight(weight: QuantizedTensor, *, packed: bool) -> dict[str, Tensor
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
     if weight.zero_point is not None:
-        packed = pack_words(weight.zero_point.t(), scheme.dtype.bits, _half(scheme.dtype))
-        tensors["weight_zero_point"] = packed.t().contiguous()  # (ceil(N * bits / 32), G)
+        words = pack_words(weight.zero_point.t(), scheme.dtype.bits, _half(scheme.dtype))
+        tensors["weight_zero_point"] = words.t().contiguous()  # (ceil(N * bits / 32), G)
     return tensors
 
 
