@@ -5,13 +5,14 @@ masks) is found by running the model's own forward with its layers replaced by r
 """
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
@@ -256,8 +257,9 @@ class Skeleton:
                 recorded = self._record_ids(torch.zeros(key, dtype=torch.int64))
             else:
                 recorded = self.record(torch.zeros(*key, self.embedding_width, dtype=self.dtype))
-            shared: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
-            self._arguments[key] = [_to_device(recorder.arguments, self.device, shared) for recorder in recorded]
+            # Layers share their tensors: each is moved once.
+            once = functools.cache(lambda value: value.to(self.device))
+            self._arguments[key] = [tree_map_only(Tensor, once, recorder.arguments) for recorder in recorded]
         return self._arguments[key][index]
 
     def first_call(self, token_ids: Tensor) -> LayerCall:
@@ -342,7 +344,7 @@ class Skeleton:
             if isinstance(module, nn.Embedding) and module.weight.is_meta
         }
         hooks = [
-            module.register_forward_pre_hook(partial(self._with_rows, f"{name}.weight"))
+            module.register_forward_pre_hook(functools.partial(self._with_rows, f"{name}.weight"))
             for name, module in tables.items()
             if not name.startswith(f"{names.layers}.")
         ]
@@ -361,14 +363,3 @@ class Skeleton:
         module.__dict__["padding_idx"] = None  # that row of the full table is another one here
         set_parameter(module, "weight", self.reader.gather_rows(name, used.flatten()).to(self.dtype))
         return (rows, *args[1:])
-
-
-def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:
-    """`value` with every tensor in nested tuples, lists and dicts moved; `moved` has what was moved before, by id."""
-    if isinstance(value, Tensor):
-        return moved.setdefault(id(value), value.to(device))
-    if isinstance(value, dict):
-        return {key: _to_device(item, device, moved) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_to_device(item, device, moved) for item in value)
-    return value
