@@ -9,44 +9,13 @@ from pathlib import Path
 
 import yaml
 
-from quantkit.engines.rules import (
-    AMX,
-    ANSWERS,
-    CAPABILITIES,
-    CPU,
-    OTHER,
-    EngineRelease,
-    EngineRule,
-    StoredLinear,
-    StoredModel,
-)
+from quantkit.engines.devices import NAMED, device_key
+from quantkit.engines.rules import ANSWERS, CAPABILITIES, EngineRelease, EngineRule, StoredLinear, StoredModel
 from quantkit.errors import InputError, suggestion
 from quantkit.results import EngineReading
 
-# From NVIDIA's page "CUDA GPUs".
-_CAPABILITIES = {
-    100: ("b200",),
-    120: ("5090",),
-    90: ("h200", "gh200", "h100", "h100-nvl", "h100-pcie", "h20"),
-    89: ("l40s", "l4", "4090", "4080"),
-    86: ("a10", "a6000", "3090"),
-    80: ("a100", "a100-pcie", "a100-40gb"),
-    75: ("t4",),
-    70: ("v100",),
-    CPU: ("cpu",),
-    AMX: ("cpu-amx",),
-    OTHER: ("mi300x",),
-}
-DEVICES = {name: capability for capability, names in _CAPABILITIES.items() for name in names}
-"""Compute capability times ten by name, or `CPU`, `AMX` or `OTHER`."""
 _NO_RULE = EngineRule(reads="unknown", reason="no rule known for {linear} in format {format}")
 _NO_RULES = EngineRule(reads="unknown", reason="no rule known for this device")
-
-
-def device_key(name: str) -> str:
-    """The name as tables have it: without upper case and without a maker's name in front."""
-    key = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
-    return key.removeprefix("rtx-").removeprefix("rtx")
 
 
 def engine_names(folder: Path = Path(__file__).parent) -> list[str]:
@@ -78,10 +47,10 @@ def find_engine(name: str) -> tuple[EngineRelease, int | None]:
     engine = read_engine(Path(__file__).with_name(f"{key}.yaml"))
     if not device:
         return engine, None
-    if device_key(device) not in DEVICES:
-        nearest = suggestion(device_key(device), DEVICES)
-        raise InputError(f"unknown device {device!r}{nearest}; there are: {', '.join(DEVICES)}")
-    capability = DEVICES[device_key(device)]
+    if device_key(device) not in NAMED:
+        nearest = suggestion(device_key(device), NAMED)
+        raise InputError(f"unknown device {device!r}{nearest}; there are: {', '.join(NAMED)}")
+    capability = NAMED[device_key(device)]
     if engine.devices and not any(rule.when.covers(capability) for rule in engine.rules):
         raise InputError(
             f"no rule known for {engine.title} {engine.release} on {device}; leave the device out for what is known"

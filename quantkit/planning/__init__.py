@@ -3,7 +3,7 @@
 Torch-free, but where a recipe is loaded. Figures are computed, never measured: that is the business of `measure`.
 """
 
-from quantkit.planning.devices import DEVICES, Device, find_device, make_device
+from quantkit.engines.devices import DEVICES, Device, find_device, make_device
 from quantkit.planning.document import to_document
 from quantkit.planning.estimate import Estimate, estimate
 from quantkit.planning.shape import ModelShape

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quantkit.engines.devices import Device
 from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm
 from quantkit.models.kv_budget import kept_tokens
 from quantkit.planning import memory
-from quantkit.planning.devices import Device
 from quantkit.planning.shape import ModelShape
 from quantkit.runtime.config import TOKEN_BUDGET
 

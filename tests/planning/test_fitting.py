@@ -10,7 +10,6 @@ import pytest
 
 from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
-from quantkit.engines import DEVICES as KNOWN
 from quantkit.errors import InputError, ModelError, RecipeError
 from quantkit.models.cache import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
@@ -258,7 +257,6 @@ def test_who_reads_a_recipe_on_a_device(tmp_path):
     assert answers(tmp_path, "w8a8-int8", "h100", engine="vllm:5090") == {"vLLM": "no"}
     amd = answers(tmp_path, "rtn-int4", "mi300x")
     assert (amd["vLLM"], amd["SGLang"], amd["transformers"], amd["llama.cpp"]) == ("unknown", "unknown", "slow", "no")
-    assert set(DEVICES) <= set(KNOWN)
     with pytest.raises(InputError, match="unknown engine 'trt'"):
         answers(tmp_path, "rtn-int4", engine="trt")
     with pytest.raises(RecipeError, match="--engine asks who reads what a recipe makes; give --recipe too"):

@@ -6,8 +6,7 @@ the peak. Give measured ones with --bandwidth and --peak. A test checks that eve
 
 from dataclasses import dataclass, replace
 
-from quantkit.engines import DEVICES as CAPABILITIES
-from quantkit.engines import device_key
+from quantkit.engines.rules import AMX, CPU, OTHER
 from quantkit.errors import InputError, suggestion
 
 MIB, GB, TFLOP = 2**20, 10**9, 10**12
@@ -24,7 +23,7 @@ class Device:
         bandwidth: bytes per second.
         peaks: operations per second by number type, without sparsity; a type that is missing has no units.
         source: where the figures are from.
-        capability: what rules of engines know of it, see `quantkit.engines`; None = not said.
+        capability: compute capability times ten, or `OTHER`; None = not said.
     """
 
     name: str
@@ -40,45 +39,56 @@ class Device:
         return self.peaks.get(compute, self.peaks["bf16"])
 
 
-def _device(name: str, title: str, mib: int, gb_per_s: float, source: str, **teraflops: float) -> Device:
+def _device(
+    name: str, capability: int | None, title: str, mib: int, gb_per_s: float, source: str = "", **teraflops: float
+) -> Device:
+    maker, model = title.split()[:2]
     return Device(
         name=name,
         title=title,
         memory_bytes=mib * MIB,
         bandwidth=gb_per_s * GB,
         peaks={key: value * TFLOP for key, value in teraflops.items()},
-        source=source,
-        capability=CAPABILITIES.get(name),
+        source=source or f"{maker} {model} data sheet",
+        capability=capability,
     )
 
 
-_B200, _RTX_50 = "NVIDIA HGX B200 data sheet", "NVIDIA RTX Blackwell white paper"
-_HOPPER, _AMPERE = "NVIDIA {} data sheet", "NVIDIA A100 data sheet"
 _ADA, _GA102 = "NVIDIA Ada architecture white paper, appendix A", "NVIDIA GA102 architecture white paper"
+_B200, _RTX_50 = "NVIDIA HGX B200 data sheet", "NVIDIA RTX Blackwell white paper"
+# Compute capabilities are those of NVIDIA's page "CUDA GPUs".
 _ROWS = (
-    _device("b200", "NVIDIA B200 180GB", 183359, 8000, _B200, bf16=2250, fp8=4500, int8=4500, fp4=9000),
-    _device("h200", "NVIDIA H200 SXM 141GB", 143771, 4800, _HOPPER.format("H200"), bf16=989.5, fp8=1979, int8=1979),
-    _device("gh200", "NVIDIA GH200 96GB", 97871, 4000, _HOPPER.format("GH200"), bf16=989.5, fp8=1979, int8=1979),
-    _device("h100", "NVIDIA H100 SXM 80GB", 81559, 3350, _HOPPER.format("H100"), bf16=989.5, fp8=1979, int8=1979),
-    _device("h100-nvl", "NVIDIA H100 NVL 94GB", 95830, 3900, _HOPPER.format("H100"), bf16=835.5, fp8=1671, int8=1671),
-    _device("h100-pcie", "NVIDIA H100 PCIe 80GB", 81559, 2000, _HOPPER.format("H100"), bf16=756, fp8=1513, int8=1513),
-    _device("h20", "NVIDIA H20 96GB", 97871, 4000, _HOPPER.format("H20"), bf16=148, fp8=296, int8=296),
-    _device("a100", "NVIDIA A100 SXM 80GB", 81920, 2039, _AMPERE, bf16=312, int8=624),
-    _device("a100-pcie", "NVIDIA A100 PCIe 80GB", 81920, 1935, _AMPERE, bf16=312, int8=624),
-    _device("a100-40gb", "NVIDIA A100 40GB", 40960, 1555, _AMPERE, bf16=312, int8=624),
-    _device("a10", "NVIDIA A10 24GB", 23028, 600, "NVIDIA A10 data sheet", bf16=125, int8=250),
-    _device("a6000", "NVIDIA RTX A6000 48GB", 49140, 768, _GA102, bf16=154.8, int8=309.7),
-    _device("l40s", "NVIDIA L40S 48GB", 46068, 864, "NVIDIA L40S data sheet", bf16=362, fp8=733, int8=733),
-    _device("l4", "NVIDIA L4 24GB", 23034, 300, "NVIDIA L4 data sheet", bf16=121, fp8=242.5, int8=242.5),
-    _device("t4", "NVIDIA T4 16GB (fp16)", 15360, 320, "NVIDIA T4 data sheet", bf16=65, int8=130),
-    _device("v100", "NVIDIA V100 SXM 32GB (fp16)", 32768, 900, "NVIDIA V100 data sheet", bf16=125),
-    _device("5090", "NVIDIA RTX 5090 32GB", 32607, 1792, _RTX_50, bf16=209.5, fp8=419, int8=838, fp4=1676),
-    _device("4090", "NVIDIA RTX 4090 24GB", 24564, 1008, _ADA, bf16=165.2, fp8=330.3, int8=660.6),
-    _device("4080", "NVIDIA RTX 4080 16GB", 16376, 716.8, _ADA, bf16=97.5, fp8=194.9, int8=389.9),
-    _device("3090", "NVIDIA RTX 3090 24GB", 24576, 936, _GA102, bf16=71, int8=284),
-    _device("mi300x", "AMD MI300X 192GB", 196592, 5300, "AMD MI300X data sheet", bf16=1307, fp8=2615, int8=2615),
+    _device("b200", 100, "NVIDIA B200 180GB", 183359, 8000, _B200, bf16=2250, fp8=4500, int8=4500, fp4=9000),
+    _device("h200", 90, "NVIDIA H200 SXM 141GB", 143771, 4800, bf16=989.5, fp8=1979, int8=1979),
+    _device("gh200", 90, "NVIDIA GH200 96GB", 97871, 4000, bf16=989.5, fp8=1979, int8=1979),
+    _device("h100", 90, "NVIDIA H100 SXM 80GB", 81559, 3350, bf16=989.5, fp8=1979, int8=1979),
+    _device("h100-nvl", 90, "NVIDIA H100 NVL 94GB", 95830, 3900, bf16=835.5, fp8=1671, int8=1671),
+    _device("h100-pcie", 90, "NVIDIA H100 PCIe 80GB", 81559, 2000, bf16=756, fp8=1513, int8=1513),
+    _device("h20", 90, "NVIDIA H20 96GB", 97871, 4000, bf16=148, fp8=296, int8=296),
+    _device("a100", 80, "NVIDIA A100 SXM 80GB", 81920, 2039, bf16=312, int8=624),
+    _device("a100-pcie", 80, "NVIDIA A100 PCIe 80GB", 81920, 1935, bf16=312, int8=624),
+    _device("a100-40gb", 80, "NVIDIA A100 40GB", 40960, 1555, bf16=312, int8=624),
+    _device("a10", 86, "NVIDIA A10 24GB", 23028, 600, bf16=125, int8=250),
+    _device("a6000", 86, "NVIDIA RTX A6000 48GB", 49140, 768, _GA102, bf16=154.8, int8=309.7),
+    _device("l40s", 89, "NVIDIA L40S 48GB", 46068, 864, bf16=362, fp8=733, int8=733),
+    _device("l4", 89, "NVIDIA L4 24GB", 23034, 300, bf16=121, fp8=242.5, int8=242.5),
+    _device("t4", 75, "NVIDIA T4 16GB (fp16)", 15360, 320, bf16=65, int8=130),
+    _device("v100", 70, "NVIDIA V100 SXM 32GB (fp16)", 32768, 900, bf16=125),
+    _device("5090", 120, "NVIDIA RTX 5090 32GB", 32607, 1792, _RTX_50, bf16=209.5, fp8=419, int8=838, fp4=1676),
+    _device("4090", 89, "NVIDIA RTX 4090 24GB", 24564, 1008, _ADA, bf16=165.2, fp8=330.3, int8=660.6),
+    _device("4080", 89, "NVIDIA RTX 4080 16GB", 16376, 716.8, _ADA, bf16=97.5, fp8=194.9, int8=389.9),
+    _device("3090", 86, "NVIDIA RTX 3090 24GB", 24576, 936, _GA102, bf16=71, int8=284),
+    _device("mi300x", OTHER, "AMD MI300X 192GB", 196592, 5300, bf16=1307, fp8=2615, int8=2615),
 )
 DEVICES = {device.name: device for device in _ROWS}
+NAMED = {name: device.capability for name, device in DEVICES.items()} | {"cpu": CPU, "cpu-amx": AMX}
+"""Compute capability times ten by name, or `CPU`, `AMX` or `OTHER`."""
+
+
+def device_key(name: str) -> str:
+    """The name as tables have it: without upper case and without a maker's name in front."""
+    key = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
+    return key.removeprefix("rtx-").removeprefix("rtx")
 
 
 def find_device(name: str) -> Device:
@@ -111,7 +121,7 @@ def make_device(
         if bandwidth is None and peak is None:
             return None
         raise InputError("--bandwidth and --peak say nothing about memory; give --device or --memory too")
-    base = _device("given", "as given", 0, 0.0, "given") if name is None else find_device(name)
+    base = _device("given", None, "as given", 0, 0.0, "given") if name is None else find_device(name)
     peaks = base.peaks
     if peak is not None:
         first = base.peaks.get("bf16", peak)
