@@ -3,8 +3,8 @@ compressed-tensors (from 0.18 on) have them.
 
 Value i of a row occupies bits [i * b, (i + 1) * b) of that row's stream; where b does not divide 32 a value may
 straddle two words: of 3 bits, ten values and two bits of the eleventh are in the first word, and so on. A row ends with
-its last word, filled up with zeros. Pure tensor arithmetic, on any device. Where b divides 8 a byte holds whole values,
-and neighbours are joined in bytes: an eighth of the memory traffic of the general way.
+its last word, filled up with zeros. Where b divides 8 a byte holds whole values, and neighbours are joined in bytes, on
+any device; else NumPy packs the bits one by one.
 Shapes: R rows, C values per row, W words.
 Source: GPTQModel `nn_modules/qlinear/__init__.py` (`pack_original`), which writes 3-bit words by hand;
 compressed-tensors `compressors/pack_quantized/helpers.py`.
@@ -12,14 +12,14 @@ compressed-tensors `compressors/pack_quantized/helpers.py`.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.numerics.scheme import WeightScheme
 
-# Values packed at once, which bounds the int64 temporaries.
+# Values packed at once, which bounds the temporaries.
 _BLOCK_VALUES = 1 << 22
-_WORD = 1 << 32
 
 
 def pack_words(values: Tensor, bits: int, offset: int = 0) -> Tensor:
@@ -37,9 +37,7 @@ def pack_words(values: Tensor, bits: int, offset: int = 0) -> Tensor:
     step = max(1, _BLOCK_VALUES // max(1, width))
     for row in range(0, rows, step):
         some = values[row : row + step]
-        packed = (
-            _pack(some.to(torch.int64) + offset, bits) if 8 % bits else _pack_bytes(some.to(torch.uint8) + offset, bits)
-        )
+        packed = (_pack if 8 % bits else _pack_bytes)(some.to(torch.uint8) + offset, bits)
         words[row : row + step] = packed[:, : words.shape[1]]
     return words
 
@@ -61,16 +59,10 @@ def unpack_words(words: Tensor, bits: int, offset: int = 0, width: int | None = 
     step = max(1, _BLOCK_VALUES // max(1, width))
     for row in range(0, rows, step):
         some = words[row : row + step]
-        unpacked = _unpack(some, bits) - offset if 8 % bits else _unpack_bytes(some, bits) - offset
+        unpacked = (_unpack if 8 % bits else _unpack_bytes)(some, bits) - offset
         # Of bytes, the difference is modulo 256: as signed numbers they are right.
-        values[row : row + step] = (unpacked if 8 % bits or not offset else unpacked.view(torch.int8))[:, :width]
+        values[row : row + step] = (unpacked.view(torch.int8) if offset else unpacked)[:, :width]
     return values
-
-
-def _period(bits: int) -> tuple[int, int]:
-    """Values and words of the shortest run that begins and ends at a word's border: (8, 1), or (32, 3) for 3 bits."""
-    values = 32 // math.gcd(32, bits)
-    return values, values * bits // 32
 
 
 def _pack_bytes(values: Tensor, bits: int) -> Tensor:
@@ -90,31 +82,16 @@ def _unpack_bytes(words: Tensor, bits: int) -> Tensor:
 
 
 def _pack(values: Tensor, bits: int) -> Tensor:
-    per, count = _period(bits)
-    runs = _filled(values, per)  # (R, P, per)
-    words = torch.zeros(*runs.shape[:2], count, dtype=torch.int64, device=values.device)
-    for index in range(per):
-        word, offset = divmod(index * bits, 32)
-        words[..., word] |= runs[..., index] << offset & _WORD - 1
-        if offset + bits > 32:
-            words[..., word + 1] |= runs[..., index] >> 32 - offset
-    # int32 has no room for words from 2^31 on; less 2^32 they have the same bits.
-    words = torch.where(words >= _WORD >> 1, words - _WORD, words)
-    return words.to(torch.int32).flatten(1)
+    stream = np.unpackbits(values.cpu().numpy()[..., None], axis=2, bitorder="little", count=bits)
+    words = _filled(torch.from_numpy(stream.reshape(len(stream), -1)), 32).flatten(1)
+    return torch.from_numpy(np.packbits(words.numpy(), axis=1, bitorder="little")).view(torch.int32)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    per, count = _period(bits)
-    # The mask takes off the sign that widening has extended.
-    runs = _filled(words.to(torch.int64) & _WORD - 1, count)  # (R, P, count)
-    values = torch.empty(*runs.shape[:2], per, dtype=torch.int16, device=words.device)
-    for index in range(per):
-        word, offset = divmod(index * bits, 32)
-        value = runs[..., word] >> offset
-        if offset + bits > 32:
-            value = value | runs[..., word + 1] << 32 - offset
-        values[..., index] = (value & (1 << bits) - 1).to(torch.int16)
-    return values.flatten(1)
+    rows, width = words.shape[0], words.shape[1] * 32 // bits
+    stream = np.unpackbits(words.cpu().contiguous().view(torch.uint8).numpy(), axis=1, bitorder="little")
+    fields = stream[:, : width * bits].reshape(rows, width, bits)
+    return torch.from_numpy(np.packbits(fields, axis=2, bitorder="little")[..., 0])
 
 
 def _filled(rows: Tensor, size: int) -> Tensor:
