@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,6 @@ HERE = Path(__file__).parent
 TOOLS = ("compute-sanitizer", "nvidia-smi", "nvcc", "git")
 
 
-# What a part imports late it names in NEEDS.
-CHECK = """
-import importlib, sys
-for name in getattr(importlib.import_module(sys.argv[1]), "NEEDS", ()):
-    importlib.import_module(name)
-"""
-
-
 def programs() -> list[str]:
     """Of all parts."""
     lines = (HERE / "parts.txt").read_text().splitlines()
@@ -30,15 +22,17 @@ def programs() -> list[str]:
 
 
 def check(program: str) -> dict[str, Any]:
-    """Import a part in a process of its own.
+    """Import a part, and what it imports late and names in NEEDS, in a process of its own.
 
     Raises:
-        ImportError: it cannot be; the message is the last line of what Python says.
+        ImportError: it cannot be imported; the message names the error.
     """
-    done = subprocess.run([sys.executable, "-c", CHECK, program], capture_output=True, text=True, cwd=HERE, check=False)
-    if done.returncode:
-        why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise ImportError(why + "; evals/gpu/wheels.sh fetches it" * ("No module named" in why))
+    try:
+        for name in getattr(importlib.import_module(program), "NEEDS", ()):
+            importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ImportError(why + "; evals/gpu/wheels.sh fetches it" * ("No module named" in why)) from None
     return {"imported": True}
 
 
@@ -53,7 +47,9 @@ def main() -> None:
         gemm_teraflops=gemm_rate(256 if arguments.tiny else 8192, arguments.device) / 1e12,
         l2_megabytes=results.meta.get("l2_bytes", 0) / 2**20,
     )
-    with ThreadPoolExecutor() as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["quantkit.runtime.llm", "transformers"])  # what takes long, once for all
+    with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
         checks = {program: pool.submit(check, program) for program in programs()}
         for program, checked in checks.items():
             results.attempt(checked.result, program=program)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from quantkit.cli import main
 from quantkit.kernels import cpu
 from quantkit.native import Library, build
 from quantkit.numerics import native as numerics
+from tests import forked
 
 OF_NUMERICS = ["../compress/algorithms/test_gptq_loop.py", "../numerics/test_products.py"]
 FOLDER = Path(cpu.__file__).parent
@@ -39,7 +44,11 @@ def test_the_status_names_the_compiler_and_what_the_library_uses():
 def test_a_cpu_that_lacks_one_instruction_gets_a_library_without_avx512(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build._LEAST + build._WITH_AVX512[:-1]))
-    path, _ = build.build_library(FOLDER)
+    sources = tmp_path / "sources"  # the header decides, and of the C files the smallest says how; all take seconds
+    sources.mkdir()
+    for name in ("quantkit.h", "avx2.h", "scratch.c"):
+        shutil.copy(FOLDER / name, sources)
+    path, _ = build.build_library(sources)
     assert not build.load_library(path).qk_has_avx512()
 
 
@@ -87,32 +96,44 @@ def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, tmp_path):
         build.find_compiler()
 
 
-def without_a_compiler(tmp_path, *words, **settings):
-    """stderr of a Python that finds no compiler, and what it says of the C kernels."""
-    environment = {**os.environ, "PATH": str(tmp_path), **settings}
-    environment.pop("CC", None)
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stderr.splitlines() if "C kernels" in line]
+def finds_no_compiler(folder, settings, work):
+    """Do some work where PATH has no compiler; what it says goes to a file."""
+    os.environ.pop("CC", None)
+    os.environ.update({"PATH": str(folder), **settings})
+    with (folder / "said").open("w") as stream, redirect_stdout(stream), redirect_stderr(stream):
+        work()
 
 
-COMMAND = ("-m", "quantkit", "generate", "--prompt", "a", "--max-tokens", "2")
+def said_without_a_compiler(folder, work, **settings):
+    """Lines about the C kernels."""
+    assert forked.run(finds_no_compiler, folder, settings, work) == 0
+    return [line for line in (folder / "said").read_text().splitlines() if "C kernels" in line]
+
+
+COMMAND = ("generate", "--prompt", "a", "--max-tokens", "2")
+
+
+def command(*words):
+    main(list(words))
+
+
+def generate_from_python():
+    from quantkit import LLM, SamplingParams
+
+    LLM().generate("a", SamplingParams(max_tokens=1))
+
+
+def load_both_libraries():
+    assert cpu.library() is numerics.library() is None
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        COMMAND,
-        ("-c", "from quantkit import LLM, SamplingParams; LLM().generate('a', SamplingParams(max_tokens=1))"),
-        (
-            "-c",
-            "from quantkit.kernels import cpu; from quantkit.numerics import native as c; cpu.library(), c.library()",
-        ),
-    ],
+    "work",
+    [partial(command, *COMMAND), generate_from_python, load_both_libraries],
     ids=["command", "python", "both libraries"],
 )
-def test_without_a_compiler_one_line_says_so_with_the_remedy(words, tmp_path):
-    (line,) = without_a_compiler(tmp_path, *words)
+def test_without_a_compiler_one_line_says_so_with_the_remedy(work, tmp_path):
+    (line,) = said_without_a_compiler(tmp_path, work)
     assert "no C compiler; install gcc, or name one in CC" in line
     assert line.endswith("QUANTKIT_NATIVE=0 hides this line")
 
@@ -123,7 +144,7 @@ def test_without_a_compiler_one_line_says_so_with_the_remedy(words, tmp_path):
     ids=["switched off", "quiet", "second of several ranks"],
 )
 def test_nothing_is_said_where_nobody_asked(words, settings, tmp_path):
-    assert without_a_compiler(tmp_path, *words, **settings) == []
+    assert said_without_a_compiler(tmp_path, partial(command, *words), **settings) == []
 
 
 @needs_compiler
