@@ -100,6 +100,8 @@ def finds_no_compiler(folder, settings, work):
     """Do some work where PATH has no compiler; what it says goes to a file."""
     os.environ.pop("CC", None)
     os.environ.update({"PATH": str(folder), **settings})
+    for library in (cpu._LIBRARY, numerics._LIBRARY):
+        vars(library).pop("_loaded", None)  # imports have loaded it
     with (folder / "said").open("w") as stream, redirect_stdout(stream), redirect_stderr(stream):
         work()
 
