@@ -11,8 +11,11 @@ os.environ.setdefault("QUANTKIT_TRITON", "force")  # what kernels compute, not w
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are for the processes beside this one
 
 import gc
+import hashlib
+import pickle
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.families import find
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
+from quantkit.report import plots
 from quantkit.results import Report
 from tests.helpers import FAMILIES, TEXT, make_model, save_tokenizer
 from tests.report.synthetic import make_report
@@ -42,17 +46,36 @@ if DEVICES == ["cpu"]:
 
 
 THREADS = torch.get_num_threads()
+SLOW = Path(__file__).with_name("slow.txt")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A process per core for the whole suite; files and folders that are named run in this one."""
-    whole = config.args_source is config.ArgsSource.TESTPATHS
-    return min(len(os.sched_getaffinity(0)), 4) if whole else 0
+    return min(len(os.sched_getaffinity(0)), 4) if is_whole(config) else 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow ones first: a long one that comes last has one core to itself while the others are idle."""
+def is_whole(config: pytest.Config) -> bool:
+    """Whether no file or folder was named."""
+    told = getattr(config, "workerinput", {})
+    return told["is_whole"] if told else config.args_source is config.ArgsSource.TESTPATHS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["is_whole"] = is_whole(node.config)  # which is given all folders by name
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow ones first: a long one that comes last has one core to itself while the others are idle.
+
+    Those of slow.txt count as slow where everything is run: who names their file means them too.
+    """
+    slow = set(SLOW.read_text(encoding="utf-8").splitlines()) if is_whole(config) else set()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name in slow or name.partition("[")[0] in slow:
+            item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -100,6 +123,29 @@ def tokenizers_tried_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "ends_well", ends_well_once)
         yield
+
+
+PLOTS = ("accuracy_plot", "sensitivity_plot", "latency_plot", "context_plot", "memory_plot", "roofline_plot")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawn_once() -> Iterator[dict[bytes, str | None]]:
+    """Plots by what they show, each drawn once: matplotlib takes two seconds for the seven of a page."""
+    known: dict[bytes, str | None] = {}
+
+    def once(plot: Callable[..., str | None]) -> Callable[..., str | None]:
+        def draw(*given: Any) -> str | None:
+            key = hashlib.sha256(pickle.dumps((plot.__name__, given))).digest()
+            if key not in known or sys.modules.get("matplotlib", known) is None:  # a test takes the library away
+                known[key] = plot(*given)
+            return known[key]
+
+        return draw
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PLOTS:
+            patch.setattr(plots, name, once(getattr(plots, name)))
+        yield known
 
 
 @pytest.fixture(params=DEVICES)

@@ -114,11 +114,17 @@ def walk_running(node: ast.AST) -> Iterator[ast.AST]:
         yield from walk_running(child)
 
 
+@functools.cache
+def import_statements(text: str) -> list[ast.AST]:
+    """Those that run; each check asks again."""
+    return [node for node in walk_running(parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(name: str, sources: Sources) -> set[str]:
     """Modules that module `name` imports: ours by their exact name, foreign ones as written."""
     base = name.split(".") if any(other.startswith(f"{name}.") for other in sources) else name.split(".")[:-1]
     found = set()
-    for node in walk_running(parse(sources[name])):
+    for node in import_statements(sources[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

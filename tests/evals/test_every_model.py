@@ -1,4 +1,4 @@
-"""Tiny models of transformers' classes: some end to end, a twentieth of all in CI, and defects that are noticed."""
+"""Tiny models of transformers' classes: some end to end, a fortieth of all in CI, and defects that are noticed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_some_models_end_to_end_and_only_once(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_twentieth_of_all_models_is_no_worse_than_the_page_says(tmp_path, capsys):
+def test_a_fortieth_of_all_models_is_no_worse_than_the_page_says(tmp_path, capsys):
     known = every_model.read(models_page.newest())
-    names = list(tiny_models.rows())[datetime.date.today().toordinal() % 20 :: 20]
+    names = list(tiny_models.rows())[datetime.date.today().toordinal() % 40 :: 40]
     rows, _ = rows_of(tmp_path / "rows.json", capsys, "--classes", ",".join(names), "--jobs", "2")
     verdicts = every_model.VERDICTS
-    assert len(rows) == len(names) > 8, sorted({*names} ^ rows.keys())
+    assert len(rows) == len(names) > 4, sorted({*names} ^ rows.keys())
     for name, row in rows.items():
         for recipe, entry in row["recipes"].items():
             # Of a class that transformers did not have when the page was written nothing is known.

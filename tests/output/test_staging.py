@@ -258,7 +258,7 @@ def test_a_second_run_is_refused_at_once(tmp_path):
 
 def race(folder: Path) -> None:
     inside, entered = folder / "inside", 0
-    for _ in range(300):
+    for _ in range(100):
         try:
             with work_folder(folder / "w.partial", "convert", output=Path("w"), resumable=False) as work:
                 inside.mkdir()  # fails if anybody else is inside

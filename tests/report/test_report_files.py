@@ -28,13 +28,20 @@ def test_the_schema_in_docs_is_the_one_the_types_make():
     assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), "run: python tests/report/make_schema.py"
 
 
+def shortened(value):
+    """The same with a few items of each list: thousands of samples are alike, and to check all takes seconds."""
+    if isinstance(value, dict):
+        return {name: shortened(item) for name, item in value.items()}
+    return [shortened(item) for item in value[:30]] if isinstance(value, list) else value
+
+
 def test_reports_keep_the_schema(report, broken_report):
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
     validator.check_schema(validator.schema)
     for one in (report, broken_report, Report(model=ModelFacts(name="x"))):
-        assert list(validator.iter_errors(json.loads(dumps(one)))) == []
-    damaged = json.loads(dumps(report))
+        assert list(validator.iter_errors(shortened(json.loads(dumps(one))))) == []
+    damaged = shortened(json.loads(dumps(report)))
     damaged["model"]["num_bytes"] = "many"
     assert [list(error.path) for error in validator.iter_errors(damaged)] == [["model", "num_bytes"]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import torch
@@ -54,6 +55,16 @@ def fail(device, dtype):
 def hang(device, dtype):
     time.sleep(100)
     yield torch.ones(3)
+
+
+def run_code(code: str, arguments: list[str], streams: list[str], environment: dict[str, str]) -> None:
+    """What `python -c` does, in a process that has been forked."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_WRONLY), number)
+    sys.argv = ["-c", *arguments]
+    exec(code, {})
 
 
 def plant(families: dict[str, str]) -> None:

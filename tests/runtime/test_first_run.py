@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from quantkit.kernels import gpu
 from quantkit.runtime import llm
 from quantkit.runtime.engine import first_run
 from quantkit.runtime.engine.first_run import Verdict
+from tests import forked
 from tests.runtime import planted
 
 DEVICE = torch.device("cpu")
@@ -45,6 +47,23 @@ def load(monkeypatch, tmp_path, caplog):
         return [record.message for record in caplog.records]
 
     return load
+
+
+@pytest.fixture
+def forked_children(monkeypatch):
+    """Children from a process that has torch, whose import takes each of them seconds."""
+
+    def run(command, *, capture_output, timeout, env):
+        _, _, code, *arguments = command
+        with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
+            process = forked.start(planted.run_code, code, arguments, [stdout.name, stderr.name], env)
+            process.join(timeout)
+            if process.exitcode is None:
+                process.kill()
+                raise subprocess.TimeoutExpired(command, timeout, output=stdout.read())
+            return subprocess.CompletedProcess(command, process.exitcode, stdout.read(), stderr.read())
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 @pytest.fixture
@@ -84,7 +103,7 @@ def test_families_that_are_wrong_or_end_their_child_are_replaced(load, no_child,
     assert gpu.why_replaced("attention", DEVICE) == reasons["attention"]
 
 
-def test_a_refusal_of_triton_is_no_success(load):
+def test_a_refusal_of_triton_is_no_success(load, forked_children):
     load(ops="right,fail")
     reason = "fail: RuntimeError: CUDA error: an illegal memory access was encountered"
     assert gpu.why_replaced("ops", DEVICE) == reason
@@ -101,7 +120,7 @@ def test_half_a_line_and_lines_of_others_say_nothing(load, monkeypatch):
     }
 
 
-def test_a_family_that_hangs_is_ended_and_tried_again_at_the_next_load(load, no_child, monkeypatch):
+def test_a_family_that_hangs_is_ended_and_tried_again_at_the_next_load(load, forked_children, no_child, monkeypatch):
     monkeypatch.setattr(first_run, "_SECONDS", 1.0)
     _, said = load(attention="hang")
     assert "attention over pages: hang: no result within 1 s; torch does their work on cpu" in said
@@ -135,7 +154,7 @@ def test_force_skips_it(load, no_child, monkeypatch):
     assert first_run.describe_kernels(DEVICE) == "not checked: QUANTKIT_TRITON=force"
 
 
-def test_inspect_makes_the_same_test_and_the_next_load_knows_it(load, no_child, monkeypatch, capsys):
+def test_inspect_makes_the_same_test_and_the_next_load_knows_it(load, forked_children, no_child, monkeypatch, capsys):
     from quantkit.cli import main
 
     load(ops="right", attention="wrong")

@@ -165,12 +165,12 @@ def test_layers_one_by_one_compute_what_the_model_computes(model):
 def test_they_load_in_transformers(model, tmp_path, text_file, recipe):
     kept = model.name.startswith(("deepseek_v4", "hy_v4", "zaya"))  # whose experts have other names in files
     changes = {"ignore": ["*.experts.[0-9]*"]} if kept else {}
-    for name in ("compressed-tensors", "dense"):
-        run(model, recipe, tmp_path / name, text_file, overrides={"format": name, **changes})
-    actual, expected, original = (
-        transformers_logits(folder, IDS) for folder in (tmp_path / "compressed-tensors", tmp_path / "dense", model)
-    )
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    run(model, recipe, tmp_path / "out", text_file, overrides={"format": "compressed-tensors", **changes})
+    actual, original = (transformers_logits(folder, IDS) for folder in (tmp_path / "out", model))
+    if recipe == "rtn-int4" or model.name.startswith(tuple(ALWAYS)):
+        # Whether codes decode to the values of the run is the same for all recipes, and calibration takes long.
+        run(model, recipe, tmp_path / "dense", text_file, overrides={"format": "dense", **changes})
+        torch.testing.assert_close(actual, transformers_logits(tmp_path / "dense", IDS), rtol=0, atol=1e-4)
     assert 0 < (actual - original).norm() / original.norm() < 1
 
 
