@@ -34,6 +34,7 @@ from quantkit.bit_search.sensitivities import TrialRunner, measure_groups
 from quantkit.bit_search.solve import Choice
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress.algorithms.base import moves_scales
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import GENERAL_TEXT
@@ -98,6 +99,7 @@ class _Search:
     ) -> None:
         self.target, self.outputs, self.trial = target, outputs, Path()
         work, folder = outputs.work.path, resolve(model)
+        moved = moves_scales(options.recipe.steps)  # refuses steps of which no part can be tried alone
         self.candidates, notes = _candidates(model, options, target.bits)
         engine = {"dtype": "float32", "device": options.device, **options.engine}
         progress("loading the original")
@@ -127,7 +129,7 @@ class _Search:
         if (options.on, options.jobs) != ("local", 1):
             _compress_ahead(self.runner, self.candidates, state.threads, options)
         probe = Probe(self.original, used)
-        self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state)
+        self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state, moved)
 
     def reach_target(self) -> SearchResult:
         """Choose, write, compress and measure, again with a stricter KL where the target was missed."""

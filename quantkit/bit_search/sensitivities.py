@@ -155,7 +155,7 @@ class MeasuredGroups:
 
 
 def measure_groups(
-    runner: TrialRunner, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: SearchState
+    runner: TrialRunner, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: SearchState, moved: bool
 ) -> MeasuredGroups:
     """Compress the model by every candidate and measure every group of each.
 
@@ -165,6 +165,7 @@ def measure_groups(
         original: loaded; as before when this returns.
         probe: the original's answers.
         state: numbers measured before.
+        moved: see `find_fused_groups`.
     Raises:
         ModelError: a model does not run natively, or groups differ between candidates.
     """
@@ -176,7 +177,7 @@ def measure_groups(
     runner.compress_trials(recipes)
     for candidate, recipe in zip(candidates, recipes, strict=True):
         made = runner.compress(recipe, runner.folder / recipe.name)
-        groups = find_fused_groups(runner.load(runner.folder / recipe.name), original)
+        groups = find_fused_groups(runner.load(runner.folder / recipe.name), original, moved=moved)
         linears = {f"{layer.name}.{linear.name}": linear for layer in made.layers for linear in layer.linears}
         costs = [sum(_stored_bytes(linears[module]) for module in group.modules) for group in groups]
         measured = _sensitivities(runner, candidate, groups, probe, state)

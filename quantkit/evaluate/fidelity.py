@@ -8,9 +8,13 @@ The bundled runtime gives whole distributions. Serving engines give only the lik
 `bounds` computes two numbers that KL lies between.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,28 +125,34 @@ def fidelity(
             meter.reach(number + 1)
         return compared
 
-    parts = list(chain.from_iterable(share_out(range(len(groups)), compare)))
-    every = join_distances(parts)
-    return FidelityResult(
+    return _result(
+        list(chain.from_iterable(share_out(range(len(groups)), compare))),
         data=data,
-        num_tokens=len(every.kl),
-        mean_kl=every.mean,
-        p99_kl=every.p99,
-        max_kl=float(every.kl.max()),
-        top1_agreement=every.top1,
-        window_kl=tuple(part.mean for part in parts),
         first_divergence=_divergences(llm, original, windows, greedy_tokens),
         engine=llm.engine_name,
         greedy_tokens=greedy_tokens,
     )
 
 
-def check_vocabulary(llm: LLM, original: LLM) -> None:
+def _result(parts: Sequence[Distances], **known: Any) -> FidelityResult:
+    """The record of the distances of each window, with what else is known."""
+    every = join_distances(parts)
+    return FidelityResult(
+        num_tokens=len(every.kl),
+        mean_kl=every.mean,
+        p99_kl=every.p99,
+        max_kl=float(every.kl.max()),
+        top1_agreement=every.top1,
+        window_kl=tuple(part.mean for part in parts),
+        **known,
+    )
+
+
+def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
     """Refuse two models whose distributions are not over the same tokens."""
-    sizes = llm.model.vocab_size, original.model.vocab_size
-    if sizes[0] != sizes[1]:
+    if llm.vocab_size != original.vocab_size:
         raise ModelError(
-            f"{llm.path} predicts {sizes[0]} tokens, the original {original.path} {sizes[1]}; "
+            f"{llm.path} predicts {llm.vocab_size} tokens, the original {original.path} {original.vocab_size}; "
             "give the model that the checkpoint was made from"
         )
 
@@ -229,32 +239,34 @@ class TopReading:
     """Likeliest tokens that one model gave for a text.
 
     Args:
-        name, engine: name of the model, and of the engine that ran it.
+        path, engine: directory of the model, and name of the engine that ran it.
         vocab_size: number of tokens that it predicts.
         windows: likeliest tokens after every token of each window.
         texts: greedy texts, see `greedy_texts`.
+        arithmetic: number type that it computed in.
+        notes: remarks on how it ran.
     """
 
-    name: str
+    path: Path
     engine: str
     vocab_size: int
     windows: tuple[TopLogprobs, ...]
     texts: Texts
+    arithmetic: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    """Distances of positions.
+class Bounds(Distances):
+    """Distances of positions of which only the likeliest tokens are known; all in float64.
 
     Args:
-        low, high: (T,) float64, KL in nats is between them.
-        agrees: (T,) bool, whether both prefer the same token.
-        remainder: (T,) float64, probability that the original leaves to tokens that are not known of both.
+        kl: (T,) the most that KL can be, nats.
+        low: (T,) the least.
+        remainder: (T,) probability that the original leaves to tokens that are not known of both.
     """
 
     low: Tensor
-    high: Tensor
-    agrees: Tensor
     remainder: Tensor
 
 
@@ -262,11 +274,13 @@ def read_top(llm: VllmLLM, windows: Windows, *, greedy_tokens: int = GREEDY_TOKE
     """Read the likeliest tokens of one model; ask the other of a pair the same."""
     longest = llm.capacity - greedy_tokens
     return TopReading(
-        name=str(llm.path),
+        path=llm.path,
         engine=llm.engine_name,
         vocab_size=llm.vocab_size,
         windows=tuple(llm.top_logprobs(windows)),
         texts=greedy_texts(llm, windows, greedy_tokens, longest) if min(greedy_tokens, longest) > 0 else [],
+        arithmetic=llm.arithmetic,
+        notes=llm.notes,
     )
 
 
@@ -278,29 +292,17 @@ def top_fidelity(
     Raises:
         ModelError: the vocabularies differ.
     """
-    if model.vocab_size != original.vocab_size:
-        raise ModelError(
-            f"{model.name} predicts {model.vocab_size} tokens, the original {original.name} {original.vocab_size}; "
-            "give the model that the checkpoint was made from"
-        )
+    check_vocabulary(model, original)
     parts = [bounds(p, q) for p, q in zip(original.windows, model.windows, strict=True)]
-    low, high = (torch.cat([getattr(part, end) for part in parts]) for end in ("low", "high"))
-    agrees, remainder = (torch.cat([getattr(part, name) for part in parts]) for name in ("agrees", "remainder"))
-    top = original.windows[0].tokens.shape[1]
-    return FidelityResult(
+    return _result(
+        parts,
         data=data,
-        num_tokens=len(high),
-        mean_kl=float(high.mean()),
-        p99_kl=percentile(high.tolist(), 99),
-        max_kl=float(high.max()),
-        top1_agreement=float(agrees.double().mean()),
-        window_kl=tuple(float(part.high.mean()) for part in parts),
         first_divergence=divergences(model.texts, original.texts),
         greedy_tokens=greedy_tokens if original.texts else 0,
         engine=model.engine,
-        mean_kl_low=float(low.mean()),
-        top=top,
-        remainder=float(remainder.mean()),
+        mean_kl_low=float(torch.cat([part.low for part in parts]).mean()),
+        top=original.windows[0].tokens.shape[1],
+        remainder=float(torch.cat([part.remainder for part in parts]).mean()),
     )
 
 
@@ -331,7 +333,7 @@ def bounds(original: TopLogprobs, model: TopLogprobs) -> Bounds:
     counts = rest_p > _NOTHING
     return Bounds(
         low=(seen + counts * rest_p * joined).clamp_min(0),
-        high=(seen + counts * rest_p * worst).clamp_min(0),
+        kl=(seen + counts * rest_p * worst).clamp_min(0),
         agrees=original.tokens[:, 0] == model.tokens[:, 0],
         remainder=rest_p,
     )

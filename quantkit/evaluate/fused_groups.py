@@ -17,8 +17,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import CheckpointError, ModelError
-from quantkit.inspection import read_manifest
+from quantkit.errors import ModelError
 from quantkit.kernels.types import Linear, WrappedLinear
 from quantkit.models.linear_sets import LinearSet
 from quantkit.runtime.llm import LLM
@@ -26,8 +25,6 @@ from quantkit.runtime.model.expected_tensors import local_names, stored_scheme
 from quantkit.runtime.model.layers import MLP
 from quantkit.runtime.model.loader import find_format
 from quantkit.runtime.model.model import NativeModel
-
-_SMOOTHING_STEPS = ("awq", "smoothquant")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +83,13 @@ def swapped(groups: list[FusedGroup]) -> Iterator[None]:
             setattr(*group.part, value)
 
 
-def find_fused_groups(llm: LLM, original: LLM) -> list[FusedGroup]:
+def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None) -> list[FusedGroup]:
     """Every fused group of a model that is quantized, in running order.
 
     Args:
         llm: the quantized model.
         original: loaded in the same arithmetic; its blocks are what the groups refer to.
+        moved: whether a step of the recipe moved scales between modules; None when nobody knows.
     Raises:
         ModelError: one of them does not run natively, or they differ in arithmetic or in layers.
     """
@@ -103,7 +101,7 @@ def find_fused_groups(llm: LLM, original: LLM) -> list[FusedGroup]:
     # In another arithmetic a swapped group carries rounding of its own into the KL.
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
-    sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), ours.config.family.layers)
+    sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), ours.config.family.layers, moved)
     return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 
 
@@ -140,13 +138,16 @@ class _Sources:
     Args:
         quantized, original: their readers.
         layers: name of the list of decoder layers.
+        moved: see `find_fused_groups`.
     """
 
-    def __init__(self, quantized: CheckpointReader, original: CheckpointReader, layers: str) -> None:
+    def __init__(
+        self, quantized: CheckpointReader, original: CheckpointReader, layers: str, moved: bool | None
+    ) -> None:
         self.quantized, self.original, self.layers = quantized, original, layers
         self.modules = local_names(quantized)
         self._stored = find_format(quantized)
-        self._smoothed = _was_smoothed(quantized)
+        self._moved = moved
 
     def is_quantized(self, module: str) -> bool:
         """Whether a linear is stored as codes."""
@@ -180,11 +181,11 @@ class _Sources:
         """The linear, made to fit between what the original has before and after it."""
         prefix = f"{self.layers}.{index}."
         home = next((group for group in sets if set(names) & set(group.linears)), None)
-        # Without a smoothing step no scales were moved, so the quantized linear fits as it is.
-        if home is None or self._smoothed is False:
+        # Where no scales were moved the quantized linear fits as it is.
+        if home is None or self._moved is False:
             return linear
         inputs = None if home.source is None else self._norm_ratio(prefix + home.source)
-        if self._smoothed is None and inputs is None:
+        if self._moved is None and inputs is None:
             return linear  # nothing says that anything was moved
         feeds = {group.source for group in sets}
         source = f"{prefix}{home.source}.weight"
@@ -235,13 +236,3 @@ def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
     norm = (weight * weight).sum(dim)
     # Least squares for a single factor has this closed form; a weight of zeros leaves the factor open.
     return torch.where(norm == 0, torch.ones_like(norm), (weight * target).sum(dim) / norm)
-
-
-def _was_smoothed(reader: CheckpointReader) -> bool | None:
-    """Whether a recipe moved scales between modules; None when quantkit.json does not say."""
-    try:
-        steps = read_manifest(reader.path)["recipe"]["steps"]
-        names = [next(iter(step)) if isinstance(step, dict) else step for step in steps]
-    except (CheckpointError, KeyError, TypeError, StopIteration):
-        return None
-    return any(name in _SMOOTHING_STEPS for name in names)

@@ -156,6 +156,7 @@ def sensitivity_map(
     data: str = "text",
     goal: Goal | None = None,
     ignored: Sequence[str] = (),
+    moved: bool | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SensitivityMap:
     """Measure what each group costs.
@@ -167,13 +168,14 @@ def sensitivity_map(
         data: name of the text, for the record.
         goal: what a proposal has to reach; None = no proposal is made.
         ignored: patterns that the recipe ignores already; a proposal keeps them.
+        moved: see `find_fused_groups`.
         progress: told what is going on.
     Raises:
         ModelError: the vocabularies differ, or a model does not run natively.
     """
     check_vocabulary(llm, original)
-    groups = find_fused_groups(llm, original)
-    probe = Probe(original, few(windows, original.model.vocab_size))
+    groups = find_fused_groups(llm, original, moved=moved)
+    probe = Probe(original, few(windows, original.vocab_size))
 
     def measure(number: int) -> float:
         group = groups[number]

@@ -19,7 +19,7 @@ from quantkit.bit_search.recipe_file import _patterns
 from quantkit.bit_search.run import search_recipe
 from quantkit.compress.pipeline import run as pipeline
 from quantkit.compress.recipe import load
-from quantkit.errors import GateFailure, OutputError, RecipeError, ResourceError, ResumeError
+from quantkit.errors import GateFailure, ModelError, OutputError, RecipeError, ResourceError, ResumeError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.results import SearchResult
@@ -249,6 +249,12 @@ def test_recipes_without_groups_to_search_are_refused(name, message, tiny_llama,
         search_recipe(
             str(tiny_llama), SearchTarget(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml")
         )
+
+
+def test_a_step_that_changes_the_whole_model_is_refused_before_any_work(tiny_llama, options, tmp_path):
+    asked = dataclasses.replace(options(tmp_path / "x.yaml"), recipe=load("rtn-int4", ["steps=[rotate]"]))
+    with pytest.raises(ModelError, match="step rotate changes the whole model"):
+        search_recipe(str(tiny_llama), SearchTarget(bits=5), asked)
 
 
 def test_other_calibration_text_in_the_same_file_is_another_search(tiny_llama, options, text_file, tmp_path):

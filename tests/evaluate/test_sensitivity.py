@@ -108,9 +108,9 @@ def test_the_original_is_restored_when_something_fails(coarse, original):
 
 def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
     """Without that a single AWQ group in the original would be nonsense, and the parts would not add up."""
-    measured = sensitivity_map(smoothed, original, windows)
+    measured = sensitivity_map(smoothed, original, windows, moved=True)
     assert 0.5 < measured.additivity < 2
-    raw = find_fused_groups(smoothed, original)
+    raw = find_fused_groups(smoothed, original, moved=True)
     bare = [group for group in raw if not hasattr(group.replacement, "_linear")]
     assert len(bare) < len(raw)
     group = raw[0]
@@ -126,9 +126,10 @@ def test_scales_are_moved_back_whichever_norm_took_them(tmp_path, text_file, par
     model = make_model(tmp_path / "model", "stablelm", use_parallel_residual=parallel)
     sizes = [f"calibration.data={json.dumps(str(text_file))}", "weights.group_size=32", *CALIBRATED]
     made, plain = compress(model, tmp_path / "awq", "awq-int4", *sizes), load(model)
-    groups = find_fused_groups(made, plain)
+    groups = find_fused_groups(made, plain, moved=True)
     assert all(hasattr(group.replacement, "_linear") for group in groups if group.name in ("q/k/v", "gate/up"))
-    assert 0.5 < sensitivity_map(made, plain, fixed_windows(plain, TEXT, window=64, max_tokens=200)).additivity < 2
+    few = fixed_windows(plain, TEXT, window=64, max_tokens=200)
+    assert 0.5 < sensitivity_map(made, plain, few, moved=True).additivity < 2
 
 
 def test_what_was_ignored_is_no_unit(tiny_llama, original, windows, tmp_path):

@@ -9,6 +9,7 @@ Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compr
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class AwqStep(Step):
         max_tokens: calibration tokens on which the parent's output error is measured; while scales are searched,
             of every other batch of them.
     """
+
+    moves_scales: ClassVar[bool] = True
 
     grid: Positive = 20
     duo_scaling: bool = True

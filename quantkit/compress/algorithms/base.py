@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from quantkit.errors import ModelError
+
 if TYPE_CHECKING:  # planning asks steps for their memory, without torch
     from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.checkpoints.reader import CheckpointReader
@@ -62,6 +64,8 @@ class Step(ABC):
     """The step only helps where activations are quantized."""
     replaces_model: ClassVar[bool] = False
     """`open` makes another model of the checkpoint, so no stored code can be kept."""
+    moves_scales: ClassVar[bool] = False
+    """The step moves scales between a linear and what feeds it, so neither fits into the original as it is."""
     independent_options: ClassVar[Mapping[str, Any]] = {}
     """Options with which the result for a layer does not depend on the layers before it, for `search`."""
 
@@ -126,6 +130,18 @@ def keeps_original(steps: Collection[Step], *, hands_on: bool) -> bool:
 def reorders_groups(steps: Collection[Step]) -> bool:
     """Whether some step forms groups in another order than that of the inputs."""
     return any(step.reorders_groups for step in steps)
+
+
+def moves_scales(steps: Mapping[str, Step]) -> bool:
+    """Whether a linear of the compressed model fits into the original only with its scales moved back.
+
+    Raises:
+        ModelError: a step makes another model, of which no part fits.
+    """
+    other = next((name for name, step in steps.items() if step.replaces_model), None)
+    if other is not None:
+        raise ModelError(f"step {other} changes the whole model, so no part can be tried alone; leave the step out")
+    return any(step.moves_scales for step in steps.values())
 
 
 def steps_bytes(

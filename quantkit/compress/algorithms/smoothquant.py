@@ -27,6 +27,7 @@ class SmoothQuantStep(Step):
     """
 
     is_for_activations: ClassVar[bool] = True
+    moves_scales: ClassVar[bool] = True
 
     alpha: Share = 0.5
 

@@ -16,8 +16,10 @@ import torch
 
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
+from quantkit.compress.algorithms.base import moves_scales
+from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
-from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, ReportError
+from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
 from quantkit.evaluate.engine import check_same_language
 from quantkit.hub import card_entries
 from quantkit.inspection import inspect, read_manifest, section
@@ -61,6 +63,19 @@ class Pair:
         """Patterns that the recipe ignores."""
         patterns = section(self.manifest, "recipe").get("ignore")
         return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
+
+    @property
+    def moves_scales(self) -> bool | None:
+        """Whether a step of the recipe moved scales between modules; None where quantkit.json does not say.
+
+        Raises:
+            ModelError: a step made another model, of which no part fits into the original.
+        """
+        steps = section(self.manifest, "recipe").get("steps")
+        try:
+            return moves_scales(build_steps(steps)) if isinstance(steps, list) else None
+        except RecipeError:  # another version's step or option
+            return None
 
 
 def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Iterable[str] | None = None) -> Pair:

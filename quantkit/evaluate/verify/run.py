@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from quantkit.evaluate.tasks import load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
 from quantkit.quantities import dtype_name
-from quantkit.results import Comparison, EvaluationResult, Report
+from quantkit.results import EvaluationResult, Report
 from quantkit.results.gates import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
@@ -39,60 +39,16 @@ from quantkit.runtime.vllm_engine import VllmLLM, import_vllm, vllm_arguments
 
 Progress = Callable[[str], None]
 # Options that belong to the compression, so the original runs without them: ours, and vLLM's own.
-OF_THE_COMPRESSION = ("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate")
-_VLLM_COMPRESSION = ("kv_cache_dtype", "speculative_config", "quantization")
+OF_THE_COMPRESSION = (
+    *("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate"),
+    *("kv_cache_dtype", "speculative_config", "quantization"),
+)
 BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """Answers of one model that vLLM ran.
-
-    Args:
-        reading: likeliest tokens of the windows.
-        evaluation: results of tasks and texts; None when nothing was asked.
-        notes: remarks on how it ran.
-        arithmetic: number type that it computed in.
-    """
-
-    reading: TopReading
-    evaluation: EvaluationResult | None
-    notes: tuple[str, ...]
-    arithmetic: str
-
-
-def ask_served(
-    path: Path,
-    vllm: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    asked: EvaluationOptions | None,
-    windows: Callable[[VllmLLM], Windows],
-    progress: Callable[[str], None],
-) -> Served:
-    """Load a model into vLLM, ask it everything, and let go of it.
-
-    Args:
-        path: its directory.
-        vllm: vLLM's own settings.
-        settings: of `EngineConfig`.
-        asked: tasks and texts; None = none.
-        windows: that distributions are read on, cut by the model that is asked first.
-        progress: told what is done, in a line.
-    Raises:
-        QuantkitError: as `VllmLLM` and `evaluate`.
-    """
-    with VllmLLM(path, options=vllm, **settings) as llm:
-        return Served(
-            reading=read_top(llm, windows(llm)),
-            evaluation=None if asked is None else evaluate(llm, asked, progress=progress),
-            notes=llm.notes,
-            arithmetic=llm.arithmetic,
-        )
-
-
-def of_the_original(vllm: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's settings without those that belong to the compression."""
-    return {name: value for name, value in vllm.items() if name not in _VLLM_COMPRESSION}
+def of_the_original(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an engine, ours or vLLM's, without those that belong to the compression."""
+    return {name: value for name, value in settings.items() if name not in OF_THE_COMPRESSION}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,12 +149,11 @@ class _Verification:
     def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
         """Directory and keywords of `LLM` of the checkpoint and of the original."""
         engine = {name: value for name, value in self.options.engine.items() if value is not None}
-        plain = {name: value for name, value in engine.items() if name not in OF_THE_COMPRESSION}
-        return (self.pair.path, engine), (self.pair.baseline, plain)
+        return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine))
 
     def answers(self) -> tuple[Report, str]:
         """Tasks, perplexity, fidelity on the text returned, and sensitivity; no model outlives this."""
-        pair, ((path, engine), (source, plain)) = self.pair, self.sides
+        (path, engine), (source, plain) = self.sides
         self.progress("loading the original")
         original = load_llm(str(source), **plain)
         self.progress("loading the checkpoint")
@@ -218,27 +173,29 @@ class _Verification:
             other = load_llm(str(source), **{**plain, "dtype": dtype})
             noise = self._evaluate(other, f"original in {dtype} (3 of 3)")
             noise_fidelity = fidelity(other, original, windows, data=data)
+        answers = {"evaluation": ours, "baseline": baseline, "noise": noise}
+        report = self._report(note, llm.notes, **answers, fidelity=distances, noise_fidelity=noise_fidelity)
+        return self._with_sensitivity(llm, original, windows, report), text
+
+    def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
+        """The report of these answers and distances, judged so far: failed accuracy decides whether a map is made."""
+        pair, ours, baseline = self.pair, fields["evaluation"], fields["baseline"]
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
             baseline_model=model_facts(pair.baseline, pair.baseline_name),
             compression=compression(pair),
-            evaluation=ours,
-            baseline=baseline,
-            noise=noise,
-            comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
-            fidelity=distances,
-            noise_fidelity=noise_fidelity,
-            notes=(*pair.notes, *note, *(ours.parts_read if ours else ()), *llm.notes),
+            comparisons=compare_evaluations(ours, baseline, fields["noise"]) if ours and baseline else (),
+            notes=(*pair.notes, *of_text, *(ours.parts_read if ours else ()), *of_run),
+            **fields,
         )
-        # Judged before anything is timed: a failed gate about accuracy decides whether a map is made.
-        report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
-        return self._with_sensitivity(llm, original, windows, report), text
+        return replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
 
-    def _evaluate(self, llm: LLM, name: str) -> EvaluationResult | None:
+    def _evaluate(self, llm: Evaluated, name: str) -> EvaluationResult | None:
         """The answers of one model; None when nothing is asked."""
-        if not self._asks:
+        asked = self.options.evaluation
+        if asked.suite is None and not (asked.tasks or asked.texts):
             return None
-        return evaluate(llm, self.options.evaluation, progress=lambda text: self.progress(f"{name}: {text}"))
+        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"))
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
         """The report with the sensitivity map, where one is asked for or needed, and can be made."""
@@ -246,10 +203,16 @@ class _Verification:
         if not (failed_accuracy(report) if asked is None else asked):
             return report
         assert report.fidelity is not None
-        data, goal, ignored = report.fidelity.data, repair_goal(report), self.pair.ignored
         try:
             measured = sensitivity_map(
-                llm, original, windows, data=data, goal=goal, ignored=ignored, progress=self.progress
+                llm,
+                original,
+                windows,
+                data=report.fidelity.data,
+                goal=repair_goal(report),
+                ignored=self.pair.ignored,
+                moved=self.pair.moves_scales,
+                progress=self.progress,
             )
         except ModelError as error:
             # A map that nobody asked for is a help: that it cannot be made is a note, not an error.
@@ -259,46 +222,38 @@ class _Verification:
         return replace(report, sensitivity=measured)
 
     def served_answers(self, vllm: Mapping[str, Any]) -> tuple[Report, str]:
-        """Answer in vLLM, and read distances from the likeliest tokens of each position."""
-        pair, ((path, engine), (source, plain)) = self.pair, self.sides
-        asked = self.options.evaluation if self._asks else None
-        chosen: list[Any] = []
+        """Answer in vLLM, one model at a time, and read distances from the likeliest tokens of each position."""
+        (path, engine), (source, plain) = self.sides
+        text: list[Any] = []  # its name, content and notes, and its windows, cut by the model that is asked first
 
-        def windows(llm: VllmLLM) -> Windows:
-            if not chosen:
-                data, text, note = _find_text(llm, self.options)
-                chosen.extend((fixed_windows(llm, text), data, text, note))
-            return chosen[0]  # type: ignore[no-any-return]
-
-        def ask(path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> Served:
+        def ask(
+            name: str, path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any]
+        ) -> tuple[EvaluationResult | None, TopReading]:
             self.progress(f"{name}: loading into vLLM")
-            return ask_served(path, vllm, settings, asked, windows, lambda text: self.progress(f"{name}: {text}"))
+            with VllmLLM(path, options=vllm, **settings) as llm:
+                if not text:
+                    text.extend(_find_text(llm, self.options))
+                    text.append(fixed_windows(llm, text[1]))
+                reading = read_top(llm, text[-1])
+                return self._evaluate(llm, name), reading
 
-        original = ask(source, of_the_original(vllm), plain, "original")
-        ours = ask(path, vllm, engine, "checkpoint")
-        noise = None
+        baseline, original = ask("original", source, of_the_original(vllm), plain)
+        ours, reading = ask("checkpoint", path, vllm, engine)
+        noise = noise_fidelity = None
         if self.options.noise:
             dtype = other_arithmetic(original.arithmetic)
-            noise = ask(source, of_the_original(vllm), {**plain, "dtype": dtype}, f"original in {dtype}")
-        data, text, note = chosen[1:]
-        report = Report(
-            model=model_facts(pair.path, pair.path.resolve().name),
-            baseline_model=model_facts(pair.baseline, pair.baseline_name),
-            compression=compression(pair),
-            evaluation=ours.evaluation,
-            baseline=original.evaluation,
-            noise=noise.evaluation if noise else None,
-            comparisons=_compared(ours, original, noise),
-            fidelity=top_fidelity(ours.reading, original.reading, data=data),
-            noise_fidelity=top_fidelity(noise.reading, original.reading, data=data) if noise else None,
-            notes=(*pair.notes, *note, *(ours.evaluation.parts_read if ours.evaluation else ()), *ours.notes),
-        )
-        return replace(report, gates=tuple(evaluate_gates(report, pair.gates))), text
-
-    @property
-    def _asks(self) -> bool:
-        asked = self.options.evaluation
-        return asked.suite is not None or bool(asked.tasks or asked.texts)
+            other = {**plain, "dtype": dtype}
+            noise, again = ask(f"original in {dtype}", source, of_the_original(vllm), other)
+            noise_fidelity = top_fidelity(again, original, data=text[0])
+        return self._report(
+            text[2],
+            reading.notes,
+            evaluation=ours,
+            baseline=baseline,
+            noise=noise,
+            fidelity=top_fidelity(reading, original, data=text[0]),
+            noise_fidelity=noise_fidelity,
+        ), text[1]
 
     def served_timed(self, bench: BenchmarkOptions, report: Report) -> Report:
         """The report with latencies of both models in vLLM, one after the other."""
@@ -326,12 +281,6 @@ class _Verification:
         ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
         diagnosis = diagnose(ours, target.cost, theirs)
         return replace(report, benchmark=ours, baseline_benchmark=theirs, diagnosis=diagnosis)
-
-
-def _compared(ours: Served, original: Served, noise: Served | None) -> tuple[Comparison, ...]:
-    if ours.evaluation is None or original.evaluation is None:
-        return ()
-    return compare_evaluations(ours.evaluation, original.evaluation, noise.evaluation if noise else None)
 
 
 def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:

@@ -108,6 +108,20 @@ def test_sensitivity_and_noise_can_be_asked_for_and_left_out(models):
     assert asked.sensitivity.proposal is None
 
 
+def test_a_model_that_was_rotated_has_no_part_that_fits_into_the_original(models):
+    """Its linears compute with other inputs, so the map of an original with one of them is meaningless."""
+    pair = check_pair(models / "out", None, ["kl<=0.0000001"])
+    recipe = {**pair.manifest["recipe"], "steps": [{"rotate": {"heads": True, "seed": 0}}]}
+    rotated = dataclasses.replace(pair, manifest={**pair.manifest, "recipe": recipe})
+    report = verify_pair(rotated, options(models, noise=False))
+    assert report.sensitivity is None
+    assert "No sensitivity map: step rotate changes the whole model" in report.notes[-1]
+    with pytest.raises(ModelError, match="step rotate"):
+        verify_pair(rotated, options(models, noise=False, sensitivity=True))
+    unknown = dataclasses.replace(pair, manifest={**pair.manifest, "recipe": {**recipe, "steps": ["of-tomorrow"]}})
+    assert unknown.moves_scales is None
+
+
 def test_without_questions_only_distributions_are_compared(models):
     pair = check_pair(models / "out", None, ["kl<=50"])
     evaluation = EvaluationOptions()
