@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,8 @@ from quantkit.cli._output import Command, Output
 from quantkit.report import speed_tables as show
 
 if TYPE_CHECKING:
-    from quantkit.benchmark.compare import Ratio
-    from quantkit.benchmark.no_cache import CacheComparison
-    from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis
-    from quantkit.results.statistics.summary import PolynomialFit
+    from quantkit.report.table import Table
+    from quantkit.results import BenchmarkResult, BenchmarkRun, RooflineRecord
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 ONE_MODEL = (
@@ -95,12 +93,34 @@ def _bench_models(
     models: list[str | None],
     options: BenchmarkOptions,
 ) -> None:
-    """One model, or two in turns."""
-    if vllm is not None:
-        _bench_served(output_to, engine, vllm, models, options)
-        return
-    from quantkit.benchmark import run as benchmark
+    """One model, or two: in turns in our engine, one after the other in vLLM."""
     from quantkit.benchmark.compare import compare_results
+    from quantkit.benchmark.served import measure_served
+
+    details: list[Callable[[], Table | None]] = []
+    if vllm is None:
+        results, known, details = _measure(output_to, engine, models, options)
+    else:
+        results = [measure_served(model, options, vllm, engine, output_to.tell) for model in models]
+        known = [{}] * len(results)
+    numbers = [
+        {"benchmark": result.to_dict(), "summary": _summaries(result.runs), **extra}
+        for result, extra in zip(results, known, strict=True)
+    ]
+    if len(results) == 2:
+        ratios = compare_results(*results)
+        rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
+        numbers[0] |= {"against": numbers[1], "ratios": rows}
+        details.insert(0, lambda: show.ratio_table(ratios, results[1].model))
+    speed = _speed(show.labelled_runs(results))
+    output_to.result(lambda: numbers[0], lambda: show.settings_lines(results), *speed, *details)
+
+
+def _measure(
+    output_to: Output, engine: dict[str, Any], models: list[str | None], options: BenchmarkOptions
+) -> tuple[list[BenchmarkResult], list[dict[str, Any]], list[Callable[[], Table | None]]]:
+    """Results of our engine; further numbers of each model; further tables of the first."""
+    from quantkit.benchmark import run as benchmark
     from quantkit.benchmark.diagnosis import diagnose
     from quantkit.benchmark.steps import fit_itl, fit_ttft
 
@@ -112,59 +132,31 @@ def _bench_models(
     ceilings = benchmark.find_ceilings(targets)
     results = benchmark.measure_targets(targets, options, ceilings, output_to.tell)
     fits = [{"ITL": fit_itl(result), "TTFT": fit_ttft(result)} for result in results]
-    versus = results[1] if len(results) == 2 else None
-    diagnoses = list(map(diagnose, results, [target.cost for target in targets], (versus, None)))
-    ratios = [] if versus is None else compare_results(results[0], versus)
-    runs = show.labelled_runs(results)
-
-    def data() -> dict[str, Any]:
-        numbers = [model_numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
-        numbers[0]["ceilings"] = asdict(ceilings)
-        return _beside(numbers, ratios)
-
-    output_to.result(
-        data,
-        lambda: show.settings_lines(results),
-        lambda: show.explained_latency_table(runs),
-        lambda: show.throughput_table(runs),
-        lambda: None if versus is None else show.ratio_table(ratios, versus.model),
-        lambda: show.fit_lines(fits[0]),
-        lambda: show.memory_table(results[0]),
-        lambda: show.roofline_table(("", record) for record in results[0].roofline),
-        lambda: show.diagnosis_table(diagnoses[0]),
+    costs, others = (target.cost for target in targets), (*results[1:], None)
+    diagnoses = list(map(diagnose, results, costs, others))
+    known: list[dict[str, Any]] = [
+        {
+            "fits": {name: fit and asdict(fit) for name, fit in of_result.items()},
+            "roofline": [_step(record) for record in result.roofline],
+            "diagnosis": diagnosis.to_dict(),
+        }
+        for result, of_result, diagnosis in zip(results, fits, diagnoses, strict=True)
+    ]
+    known[0]["ceilings"] = asdict(ceilings)
+    return (
+        results,
+        known,
+        [
+            lambda: show.fit_table(fits[0].items()),
+            lambda: show.memory_table(results[0]),
+            lambda: show.roofline_table(("", record) for record in results[0].roofline),
+            lambda: show.diagnosis_table(diagnoses[0]),
+        ],
     )
 
 
-def _bench_served(
-    output_to: Output,
-    engine: dict[str, Any],
-    vllm: dict[str, Any],
-    models: list[str | None],
-    options: BenchmarkOptions,
-) -> None:
-    """One model in vLLM, or two, one after the other."""
-    from quantkit.benchmark.compare import compare_results
-    from quantkit.benchmark.served import measure_served
-
-    results = [measure_served(model, options, vllm, engine, output_to.tell) for model in models]
-    versus = results[1] if len(results) == 2 else None
-    ratios = [] if versus is None else compare_results(results[0], versus)
-    runs = show.labelled_runs(results)
-
-    def data() -> dict[str, Any]:
-        numbers = [
-            {"benchmark": result.to_dict(), "summary": {run.workload.name: summary(run) for run in result.runs}}
-            for result in results
-        ]
-        return _beside(numbers, ratios)
-
-    output_to.result(
-        data,
-        lambda: show.settings_lines(results),
-        lambda: show.explained_latency_table(runs),
-        lambda: show.throughput_table(runs),
-        lambda: None if versus is None else show.ratio_table(ratios, versus.model),
-    )
+def _step(r: RooflineRecord) -> dict[str, Any]:
+    return {"phase": r.phase, "batch": r.batch, "mbu": r.mbu, "mfu": r.mfu, "floor_s": r.floor_s, "bound": r.bound_by}
 
 
 def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: BenchmarkOptions) -> None:
@@ -178,14 +170,11 @@ def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: 
     if checkpoint is not None:
         tokenizer = load_tokenizer(resolve(checkpoint))
         vocab_size, avoid = len(tokenizer), tuple(tokenizer.all_special_ids)
-    measured = measure_server(remote, options, vocab_size=vocab_size, avoid=avoid, progress=output_to.tell)
-    runs = [(run.workload.name, run) for run in measured]
-
-    def data() -> dict[str, Any]:
-        summaries = {run.workload.name: summary(run) for run in measured}
-        return {"url": remote.url, "model": remote.model, "runs": [r.to_dict() for r in measured], "summary": summaries}
-
-    output_to.result(data, lambda: show.explained_latency_table(runs), lambda: show.throughput_table(runs))
+    runs = measure_server(remote, options, vocab_size=vocab_size, avoid=avoid, progress=output_to.tell)
+    known = {"url": remote.url, "model": remote.model, "runs": [run.to_dict() for run in runs]}
+    output_to.result(
+        lambda: {**known, "summary": _summaries(runs)}, *_speed([(run.workload.name, run) for run in runs])
+    )
 
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:
@@ -211,51 +200,32 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
         new_tokens,
         lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
     )
-    output_to.result(lambda: cache_numbers(comparison), lambda: show.cache_table(comparison))
+    output_to.result(
+        lambda: {
+            "cached": comparison.cached.to_dict(),
+            "recomputed": comparison.recomputed.to_dict(),
+            "num_same_tokens": comparison.num_same,
+            "marks": [mark._asdict() for mark in comparison.marks()],
+        },
+        lambda: show.cache_table(comparison),
+    )
 
 
-def _beside(numbers: list[dict[str, Any]], ratios: Sequence[Ratio]) -> dict[str, Any]:
-    """Return the numbers of the model, with those of the other and the ratios of both where there is another."""
-    if len(numbers) == 1:
-        return numbers[0]
-    rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
-    return {**numbers[0], "against": numbers[1], "ratios": rows}
+def _speed(runs: Sequence[tuple[str, BenchmarkRun]]) -> tuple[Callable[[], Table | None], ...]:
+    return partial(show.explained_latency_table, runs), partial(show.throughput_table, runs)
 
 
-def model_numbers(
-    result: BenchmarkResult, fits: dict[str, PolynomialFit | None], diagnosis: Diagnosis | None
-) -> dict[str, Any]:
-    """Return everything about one model: raw timestamps, percentiles, fits, memory, roofline, diagnosis."""
-    return {
-        "benchmark": result.to_dict(),
-        "summary": {run.workload.name: summary(run) for run in result.runs},
-        "fits": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},
-        "roofline": [
-            {"phase": r.phase, "batch": r.batch, "mbu": r.mbu, "mfu": r.mfu, "floor_s": r.floor_s, "bound": r.bound_by}
-            for r in result.roofline
-        ],
-        "diagnosis": None if diagnosis is None else diagnosis.to_dict(),
-    }
-
-
-def summary(run: BenchmarkRun) -> dict[str, Any]:
-    """Percentiles and rates of one run."""
+def _summaries(runs: Iterable[BenchmarkRun]) -> dict[str, dict[str, Any]]:
+    """Percentiles and rates of each run."""
     from quantkit.results.statistics.summary import quantiles
 
-    known = {name: quantiles(values) for name, values in run.latencies.items()}
-    return {
-        **{f"{name.lower()}_s": value and asdict(value) for name, value in known.items()},
-        "tokens_per_s": run.output_tokens_per_s,
-        "requests_per_s": run.requests_per_s,
-        "goodput_per_s": run.goodput_per_s,
-    }
-
-
-def cache_numbers(comparison: CacheComparison) -> dict[str, Any]:
-    """Return the timestamps of both ways, and their ratio at some numbers of tokens."""
-    return {
-        "cached": comparison.cached.to_dict(),
-        "recomputed": comparison.recomputed.to_dict(),
-        "num_same_tokens": comparison.num_same,
-        "marks": [mark._asdict() for mark in comparison.marks()],
-    }
+    summaries = {}
+    for run in runs:
+        known = {f"{name.lower()}_s": quantiles(values) for name, values in run.latencies.items()}
+        summaries[run.workload.name] = {
+            **{name: value and asdict(value) for name, value in known.items()},
+            "tokens_per_s": run.output_tokens_per_s,
+            "requests_per_s": run.requests_per_s,
+            "goodput_per_s": run.goodput_per_s,
+        }
+    return summaries

@@ -15,6 +15,7 @@ from quantkit.report.table import Table
 from quantkit.report.tables import headline, key_figures
 from quantkit.results import Finding, Report
 from quantkit.results.gates import describe_proposal
+from quantkit.results.statistics.summary import fit_gaps
 
 DEFINITIONS = (
     ("Recovery", "The model's score as per cent of the original's on the same items; for perplexity, where lower is "
@@ -124,11 +125,12 @@ def _diagnosis(report: Report) -> PageSection | None:
 
 def _speed(report: Report) -> PageSection | None:
     runs = list(speed_tables.report_runs(report))
+    fits = [(f"ITL, {label}", fit_gaps(run)) for label, run in runs]
     first = report.benchmark.runs[0].workload.name if runs and report.benchmark else ""
     return _section(
         "speed",
         "Speed",
-        [speed_tables.latency_table(runs), speed_tables.throughput_table(runs), speed_tables.fit_table(runs)],
+        [speed_tables.latency_table(runs), speed_tables.throughput_table(runs), speed_tables.fit_table(fits)],
         [plots.latency_plot(report, "TTFT"), plots.latency_plot(report, "ITL"), plots.context_plot(report)],
         text=[f"The plots show {first}; the tables show every workload."],
     )

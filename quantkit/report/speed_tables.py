@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from quantkit.quantities import byte_size, duration, number, percent, short
 from quantkit.report.table import Column, Table
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, MemoryRecord, Report, RooflineRecord
-from quantkit.results.statistics.summary import PolynomialFit, fit_gaps, quantiles
+from quantkit.results.statistics.summary import PolynomialFit, quantiles
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from quantkit.benchmark.compare import Ratio
     from quantkit.benchmark.no_cache import CacheComparison
 
@@ -78,23 +76,24 @@ def _limits(runs: Runs) -> str:
     return f"Goodput counts requests that met every limit: {' and '.join(limits)}."
 
 
-def fit_table(runs: Runs) -> Table | None:
-    """ITL = a + b * context of each run, with standard errors."""
-    rows = []
-    for label, run in runs:
-        line = fit_gaps(run)
-        if line is not None:
-            scaled = zip((1e3, 1e6), line.coefficients, line.standard_errors, strict=True)
-            terms = (f"{number(scale * value)} ± {number(scale * error, 2)}" for scale, value, error in scaled)
-            rows.append((label, *terms, f"{line.num_dropped} of {line.num_points + line.num_dropped}"))
-    if not rows:
+def fit_table(fits: Iterable[tuple[str, PolynomialFit | None]]) -> Table | None:
+    """Coefficients of each fit, with standard errors."""
+    known = [(label, fit) for label, fit in fits if fit is not None]
+    if not known:
         return None
-    titles = ("a, ms", "b, ms per 1,000 tokens", "stalls left out")
+    size, rows = max(len(fit.coefficients) for _, fit in known), []
+    for label, fit in known:
+        # Seconds to milliseconds, and each power of tokens to thousands.
+        scaled = zip((1e3, 1e6, 1e9), fit.coefficients, fit.standard_errors, strict=False)
+        terms = [f"{number(scale * value)} ± {number(scale * error, 2)}" for scale, value, error in scaled]
+        stalls = f"{fit.num_dropped} of {fit.num_points + fit.num_dropped}"
+        rows.append((label, *terms, *[None] * (size - len(terms)), stalls))
+    titles = (*("a, ms", "b, per 1,000", "c, per 1,000²")[:size], "stalls left out")
     return Table(
-        title="Inter-token latency = a + b * context, ± one standard error",
-        columns=(Column("workload"), *(Column(title, str) for title in titles)),
+        title="Latency = a + b * tokens + c * tokens², ± one standard error",
+        columns=(Column(), *(Column(title, str) for title in titles)),
         rows=tuple(rows),
-        note="a is weights and overhead, b the KV cache.",
+        note="Tokens of the context for ITL, of the prompt for TTFT; a is weights and overhead, b of ITL the KV cache.",
     )
 
 
@@ -205,27 +204,6 @@ def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
     )
 
 
-def fit_lines(fits: dict[str, PolynomialFit | None]) -> str:
-    """Write both fits as formulas with their standard errors."""
-    lines = [_fit_line(name, variable, fits[name]) for name, variable in (("ITL", "c"), ("TTFT", "p"))]
-    return "\n".join([*lines, "c: context, p: prompt, in 1,000 tokens; batch 1; standard errors in brackets"])
-
-
-def _fit_line(name: str, variable: str, fit: PolynomialFit | None) -> str:
-    if fit is None:
-        return f"{name} fit: too few different lengths"
-    text = name
-    for power, (value, error) in enumerate(zip(fit.coefficients, fit.standard_errors, strict=True)):
-        # Seconds to milliseconds, and each power of tokens to thousands.
-        scale = 1000 * 1000**power
-        sign = "=" if power == 0 else "-" if value < 0 else "+"
-        size = value if power == 0 else abs(value)
-        factor = ("", f" {variable}", f" {variable}^2")[power]
-        text += f" {sign} {scale * size:.3g} (+/- {scale * error:.2g}) ms{factor}"
-    dropped = f", {fit.num_dropped} stall{'s' * (fit.num_dropped > 1)} left out" if fit.num_dropped else ""
-    return f"{text}; {fit.num_points} points{dropped}"
-
-
 def short_name(model: str) -> str:
     """Return the last part of a path or hub id, for columns."""
     return model.rstrip("/").rpartition("/")[2] or model
@@ -240,22 +218,14 @@ def settings_lines(results: Sequence[BenchmarkResult]) -> str:
     return "\n".join(lines)
 
 
-def diagnosis_table(diagnosis: Diagnosis) -> RichTable:
+def diagnosis_table(diagnosis: Diagnosis) -> Table:
     """Return findings with their evidence, advice, and its expected gain."""
-    # One cell holds sentences of different style, which a neutral table does not know.
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    table = RichTable(title="Diagnosis", title_justify="left", title_style="bold", show_header=False, box=None)
+    rows = []
     for position, finding in enumerate(diagnosis.findings, start=1):
-        text = Text(finding.statement).append(f"\n{finding.evidence}", style="dim")
-        if finding.advice:
-            text.append(f"\nTry: {finding.advice}")
-        if finding.expected_gain:
-            # chr(10), since Python before 3.12 allows no backslash in the braces of an f-string.
-            text.append(f"{' ' if finding.advice else chr(10)}Expected: {finding.expected_gain}.")
-        table.add_row(f"{position}.", text)
-    return table
+        tips = {"Try": finding.advice, "Expected": finding.expected_gain}
+        tried = [f"{word}: {text.rstrip('.')}." for word, text in tips.items() if text]
+        rows.append((f"{position}.", "\n".join([finding.statement, finding.evidence, *tried])))
+    return Table(title="Diagnosis", columns=(Column(), Column()), rows=tuple(rows))
 
 
 def cache_table(comparison: CacheComparison) -> Table:
