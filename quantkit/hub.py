@@ -11,20 +11,16 @@ from typing import Any
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import InputError, ModelError, OutputError, first_line
-from quantkit.formats import REGISTRY as FORMATS
-from quantkit.formats.base import Format
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
-from quantkit.report.files import markdown_table, plain
-from quantkit.report.table import Column, Table
-from quantkit.report.tables import engine_table
+from quantkit.report.files import front_matter, loading, markdown_table, plain
+from quantkit.report.tables import module_table
 from quantkit.safety.untrusted import MAX_YAML_BYTES, parse_yaml
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _CARRIED = ("license", "license_name", "license_link", "language", "base_model")
-_SERVE = {"llama.cpp": "llama-server -m {file}", "vllm": "vllm serve {repo}"}
 
 
 def find_origin(model: str | Path | None) -> dict[str, Any]:
@@ -68,35 +64,18 @@ def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
         repo: id on the hub.
         origin: of the model that was compressed, see `find_origin`.
     """
-    import yaml
-
     summary = inspect(checkpoint)
-    format_: Format = FORMATS.load(summary.format)
-    front = dict(origin)
-    if "base_model" in front:
-        # Taken out and put back, so that the relation stands right behind the model that it is about.
-        front |= {"base_model": front.pop("base_model"), "base_model_relation": "quantized"}
-    front |= {"library_name": format_.library, "pipeline_tag": "text-generation"}
-    front["tags"] = ["quantkit", format_.tag or format_.name]
     made = f"Compressed from {origin.get('base_model', 'a local model')} with quantkit"
     recipe = f", recipe `{plain(summary.recipe)}`" if summary.recipe else ""
     bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
-    serve = next(_SERVE[engine] for engine in format_.engines if engine in _SERVE)
-    modules = Table(
-        columns=(Column("module"), Column("stored as"), Column("count", str), Column("size", byte_size)),
-        rows=tuple((row.kind, row.stored_as, row.count, row.num_bytes) for row in summary.modules),
-    )
-    readers = engine_table("engine", summary.engines)
     parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        front_matter(origin, summary.format),
         f"# {repo.partition('/')[2]}",
         f"{made}{recipe}. Format: {summary.format}; {bits}{byte_size(summary.num_bytes)} in all.",
-        markdown_table(modules),
-        f"```sh\n{serve.format(repo=repo, file=checkpoint.name)}\n```",
-        "## Who reads it",
-        f"{markdown_table(readers)}\n" if readers else "",
+        markdown_table(module_table(summary)),
+        loading(summary.format, repo if checkpoint.is_dir() else checkpoint.name, summary.engines),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) + "\n"
 
 
 def push(

@@ -40,14 +40,16 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
     if device is not None or checkpoint is None:
         raise click.UsageError("give a CHECKPOINT, or --device without one")
     from quantkit.inspection import compare, inspect
+    from quantkit.report.tables import engine_table, module_table
 
     if other is not None:
         difference = compare(checkpoint, other)
         output_to.result(difference.to_dict, lambda: _difference(difference))
         return
     summary = inspect(checkpoint)
-    tables = (_overview, _modules, _layers, _engines)
-    output_to.result(summary.to_dict, *(partial(table, summary) for table in tables))
+    tables = (_overview, module_table, _layers)
+    readers = partial(engine_table, "who reads it", summary.engines)
+    output_to.result(summary.to_dict, *(partial(table, summary) for table in tables), readers)
 
 
 def _show_kernels(output_to: Output, device: str) -> None:
@@ -88,18 +90,6 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("experts", describe_experts(summary.layers)),
         ]
     )
-
-
-def _engines(summary: CheckpointSummary) -> Table | None:
-    from quantkit.report.tables import engine_table
-
-    return engine_table("who reads it", summary.engines)
-
-
-def _modules(summary: CheckpointSummary) -> Table:
-    numbers = Column("count", str), Column("parameters", "{:,}".format), Column("size", byte_size)
-    rows = tuple((m.kind, m.stored_as, m.count, m.num_parameters, m.num_bytes) for m in summary.modules)
-    return Table(columns=(Column("module"), Column("stored as"), *numbers), rows=rows)
 
 
 def _layers(summary: CheckpointSummary) -> Table | str:

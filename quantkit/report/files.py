@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -25,7 +25,7 @@ from quantkit.report import speed_tables, tables
 from quantkit.report.page import render_html
 from quantkit.report.table import Table
 from quantkit.report.tables import VERDICTS, engine_table, gate_lines, headline, recovery_text
-from quantkit.results import Report
+from quantkit.results import EngineReading, Report
 from quantkit.results.gates import gate_numbers
 from quantkit.safety.untrusted import read_object
 
@@ -40,10 +40,7 @@ LOADERS = {  # title, language and code, of each engine that a format may name
     "transformers": ("With transformers ({needs})", "python", TRANSFORMERS),
     "vllm": ("With vLLM", "console", "vllm serve {path}"),
     "llama.cpp": ("With llama.cpp", "console", 'llama-cli -m {path} -p "Once upon a time"'),
-    "quantkit": (
-        "With quantkit's own runtime, in which the numbers above were measured",
-        *("console", 'quantkit generate {path} --prompt "Once upon a time"'),
-    ),
+    "quantkit": ("With quantkit", "console", 'quantkit generate {path} --prompt "Once upon a time"'),
 }
 
 
@@ -56,7 +53,7 @@ def render_markdown(report: Report) -> str:
     if original is not None and original.hub_id:
         source = f"[{source}](https://huggingface.co/{original.hub_id})"
     gates = [f"- {plain(line)}" for line in gate_lines(report.gates)]
-    known = _license(report)
+    known = model.license or (original.license if original else None)
     runs = list(speed_tables.report_runs(report))
     results = [
         tables.comparison_table(report.comparisons),
@@ -66,8 +63,10 @@ def render_markdown(report: Report) -> str:
         speed_tables.throughput_table(runs),
         speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
     ]
+    # The hub resolves `base_model`: a local name there points at a stranger's model or at none.
+    origin = {"base_model": original and original.hub_id, "license": known}
     parts = [
-        _front_matter(report),
+        front_matter(origin, model.format, *model.scheme.split()[:1]),
         f"# {plain(model.name)}",
         plain(f"{model.scheme or model.format} version of {source}, made with quantkit. {headline(report)}"),
         "\n".join(["## Gates", "", *gates]) if gates else "",
@@ -76,9 +75,7 @@ def render_markdown(report: Report) -> str:
         "" if report.evaluation or report.benchmark or report.fidelity else "Nothing was measured.",
         "## How it was made",
         markdown_table(tables.making_table(report)),
-        "## How to load it",
-        *_loading(report),
-        _readers(report),
+        loading(model.format, model.hub_id or model.path or model.name, model.engines),
         "## License",
         f"{plain(known)}, as the original."
         if known
@@ -105,21 +102,25 @@ def _without_paths(report: Report) -> Report:
     )
 
 
-def _front_matter(report: Report) -> str:
-    """YAML; every text is written as JSON, which YAML reads, so that no name can break it."""
-    model, original, known = report.model, report.baseline_model, _license(report)
-    format_ = _format(model.format)
-    tags = ["quantkit", "quantized", model.format, *model.scheme.split()[:1]]
-    lines = []
-    # The hub resolves `base_model`: a local name there points at a stranger's model or at none.
-    if original is not None and original.hub_id:
-        lines += [f"base_model: {json.dumps(original.hub_id)}", "base_model_relation: quantized"]
-    if known:
-        lines.append(f"license: {json.dumps(known)}")
-    lines.append(f"library_name: {format_.library if format_ else 'transformers'}")
-    lines += ["pipeline_tag: text-generation", "tags:"]
-    lines += [f"- {json.dumps(tag)}" for tag in dict.fromkeys(tags) if tag]
-    return "\n".join(["---", *lines, "---"])
+def front_matter(origin: Mapping[str, Any], format_name: str, *tags: str) -> str:
+    """Entries of a card for the hub, as YAML.
+
+    Args:
+        origin: those that the card of the model has which was compressed; None = unknown.
+        format_name: on-disk format.
+        tags: further ones.
+    """
+    import yaml
+
+    format_ = _format(format_name)
+    entries = {name: entry for name, entry in origin.items() if entry is not None}
+    if "base_model" in entries:
+        # Taken out and put back, so that the relation stands right behind the model that it is about.
+        entries |= {"base_model": entries.pop("base_model"), "base_model_relation": "quantized"}
+    entries |= {"library_name": format_.library if format_ else "transformers", "pipeline_tag": "text-generation"}
+    named = (format_ and format_.tag) or format_name
+    entries["tags"] = list(dict.fromkeys(filter(None, ("quantkit", "quantized", named, *tags))))
+    return f"---\n{yaml.safe_dump(entries, sort_keys=False)}---"
 
 
 def markdown_table(table: Table) -> str:
@@ -131,23 +132,24 @@ def markdown_table(table: Table) -> str:
     return "\n\n".join(part for part in (table.title and f"{table.title}:", text, table.note) if part)
 
 
-def _loading(report: Report) -> list[str]:
-    """Each loader that reads the format, with a command."""
-    format_ = _format(report.model.format)
+def loading(format_name: str, path: str, engines: Sequence[EngineReading]) -> str:
+    """Sections about how to load a checkpoint, with a command for each loader that reads the format, and who reads it.
+
+    Args:
+        format_name: on-disk format.
+        path: directory, file or hub id that the commands name.
+        engines: what is known of some.
+    """
+    format_ = _format(format_name)
     needs = f"`pip install {format_.package}`" if format_ and format_.package else "nothing else needed"
-    path = plain(report.model.hub_id or report.model.path or report.model.name)
-    unread = {reading.engine.lower() for reading in report.model.engines if not reading.is_right}
-    engines = [name for name in (*(format_.engines if format_ else ()), "quantkit") if name not in unread]
-    blocks = [
-        f"{title}:\n\n```{language}\n{code}\n```" for title, language, code in (LOADERS[engine] for engine in engines)
-    ]
-    return [block.format(path=path, needs=needs) for block in blocks]
-
-
-def _readers(report: Report) -> str:
-    """Return the section about engines that read the checkpoint, and the caches that they ignore."""
-    table = engine_table("engine", report.model.engines)
-    return f"### Who reads it\n\n{markdown_table(table)}" if table else ""
+    unread = {reading.engine.lower() for reading in engines if not reading.is_right}
+    loaders = [LOADERS[name] for name in (*(format_.engines if format_ else ()), "quantkit") if name not in unread]
+    blocks = [f"{title}:\n\n```{language}\n{code}\n```" for title, language, code in loaders]
+    table = engine_table("engine", engines)
+    readers = ["### Who reads it", markdown_table(table)] if table else []
+    return "\n\n".join(
+        ["## How to load it", *(block.format(path=plain(path), needs=needs) for block in blocks), *readers]
+    )
 
 
 def _format(name: str) -> Format | None:
@@ -156,10 +158,6 @@ def _format(name: str) -> Format | None:
 
     known: Format | None = REGISTRY.all().get(name)
     return known
-
-
-def _license(report: Report) -> str | None:
-    return report.model.license or (report.baseline_model.license if report.baseline_model else None)
 
 
 def dumps(report: Report) -> str:

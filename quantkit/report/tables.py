@@ -6,7 +6,15 @@ from typing import Any
 
 from quantkit.quantities import MISSING, byte_size, duration, interval, number, percent, signed
 from quantkit.report.table import Column, Table, facts
-from quantkit.results import Comparison, EngineReading, FidelityResult, GateResult, Report, SensitivityMap
+from quantkit.results import (
+    CheckpointSummary,
+    Comparison,
+    EngineReading,
+    FidelityResult,
+    GateResult,
+    Report,
+    SensitivityMap,
+)
 from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND
 from quantkit.results.statistics.summary import median
 
@@ -67,6 +75,13 @@ def chance_note(num_tasks: int) -> str:
         f"With {num_tasks} rows tested at 5 %, about {number(num_tasks / 20, 2)} would look different by chance alone "
         "were nothing different; the mean over tasks is one test."
     )
+
+
+def module_table(summary: CheckpointSummary) -> Table:
+    """Kinds of modules in a checkpoint, and how they are stored."""
+    numbers = Column("count", str), Column("parameters", "{:,}".format), Column("size", byte_size)
+    rows = tuple((m.kind, m.stored_as, m.count, m.num_parameters, m.num_bytes) for m in summary.modules)
+    return Table(columns=(Column("module"), Column("stored as"), *numbers), rows=rows)
 
 
 NOTE = "By the rules of these releases, read from their sources; GPUs were not at hand."

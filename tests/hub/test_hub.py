@@ -130,7 +130,7 @@ def test_every_file_arrives_with_a_card(hub, made):
     assert front["license"] == "apache-2.0"
     assert front["base_model"] == "someone/base"
     assert front["base_model_relation"] == "quantized"
-    assert front["tags"] == ["quantkit", "compressed-tensors"]
+    assert front["tags"] == ["quantkit", "quantized", "compressed-tensors"]
     assert b"int4 g32" in hub.files["README.md"]
 
 
@@ -158,7 +158,7 @@ def test_a_gguf_file_is_pushed_beside_its_card(hub, made):
     assert hub.files.keys() == {"q.gguf", "README.md"}
     assert hub.files["q.gguf"] == (made / "q.gguf").read_bytes()
     assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
-    assert "llama-server -m q.gguf" in hub.files["README.md"].decode()
+    assert "llama-cli -m q.gguf" in hub.files["README.md"].decode()
 
 
 def test_no_licence_is_made_up(made):
