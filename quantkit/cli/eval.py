@@ -14,6 +14,8 @@ from quantkit.runtime.config import EngineConfig
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from quantkit.results import EvaluationResult
 
 
@@ -70,46 +72,32 @@ def command(
     check_evaluation(options)
     if baseline:
         check_same_language(checkpoint, baseline)
-    result = _ask(output_to, checkpoint, engine, vllm, options)
-    if not baseline:
-        _show(output_to, result)
-        return
-    # The original as it is.
-    plain = {**engine, "kv_cache": "auto", "kv_budget": None, "kv_policy": None, "head_dtype": None}
-    vllm = None if vllm is None else of_the_original(vllm)
-    original = _ask(output_to, baseline, plain, vllm, options)
-    again = None
-    if noise:
-        again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, vllm, options)
-    _compare(output_to, result, original, again)
+    result, original, again = _ask(output_to, checkpoint, engine, vllm, options), None, None
+    if baseline:
+        plain, vllm = of_the_original(engine), None if vllm is None else of_the_original(vllm)
+        original = _ask(output_to, baseline, plain, vllm, options)
+        if noise:
+            plain["dtype"] = other_arithmetic(original.arithmetic)
+            again = _ask(output_to, baseline, plain, vllm, options)
+    _show(output_to, result, original, again)
 
 
-def _show(output_to: Output, result: EvaluationResult) -> None:
-    """One model alone."""
-    output_to.result(
-        lambda: {"evaluation": result.to_dict()},
-        lambda: _settings_line(result),
-        lambda: _result_table(result),
-        lambda: _parts_read(result),
-    )
-
-
-def _compare(
-    output_to: Output, result: EvaluationResult, original: EvaluationResult, again: EvaluationResult | None
+def _show(
+    output_to: Output, result: EvaluationResult, original: EvaluationResult | None, again: EvaluationResult | None
 ) -> None:
-    """A model beside its original, which `again` is in another arithmetic."""
+    """A model alone, or beside its original, which `again` is in another arithmetic."""
     from quantkit.report.tables import comparison_table
     from quantkit.results.statistics.comparison import compare_evaluations
 
-    compared = compare_evaluations(result, original, again)
-    rows = [comparison.to_dict() for comparison in compared]
-    output_to.result(
-        lambda: {"evaluation": result.to_dict(), "baseline": original.to_dict(), "comparisons": rows},
-        lambda: _settings_line(result),
-        lambda: f"against {original.model} in {original.arithmetic}",
-        lambda: comparison_table(compared),
-        lambda: _parts_read(result),
-    )
+    data: dict[str, Any] = {"evaluation": result.to_dict()}
+    tables: tuple[Callable[[], Table | str | None], ...] = (lambda: _result_table(result),)
+    if original is not None:
+        compared, beside = compare_evaluations(result, original, again), f"{original.model} in {original.arithmetic}"
+        data |= {"baseline": original.to_dict(), "comparisons": [comparison.to_dict() for comparison in compared]}
+        tables = (lambda: f"against {beside}", lambda: comparison_table(compared))
+    decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
+    settings = " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
+    output_to.result(lambda: data, lambda: settings, *tables, lambda: "\n".join(result.parts_read) or None)
 
 
 def _ask(
@@ -134,17 +122,6 @@ def _ask(
         return evaluate(load_llm(model, **settings), options, progress=say)
     with VllmLLM(model, options=vllm, **settings) as served:
         return evaluate(served, options, progress=say)
-
-
-def _settings_line(result: EvaluationResult) -> str:
-    """Name the settings that decide the numbers."""
-    decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
-    return " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
-
-
-def _parts_read(result: EvaluationResult) -> str | None:
-    """Say which texts were read in part; None where none was."""
-    return "\n".join(result.parts_read) or None
 
 
 def _result_table(result: EvaluationResult) -> Table:

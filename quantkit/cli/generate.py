@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -12,12 +13,10 @@ import click
 from quantkit.cli._options import engine_choice, option_group, runtime_options, settings_of
 from quantkit.cli._output import Command, Output, plain_console
 from quantkit.quantities import byte_size, duration
-from quantkit.report.table import Table, facts
+from quantkit.report.table import Table, facts, terminal_table
 from quantkit.runtime.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.prompts import Prompts
     from quantkit.runtime.types import Completion
@@ -63,49 +62,23 @@ def command(
     text = _text(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals that do not know every character
-    if vllm is not None:
-        _generate_served(
-            output_to, checkpoint, engine, vllm, lambda llm: _encode(llm, text, system, chat), params, stats
-        )
-        return
     from quantkit.runtime.llm import LLM
-
-    llm = LLM(checkpoint, max_sequences=1, lazy=True, **engine)
-    completion = _stream(llm, output_to, _encode(llm, text, system, chat), params)
-    if stats or output_to.as_json:
-        numbers = _numbers(llm, completion)
-        _tell_stats(output_to, numbers, _table(llm, numbers))
-
-
-def _generate_served(
-    output_to: Output,
-    checkpoint: str | None,
-    engine: dict[str, Any],
-    vllm: dict[str, Any],
-    encode: Callable[[VllmLLM], list[int]],
-    params: SamplingParams,
-    stats: bool,
-) -> None:
-    """Generate in vLLM, which does not report its memory and traffic."""
     from quantkit.runtime.vllm_engine import VllmLLM
 
-    with VllmLLM(checkpoint, options=vllm, **engine) as llm:
-        completion = _stream(llm, output_to, encode(llm), params)
-        numbers = {**_timing(completion), "engine": llm.engine_name, "kv_cache": llm.kv_type}
-    if stats or output_to.as_json:
-        shown = [*_speed(numbers).items(), ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])]
-        _tell_stats(output_to, numbers, facts(shown))
-
-
-def _tell_stats(output_to: Output, numbers: dict[str, Any], table: Table) -> None:
-    """Print the numbers as JSON on stdout, or the table on stderr."""
-    if output_to.as_json:
-        output_to.result(lambda: numbers)
-        return
-    from quantkit.report.table import terminal_table
-
-    console = plain_console(stderr=True)
-    console.print(terminal_table(table, console))
+    with contextlib.ExitStack() as stack:
+        llm: LLM | VllmLLM
+        if vllm is None:
+            llm = LLM(checkpoint, max_sequences=1, lazy=True, **engine)
+        else:
+            llm = stack.enter_context(VllmLLM(checkpoint, options=vllm, **engine))
+        completion = _stream(llm, output_to, _encode(llm, text, system, chat), params)
+        if stats or output_to.as_json:
+            numbers = _numbers(llm, completion)
+            if output_to.as_json:
+                output_to.result(lambda: numbers)
+            else:
+                console = plain_console(stderr=True)
+                console.print(terminal_table(_table(llm, numbers), console))
 
 
 def _text(given: bytes) -> str:
@@ -137,12 +110,14 @@ def _stream(llm: LLM | VllmLLM, output_to: Output, prompt: list[int], params: Sa
     raise AssertionError("a stream ends with its completion")
 
 
-def _timing(completion: Completion) -> dict[str, Any]:
-    """Return the numbers of a request that every engine has."""
+def _numbers(llm: LLM | VllmLLM, completion: Completion) -> dict[str, Any]:
+    """Return the numbers that --stats and --json show; vLLM does not report its memory and traffic."""
+    from quantkit.benchmark.ceilings import memory_bandwidth
     from quantkit.results.statistics.summary import median
+    from quantkit.runtime.vllm_engine import VllmLLM
 
     gap = median(completion.timing.inter_token_s)
-    return {
+    numbers = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "prompt_tokens": len(completion.prompt_token_ids),
@@ -151,14 +126,8 @@ def _timing(completion: Completion) -> dict[str, Any]:
         "itl_median_s": gap,
         "tokens_per_s": 1 / gap if gap else None,
     }
-
-
-def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
-    """Return the numbers that --stats and --json show."""
-    from quantkit.benchmark.ceilings import memory_bandwidth
-
-    numbers = _timing(completion)
-    gap = numbers["itl_median_s"]
+    if isinstance(llm, VllmLLM):
+        return {**numbers, "engine": llm.engine_name, "kv_cache": llm.kv_type}
     # The mean context while tokens were generated, as traffic grows linearly with it.
     context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
     read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
@@ -172,28 +141,20 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
     }
 
 
-def _speed(numbers: dict[str, Any]) -> dict[str, str | None]:
+def _table(llm: LLM | VllmLLM, numbers: dict[str, Any]) -> Table:
+    from quantkit.runtime.vllm_engine import VllmLLM
+
     gap = numbers["itl_median_s"]
-    return {
-        "tokens": f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new",
-        "TTFT": duration(numbers["ttft_s"]),
-        "ITL": f"{duration(gap)} (median), {numbers['tokens_per_s']:.1f} tokens/s" if gap else None,
-    }
-
-
-def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
-    traffic = None
-    if numbers["itl_median_s"]:
+    rows = [
+        ("tokens", f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new"),
+        ("TTFT", duration(numbers["ttft_s"])),
+        ("ITL", f"{duration(gap)} (median), {numbers['tokens_per_s']:.1f} tokens/s" if gap else None),
+    ]
+    if isinstance(llm, VllmLLM):
+        return facts([*rows, ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])])
+    if gap:
         rate = f"{numbers['memory_bytes_per_s'] / 1e9:.1f} GB/s"
         share = f"{100 * numbers['bandwidth_share']:.0f} % of the {rate} measured"
-        traffic = f"{byte_size(numbers['bytes_per_token'])} per token, {share}"
+        rows.append(("memory traffic", f"{byte_size(numbers['bytes_per_token'])} per token, {share}"))
     cache = f"{byte_size(numbers['kv_bytes'])}, {numbers['kv_tokens']:,} tokens, {numbers['kv_cache']}"
-    return facts(
-        [
-            *_speed(numbers).items(),
-            ("memory traffic", traffic),
-            ("weights", byte_size(numbers["weight_bytes"])),
-            ("KV cache", cache),
-            *llm.describe().items(),
-        ]
-    )
+    return facts([*rows, ("weights", byte_size(numbers["weight_bytes"])), ("KV cache", cache), *llm.describe().items()])
