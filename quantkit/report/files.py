@@ -129,7 +129,7 @@ def markdown_table(table: Table) -> str:
     rows = [[column.title for column in table.columns], rules, *table.cells]
     # A bar inside a cell begins another column.
     text = "\n".join("| " + " | ".join(plain(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
-    return "\n\n".join(part for part in (table.title and f"{table.title}:", text, table.note) if part)
+    return "\n\n".join(part for part in (table.title and f"{plain(table.title)}:", text, plain(table.note)) if part)
 
 
 def loading(format_name: str, path: str, engines: Sequence[EngineReading]) -> str:

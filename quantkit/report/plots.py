@@ -56,7 +56,7 @@ def sensitivity_plot(sensitivity: SensitivityMap) -> str:
             corner = (record.layer - 0.5, groups.index(record.group) - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=HEAT[heat_step(record.kl, edges)], edgecolor="none"))
         axes.set(xlim=(-0.5, layers - 0.5), ylim=(len(groups) - 0.5, -0.5), xlabel="decoder layer")
-        axes.set_yticks(range(len(groups)), groups)
+        axes.set_yticks(range(len(groups)), [_short(group) for group in groups])
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(visible=False)
         patches = [Patch(facecolor=HEAT[i], edgecolor=LINE, label=text) for i, text in enumerate(heat_labels(edges))]
@@ -162,7 +162,7 @@ def memory_plot(report: Report) -> str | None:
             offsets = [i + height * (position - (len(bars) - 1) / 2) for i in range(len(parts))]
             widths = [(getattr(benchmark.memory_part(part), field, None) or 0) / size for part in parts]
             axes.barh(offsets, widths, height * 0.86, label=label, linewidth=1.4, facecolor=face, edgecolor=edge)
-        axes.set_yticks(range(len(parts)), parts)
+        axes.set_yticks(range(len(parts)), [_short(part) for part in parts])
         axes.grid(axis="y", visible=False)
         axes.set(ylim=(len(parts) - 0.45, -0.55), xlabel=unit)
         figure.legend(**{**LEGEND, "ncols": 2})

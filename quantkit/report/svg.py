@@ -41,6 +41,8 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "quantkit",
     # Text as text can be searched, copied and read aloud; as outlines it cannot.
     "svg.fonttype": "none",
+    # Names come from files: matplotlib reads what stands between dollar signs as mathematics, and fails on other text.
+    "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 11,
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from quantkit.report.files import render_markdown
 from quantkit.report.page import keep_together, render_html, report_sections
 from quantkit.report.plots import heat_edges, heat_labels, heat_step, short_number
 from quantkit.report.svg import COLOURS, new_figure, to_svg
@@ -104,11 +105,28 @@ def test_the_verdict_comes_first_with_each_remedy_once(text):
     assert text.count("<strong>To do:</strong>") == 1
 
 
-def test_names_from_outside_are_escaped(report):
-    nasty = dataclasses.replace(report, model=dataclasses.replace(report.model, name="<b>&\"'"))
-    text = render_html(nasty)
-    assert "<b>" not in text
-    assert "&lt;b&gt;" in text
+def forged(value, text: str, key: str = ""):
+    """A report's data with `text` behind every text that is not one of a few words, names of entries included."""
+    if isinstance(value, dict):
+        free = key in ("settings", "versions", "hashes", "seeds", "unquantized", "others")
+        return {name + text if free else name: forged(entry, text, name) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [forged(entry, text, key) for entry in value]
+    return value + text if isinstance(value, str) and key not in FEW_WORDS else value
+
+
+FEW_WORDS = ("mode", "phase", "through", "verdict", "action")
+
+
+def test_a_report_of_a_stranger_brings_no_element_and_no_formula(report):
+    """Mathematics between dollar signs ended the drawing of a plot with matplotlib's own error."""
+    nasty = """<b>&\"'><img src=x onerror=alert(1)><script>alert(1)</script>$x_{$ $\\frac{$"""
+    read = Report.from_dict(forged(report.to_dict(), nasty))
+    page = Page(render_html(read))
+    assert not {"b", "img", "script"} & {tag for tag, _ in page.tags}
+    assert not [given for _, given in page.tags if "onerror" in given]
+    card = render_markdown(read).split("---\n", 2)[2]
+    assert not re.search("<(b|img|script)", card)
 
 
 SECTIONS = ["accuracy", "fidelity", "sensitivity", "diagnosis", "speed", "memory", "roofline", "making", "terms"]
