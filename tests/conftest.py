@@ -29,7 +29,7 @@ from quantkit.checkpoints import tokenizer
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.layer_data import LayerData
+from quantkit.compress.calibration.stream import Stream
 from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.families import find
 from quantkit.numerics.dtype import DTYPES
@@ -230,15 +230,15 @@ def make_layer(family_models, tmp_path_factory):
         batches = [torch.randn(2, 24, 64, generator=generator) @ mix for _ in range(4)]
         return LayerContext(
             name="model.layers.0",
-            block=skeleton.layer(0),
+            stream=Stream(
+                skeleton.layer(0), ActivationStore(None, "ram", iter(batches)), partial(skeleton.arguments, 0)
+            ),
             sets=skeleton.linear_sets(0),
             schemes={
                 name: LinearScheme(weight=weight, activation=activation) for name in linears if name not in ignored
             },
             scale_dtype=dict.fromkeys(linears, torch.float32),
             head_dim=16,
-            data=LayerData(store=ActivationStore(None, "ram", iter(batches))),
-            arguments=partial(skeleton.arguments, 0),
         )
 
     return make
@@ -249,10 +249,10 @@ def output_error():
     """Relative error of a layer's output after a function has worked on it."""
 
     def measure(layer, work):
-        before = [layer.forward(hidden) for hidden in layer.data.store]
+        before = [layer.forward(hidden) for hidden in layer.store]
         with torch.inference_mode():
             work(layer)
-        after = [layer.forward(hidden) for hidden in layer.data.store]
+        after = [layer.forward(hidden) for hidden in layer.store]
         wrong = sum((a - b).square().sum() for a, b in zip(after, before, strict=True))
         return (wrong / sum(b.square().sum() for b in before)).sqrt().item()
 

@@ -18,7 +18,7 @@ from quantkit.bit_search.candidates import Candidate, trial
 from quantkit.bit_search.outputs import SearchState
 from quantkit.bit_search.solve import Choice, Option, total
 from quantkit.compress.pipeline import quantize
-from quantkit.compress.pipeline.shared_pass import quantize_together
+from quantkit.compress.pipeline.run import quantize_together
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError, ResumeError
 from quantkit.evaluate.engine import load_llm

@@ -8,7 +8,7 @@ and positions in it. Shapes: T tokens.
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,6 +94,11 @@ Batch = Tensor | LayerCall
 def states_of(batch: Batch) -> Tensor:
     """Hidden states of what enters a layer."""
     return batch if isinstance(batch, Tensor) else batch.hidden
+
+
+def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the hidden states of a module's output: transformers wraps some outputs into tuples."""
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def tensors_beside(

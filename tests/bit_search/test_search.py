@@ -17,7 +17,7 @@ from quantkit.bit_search.choose import Judge
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.recipe_file import _patterns
 from quantkit.bit_search.run import search_recipe
-from quantkit.compress.pipeline import run as pipeline
+from quantkit.compress.pipeline import layers as pipeline
 from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, ModelError, OutputError, RecipeError, ResourceError, ResumeError
 from quantkit.evaluate.engine import load_llm

@@ -85,7 +85,7 @@ def command(arguments: list[str], batch_tokens: int, layers: int | None = None, 
 
 def _die_after(layers: int, state: Any) -> None:
     """In the first process once a layer is recorded, in another once it has moved on to the next one."""
-    from quantkit.compress.pipeline import run as pipeline
+    from quantkit.compress.pipeline import layers as pipeline
 
     if os.environ["RANK"] == "0":
         save = state.save

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from quantkit.compress.calibration.layer import LayerContext, hidden_states
-from quantkit.huggingface.layer_call import Batch, states_of
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.huggingface.layer_call import Batch, hidden_states, states_of
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.output.writer import write_shard
@@ -65,9 +65,10 @@ def _targets(layer: LayerContext) -> Callable[[int], Batch]:
     data, beside = layer.data, layer.store.beside
     if data.targets is not None:
         return list(data.targets).__getitem__ if layer.store.in_memory else data.targets.__getitem__
-    assert data.original_store is not None, "tuning needs data of both models"
+    original = data.original
+    assert original is not None and original.store is not None, "tuning needs data of both models"
     # Back on the CPU, so that the device holds one at a time.
-    made = (layer.original_forward(batch).to("cpu") for batch in data.original_store)
+    made = (original.forward(batch).to("cpu") for batch in original.store)
     return list(made).__getitem__ if layer.store.in_memory or beside is None else _saved(beside / "targets", made)
 
 
@@ -159,7 +160,7 @@ class TunedBlock:
 
     def _error(self, hidden: Batch, target: Tensor) -> Tensor:
         # Copies, since autograd refuses tensors that inference mode has made.
-        arguments = tree_map_only(Tensor, Tensor.clone, self._layer.arguments(hidden))
+        arguments = tree_map_only(Tensor, Tensor.clone, self._layer.stream.arguments(hidden))
         output = hidden_states(functional_call(self._layer.block, self._values, (states_of(hidden),), arguments))
         assert output.shape == target.shape, "an output is compared with that of other inputs"
         return (output.float() - target.float()).square().sum()

@@ -128,8 +128,7 @@ def _importance(layer: LayerContext) -> dict[str, Tensor]:
     """Mean square (K,) of the inputs of each linear that is to be quantized."""
     sets = layer.pending()
     seen = {names[0]: Magnitude(layer.weight(names[0]).shape[1], layer.device) for _, names in sets}
-    layer.observe(seen)
-    seen = layer.known(seen)
+    seen = layer.known(layer.observe(seen))
     return {name: seen[names[0]].mean_square for _, names in sets for name in names}
 
 

@@ -18,8 +18,9 @@ from quantkit.compress.algorithms._options import Positive
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.compress.algorithms.base import Step
 from quantkit.compress.algorithms.rtn import InputStatistics, search_ranges
-from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
+from quantkit.compress.calibration.layer import Call, LayerContext
 from quantkit.distributed import share_out
+from quantkit.huggingface.layer_call import hidden_states
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
@@ -49,8 +50,7 @@ class AwqStep(Step):
         """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""
         sets = layer.pending()
         statistics = {group.linears[0]: InputStatistics(layer, names[0]) for group, names in sets}
-        layer.observe(statistics)
-        statistics = layer.known(statistics)
+        statistics = layer.known(layer.observe(statistics))
         for group, _ in sets:
             if can_fold(layer, group):
                 self._scale(layer, group, statistics[group.linears[0]])

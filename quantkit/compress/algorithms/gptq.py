@@ -111,7 +111,7 @@ class GptqStep(Step):
                 # An expert may see other tokens than it used to, so its inputs cannot be compared.
                 if self.asymmetric_calibration and find_expert(names[0]) is None
             }
-            layer.observe(grams, errors)
+            grams = layer.observe(grams, errors)
             del workspace
             statistics: Statistics = {}
             for names in sets:

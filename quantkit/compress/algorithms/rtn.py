@@ -90,8 +90,7 @@ class RtnStep(Step):
     def apply(self, layer: LayerContext) -> None:
         """Leave ranges behind; see `Step.apply`."""
         sets = layer.pending()
-        seen = {names[0]: InputStatistics(layer, names[0]) for _, names in sets}
-        layer.observe(seen)
+        seen = layer.observe({names[0]: InputStatistics(layer, names[0]) for _, names in sets})
         search_ranges(layer, {name: seen[names[0]] for _, names in sets for name in names})
 
 

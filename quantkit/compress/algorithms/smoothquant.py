@@ -39,8 +39,7 @@ class SmoothQuantStep(Step):
         if not observers:
             layer.chosen.notes.append("smoothquant: no linear of this layer is fed by a norm; nothing was smoothed")
             return
-        layer.observe(observers)
-        observers = layer.known(observers)
+        observers = layer.known(layer.observe(observers))
         for group in sets:
             inputs = shared_by_heads(layer, group, observers[group.linears[0]].largest).clamp_min(1e-5)
             weights = largest_weight(layer, group).clamp_min(1e-5)

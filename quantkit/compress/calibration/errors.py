@@ -67,7 +67,7 @@ def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearR
             f"{layer.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}; "
             "the weights are broken, or too large for scales of this dtype: set format=compressed-tensors"
         )
-    current, has_data = layer.weight(name), layer.data.store is not None
+    current, has_data = layer.weight(name), layer.stream.store is not None
     return LinearRecord(
         name=name,
         scheme=layer.schemes[name].describe(),

@@ -68,8 +68,7 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
     sets = _inputs(layer)
     if not sets:
         return
-    observers = {names[0]: InputRange(keep=method == "mse") for names in sets}
-    layer.observe(observers)
+    observers = layer.observe({names[0]: InputRange(keep=method == "mse") for names in sets})
 
     def choose(name: str) -> float:
         scheme = layer.schemes[name].activation
@@ -89,7 +88,7 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
             assert scheme is not None
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
             layer.chosen.quantized[name] = replace(layer.chosen.quantized[name], input_scale=scale)
-    layer.forget_runs()  # from here on inputs are rounded
+    layer.stream.forget()  # from here on inputs are rounded
 
 
 def _inputs(layer: LayerContext) -> list[list[str]]:

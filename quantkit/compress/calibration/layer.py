@@ -3,8 +3,9 @@
 This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import copy
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -24,11 +25,10 @@ from quantkit.compress.calibration.expert_inputs import (
 )
 from quantkit.compress.calibration.folding import output_divisor
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
-from quantkit.compress.calibration.observers import CrossGram, Deliveries, Gram, Observer, own_turns
-from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
+from quantkit.compress.calibration.observers import CrossGram, Deliveries, Gram, Observer, options_of, own_turns
+from quantkit.compress.calibration.stream import NOTHING, Stream
 from quantkit.distributed import broadcast, gather, share_out, world
-from quantkit.huggingface.layer_call import Batch, LayerCall, states_of
-from quantkit.huggingface.layer_inputs import Compute, compute_with
+from quantkit.huggingface.layer_call import Batch
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
@@ -43,6 +43,7 @@ _SAME_DB = 20.0
 _NO_ERRORS: Mapping[str, CrossGram] = MappingProxyType({})
 
 T = TypeVar("T")
+Seen = TypeVar("Seen", bound=Observer)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module's call."""
 
@@ -53,44 +54,47 @@ class LayerContext:
 
     Args:
         name: full module name, e.g. `model.layers.3`.
-        block: the layer with its weights, in the compute dtype, on the compute device.
+        stream: the layer with its weights, in the compute dtype, on the compute device, and what it is fed.
         sets: linears that share an input, in running order; those that are ignored included.
         schemes: scheme of each linear to quantize, by relative name.
         scale_dtype: dtype in which scales are stored, by relative name.
         head_dim: width of an attention head.
-        arguments: what the model calls the layer with, besides the hidden states.
-        next_call: what the model calls the next layer with after this one, where that is more than hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
         seed: of the run, for steps that draw random numbers.
         owners: with several processes, the one that solves a set and keeps its statistics, by the set's first linear.
-        data: what the layer is fed.
+        data: statistics of what it is fed, and the original layer.
         chosen: what has been chosen so far.
+        shared: statistics of the layer as it was read, for other recipes that feed it the same; None = there are none.
     """
 
     name: str
-    block: nn.Module
+    stream: Stream
     sets: tuple[LinearSet, ...]
     schemes: Mapping[str, LinearScheme]
     scale_dtype: Mapping[str, torch.dtype]
     head_dim: int
-    arguments: Callable[[Batch], dict[str, Any]] = lambda _: {}
-    next_call: Callable[[LayerCall, Compute], LayerCall] | None = None
     stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
     seed: int = 0
     owners: Mapping[str, int] = field(default_factory=dict)
     data: LayerData = field(default_factory=LayerData)
     chosen: LayerChoices = field(default_factory=LayerChoices)
+    shared: dict[Hashable, Any] | None = None
+
+    @property
+    def block(self) -> nn.Module:
+        """The layer itself."""
+        return self.stream.block
 
     @property
     def device(self) -> torch.device:
         """Device of this layer's weights and statistics."""
-        return next(self.block.parameters()).device
+        return self.stream.device
 
     @property
     def store(self) -> ActivationStore:
         """Inputs of the layer, in all processes."""
-        assert self.data.store is not None, "this recipe has no calibration data"
-        return self.data.store
+        assert self.stream.store is not None, "this recipe has no calibration data"
+        return self.stream.store
 
     def linear(self, name: str) -> nn.Linear:
         """The linear with this relative name."""
@@ -120,14 +124,27 @@ class LayerContext:
     def count_tokens(self) -> None:
         """Route all calibration data, count the tokens of each expert, and note those that are under-calibrated."""
         experts = [expert for group in self.sets for name in group.linears if (expert := find_expert(name))]
-        if not experts or self.data.store is None:
+        if not experts or self.stream.store is None:
             return
-        own = count_tokens(self.block, experts, (partial(self.forward, hidden) for hidden in self.batches()))
-        counts = {number: sum(part[number] for part in gather(own)) for number in own}
+
+        def count() -> dict[int, int]:
+            own = count_tokens(self.block, experts, (partial(self.forward, hidden) for hidden in self.batches()))
+            return {number: sum(part[number] for part in gather(own)) for number in own}
+
+        counts = self._gathered("tokens", count)
         self.data.tokens_per_expert = tuple(counts.values())
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 
-    def observe(self, observers: Mapping[str, Observer], errors: Mapping[str, CrossGram] = _NO_ERRORS) -> None:
+    def _gathered(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Statistics of the data, gathered once for all recipes that share them: as long as the layer is unchanged."""
+        if self.shared is None or self.chosen.quantized or self.data.divisors:
+            return compute()
+        if key not in self.shared:
+            self.shared[key] = compute()
+        value: T = copy.deepcopy(self.shared[key])  # who has asked works in what it was given
+        return value
+
+    def observe(self, observers: Mapping[str, Seen], errors: Mapping[str, CrossGram] = _NO_ERRORS) -> dict[str, Seen]:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
 
         With several processes an observer sees them where its set has its `owner`; see `known`, and `Gram`.
@@ -136,7 +153,17 @@ class LayerContext:
             observers: by relative name of a linear.
             errors: of some of them that see every token; each is shown the linear's inputs too, with those of the
                 original model, divided by what has been folded into their source since.
+        Returns:
+            the observers, or copies of others that have seen the same.
         """
+
+        def run() -> dict[str, Seen]:
+            self._show(observers, errors)
+            return dict(observers)
+
+        return run() if errors else self._gathered(options_of(observers), run)
+
+    def _show(self, observers: Mapping[str, Observer], errors: Mapping[str, CrossGram]) -> None:
         inputs: dict[str, Tensor] = {}
 
         def update(name: str, rows: Tensor) -> None:
@@ -159,9 +186,9 @@ class LayerContext:
         changing = {name for name in self.schemes if name not in self.chosen.quantized}
         seen = {name for first in observed for name in self._set(first).linears}
         # Before any codes are chosen and after, no other run will look at what this one could keep.
-        if not self.data.streams and (compared or 0 < len(changing) < len(self.schemes)):
-            self._open_streams()
-        stream, *others = self.data.streams or (Stream(self.block),)
+        if self.stream.structure is None and (compared or 0 < len(changing) < len(self.schemes)):
+            self._learn_structure()
+        original = self.data.original
 
         def send(kind: str, name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             rows.send(kind, name, token_rows(args))
@@ -170,29 +197,25 @@ class LayerContext:
             if number is not None:
                 run, needed = partial(self.forward, self.store[number]), seen | changing
                 shown, send_inputs = tuple(observed), partial(send, "input")
-                stream.run(number, run, shown, send_inputs, changing, needed, all_tokens=self.data.all_tokens)
+                self.stream.run(number, run, shown, send_inputs, changing, needed, all_tokens=self.data.all_tokens)
                 # Both models' runs in turns, so that only one batch of inputs is held.
-                for original in others if compared else ():
-                    run = partial(self.original_forward, original.batch(number))
+                if original is not None and compared:
+                    run = partial(original.forward, original.batch(number))
                     original.run(number, run, tuple(compared), partial(send, "original"), (), changing - seen)
             rows.deliver()
-        for name in others[0].complete() if others else ():
-            self._original.get_submodule(name).to("meta")
+        if original is not None:
+            original.drop_complete()
         release_freed_memory()
 
-    def _open_streams(self) -> None:
-        structure, first = NOTHING, self.store[0]
+    def _learn_structure(self) -> None:
+        first = self.store[0]
         if isinstance(first, Tensor):
-            structure = learn_structure(self.block, self.schemes, partial(self.forward, first[:1]))
+            self.stream.learn(self.schemes, partial(self.forward, first[:1]))
         else:  # which happens on the way, so nothing of it may be left out
+            self.stream.structure = NOTHING
             self.chosen.notes.append("hands on more than hidden states, so it was run whole for each set of linears")
-        models = (self.block, self.data.store), (self.data.original, self.data.original_store)
-        self.data.streams = tuple(Stream(block, structure, store) for block, store in models if block is not None)
-
-    def forget_runs(self) -> None:
-        """Mark what the layer has computed of the calibration data as outdated."""
-        for stream in self.data.streams[:1]:  # the original one does not change
-            stream.forget()
+        if self.data.original is not None:
+            self.data.original.structure = self.stream.structure
 
     def capture(self, module: str, max_tokens: int) -> list[Call]:
         """Arguments of a sub-module's calls, whole sequences, for about `max_tokens` tokens.
@@ -224,53 +247,24 @@ class LayerContext:
             (B, T, D) on the layer's device.
         """
         with self.quantized_inputs(self.chosen.quantized):
-            return self._run(self.block, hidden, extra)
-
-    def original_forward(self, hidden: Batch) -> Tensor:
-        """Output of the original layer, for hidden states (B, T, D) or a call of the original model."""
-        return self._run(self._original, hidden, {})
-
-    @property
-    def _original(self) -> nn.Module:
-        assert self.data.original is not None, "no step of the recipe has asked for the original layer"
-        return self.data.original
-
-    @torch.inference_mode()
-    def _run(self, block: nn.Module, hidden: Batch, extra: dict[str, Any]) -> Tensor:
-        hidden = hidden.to(self.device)
-        return hidden_states(block(states_of(hidden), **{**self.arguments(hidden), **extra}))
-
-    def check_runs(self, first: Tensor | None) -> None:
-        """See in all processes whether runs were runs of this layer, by its output for the first sequence in one."""
-        if not self.data.streams or not isinstance(self.store[0], Tensor):
-            return
-        same = True
-        if first is not None:
-            with self.data.streams[0].replaying(0):
-                same = signal_to_noise_db(first, self.forward(self.store[0])[:1]) > _SAME_DB
-        if not broadcast(same):
-            self.forget_runs()
-            self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
+            return self.stream.forward(hidden, **extra)
 
     def advance(self, number: int, batch: Batch) -> Batch:
         """Inputs of the next layer, given a batch that enters this one and its number."""
-        if not isinstance(batch, Tensor):
-            with self.quantized_inputs(self.chosen.quantized):
-                return self._advance(self.block, batch)
-        if not self.data.streams:
-            return self.forward(batch)
-        with self.data.streams[0].replaying(number):
-            return self.forward(batch)
+        with self.quantized_inputs(self.chosen.quantized):
+            return self.stream.advance(number, batch)
 
-    def original_advance(self, number: int, batch: Batch) -> Batch:
-        """Inputs of the original model's next layer, given a batch that enters this one and its number."""
-        with self.data.streams[1].replaying(number) if self.data.streams[1:] else nullcontext():
-            return self.original_forward(batch) if isinstance(batch, Tensor) else self._advance(self._original, batch)
-
-    @torch.inference_mode()
-    def _advance(self, block: nn.Module, call: LayerCall) -> LayerCall:
-        assert self.next_call is not None, "nobody has said how this model's layers hand on"
-        return self.next_call(call, compute_with(block))
+    def check_runs(self, first: Tensor | None) -> None:
+        """See in all processes whether runs were runs of this layer, by its output for the first sequence in one."""
+        if self.stream.structure is None or not isinstance(self.store[0], Tensor):
+            return
+        same = True
+        if first is not None:
+            with self.stream.replaying(0):
+                same = signal_to_noise_db(first, self.forward(self.store[0])[:1]) > _SAME_DB
+        if not broadcast(same):
+            self.stream.forget()
+            self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
 
     def grid(self, name: str) -> WeightGrid:
         """Return the grid that the weight of a linear is rounded to."""
@@ -309,7 +303,7 @@ class LayerContext:
 
     def by_owners(self, names: Sequence[str], compute: Callable[[str], T]) -> list[T]:
         """Compute a value for each of these linears by the owner of its set, and return all values in every process."""
-        if self.data.store is None:  # the work of one process, and of one of its threads
+        if self.stream.store is None:  # the work of one process, and of one of its threads
             return [compute(name) for name in names]
         return share_out(names, compute, owners=[self.owner(name) for name in names])
 
@@ -345,7 +339,7 @@ class LayerContext:
 
     def divide_inputs(self, group: LinearSet, scales: Tensor) -> None:
         """Note that the inputs of a set, and so the outputs of its source, are now divided by `scales` (K,)."""
-        self.forget_runs()
+        self.stream.forget()
         key, divisors, outputs = group.linears[0], self.data.divisors, self.data.output_divisors
         divisors[key] = divisors.get(key, 1.0) * scales
         if group.source is not None and group.source in self.schemes:
@@ -384,8 +378,3 @@ class LayerContext:
                     hook = partial(lambda change, _, args: (change(args[0]), *args[1:]), change)
                     hooks.enter_context(self.linear(name).register_forward_pre_hook(hook))
             yield
-
-
-def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the hidden states of a module's output: transformers wraps some outputs into tuples."""
-    return output if isinstance(output, Tensor) else output[0]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.stream import Stream
@@ -16,28 +16,22 @@ class LayerData:
     """Inputs of a layer, and their statistics. *Mutable*.
 
     Args:
-        store: hidden states before the layer, made by the layers before as they were quantized, or by the original's
-            (`calibration.inputs`); None when the recipe needs no data.
-        original_store: hidden states before the layer in the original model; only there when a step compares with it.
-        original: the layer as it was, likewise.
+        original: the layer as it was, and what enters it in the original model; only there when a step compares with
+            it.
         targets: hidden states after the layer in the original model, where a step asks for nothing else of it.
         all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
             computes is not affected.
         tokens_per_expert: how many tokens are routed to each; set by `LayerContext.count_tokens`.
         divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
         output_divisors: (N,) what the outputs of a linear have been divided by since then, by its name.
-        streams: runs of the layer, and of the layer as it was, once a run is worth keeping something of.
     """
 
-    store: ActivationStore | None = None
-    original_store: ActivationStore | None = None
-    original: nn.Module | None = None
+    original: Stream | None = None
     targets: ActivationStore | None = None
     all_tokens: bool = True
     tokens_per_expert: tuple[int, ...] = ()
     divisors: dict[str, Tensor] = field(default_factory=dict)
     output_divisors: dict[str, Tensor] = field(default_factory=dict)
-    streams: tuple[Stream, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)

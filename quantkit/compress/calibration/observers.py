@@ -6,7 +6,7 @@ and memory holds no second copy of it. Alone nothing travels.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -29,6 +29,17 @@ class Observer(Protocol):
 
     def update(self, inputs: Tensor) -> None:
         """Take in (T, K) inputs of any float dtype; they are not modified."""
+
+
+def options_of(value: object) -> Hashable:
+    """Return a key that tells apart observers that have seen nothing: their types, sizes and options."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, Mapping):
+        return tuple((name, options_of(item)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(options_of, value))
+    return (type(value), options_of(vars(value))) if hasattr(value, "__dict__") else repr(value)
 
 
 class Workspace:

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, hook_output, probe, removed_after
-from quantkit.huggingface.layer_call import Batch
+from quantkit.huggingface.layer_call import Batch, LayerCall, hidden_states, states_of
+from quantkit.huggingface.layer_inputs import Compute, compute_with
 from quantkit.models.linear_sets import find_expert
 
 # Outputs of this many times the numbers of the layer's own are not kept: attention weights, for instance.
@@ -75,9 +76,14 @@ class _Kept:
     """
 
     def __init__(self, store: ActivationStore | None, number: int) -> None:
-        self._folder = None if store is None or store.beside is None else store.beside / str(number)
+        self._store, self._number = store, number
         self.outputs: dict[str, Value] = {}
         self.inputs: dict[str, Value] = {}
+
+    @property
+    def _folder(self) -> Path | None:
+        beside = None if self._store is None else self._store.beside
+        return None if beside is None else beside / str(self._number)
 
     def keep_output(self, module: str, output: Any) -> None:
         """Keep the output of a module."""
@@ -88,13 +94,14 @@ class _Kept:
         self.inputs[module] = self._saved(f"input-{module}", value)
 
     def _saved(self, name: str, value: Any) -> Value:
-        if self._folder is None:
+        folder = self._folder
+        if folder is None:
             return partial(_copied, _copied(value, "cpu"))
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # Of a view, the whole of what it is a view of would be written.
         own = tree_map_only(Tensor, lambda x: x.to("cpu", copy=x.untyped_storage().nbytes() > x.nbytes), value)
-        torch.save(own, self._folder / name)
-        return partial(_loaded, self._folder / name)
+        torch.save(own, folder / name)
+        return partial(_loaded, folder / name)
 
     def prune(self) -> None:
         """Drop what is inside of what is kept."""
@@ -110,18 +117,48 @@ class _Kept:
 
 
 class Stream:
-    """One model's runs of a layer. *Mutable*: keeps what does not change from run to run, by the number of the batch.
+    """A layer of one model, and its runs. *Mutable*: keeps what does not change from run to run, batch by batch.
 
     Args:
         block: the layer.
-        structure: of the layer; without one nothing is kept.
-        store: what enters it.
+        store: what enters it; None where there is no calibration data.
+        arguments: what the model calls the layer with, besides the hidden states.
+        next_call: what the model calls the next layer with after this one, where that is more than hidden states.
+    Attributes:
+        device: of its weights, those included that nothing needs any more.
+        structure: of the layer; nothing is kept without one.
     """
 
-    def __init__(self, block: nn.Module, structure: Structure = NOTHING, store: ActivationStore | None = None) -> None:
-        self._block, self._structure, self._store = block, structure, store
-        self._device = next(block.parameters()).device
+    def __init__(
+        self,
+        block: nn.Module,
+        store: ActivationStore | None = None,
+        arguments: Callable[[Batch], dict[str, Any]] = lambda _: {},
+        next_call: Callable[[LayerCall, Compute], LayerCall] | None = None,
+    ) -> None:
+        self.block, self.store, self.arguments, self._next_call = block, store, arguments, next_call
+        self.device = next(block.parameters()).device
+        self.structure: Structure | None = None
         self._kept: dict[int, _Kept] = {}
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, **extra: Any) -> Tensor:
+        """Output of the layer, for hidden states (B, T, D) or a call; `extra` are further arguments of it."""
+        batch = batch.to(self.device)
+        return hidden_states(self.block(states_of(batch), **{**self.arguments(batch), **extra}))
+
+    @torch.inference_mode()
+    def advance(self, number: int, batch: Batch) -> Batch:
+        """Inputs of the next layer, given a batch that enters this one and its number."""
+        with self.replaying(number):
+            if isinstance(batch, Tensor):
+                return self.forward(batch)
+            assert self._next_call is not None, "nobody has said how this model's layers hand on"
+            return self._next_call(batch, compute_with(self.block))
+
+    def learn(self, linears: Collection[str], run: Callable[[], Tensor]) -> None:
+        """Keep from here on what runs have in common; see `learn_structure`."""
+        self.structure = learn_structure(self.block, linears, run)
 
     def run(
         self,
@@ -145,13 +182,13 @@ class Stream:
             needed: linears whose inputs are looked at in this run or later; modules without any are run to their end.
             all_tokens: see `probe`.
         """
-        kept = self._kept.setdefault(number, _Kept(self._store, number))
-        ends = self._next_ends(linears, changing)
+        kept, structure = self._kept.setdefault(number, _Kept(self.store, number)), self.structure or NOTHING
+        ends = _next_ends(structure, linears, changing)
         # What is in a module of which the end's input will be kept is not needed after this run.
         known = {*kept.outputs, *linears}
         to_keep = [
             name
-            for name in self._structure.without({*changing, *needed})
+            for name in structure.without({*changing, *needed})
             if name not in known and not _is_in_any(name, ends.values())
         ]
         final = True  # so far in this run
@@ -168,24 +205,24 @@ class Stream:
             nonlocal final
             final = False
 
-        hooks = [hook_output(self._block, name, keep_output) for name in to_keep]
-        hooks += hook_modules(self._block, list(ends), keep_input)
-        hooks += hook_modules(self._block, list(changing), change)
+        hooks = [hook_output(self.block, name, keep_output) for name in to_keep]
+        hooks += hook_modules(self.block, list(ends), keep_input)
+        hooks += hook_modules(self.block, list(changing), change)
         finish = [name for name in to_keep if any(_is_inside(linear, name) for linear in linears)]
         with removed_after(hooks), self.replaying(number, linears):
-            probe(self._block, linears, on_call, run, all_tokens=all_tokens, finish=finish)
+            probe(self.block, linears, on_call, run, all_tokens=all_tokens, finish=finish)
         kept.prune()
 
     @contextmanager
     def replaying(self, number: int, linears: Collection[str] = ()) -> Iterator[None]:
         """While open, the layer gives back what is kept of a batch, but where that would hide one of these linears."""
-        kept = self._kept.get(number)
+        kept, ends = self._kept.get(number), (self.structure or NOTHING).ends
         with ExitStack() as stack:
             for name, output in kept.outputs.items() if kept else ():
                 if not any(_is_inside(linear, name) or linear == name for linear in linears):
                     stack.enter_context(self._replaced(name, output))
             for name, value in kept.inputs.items() if kept else ():
-                end = self._structure.ends[name]
+                end = ends[name]
                 if not any(_is_inside(linear, name) and linear != end.linear for linear in linears):
                     stack.enter_context(self._replaced(name, partial(self._end, end, value)))
             yield
@@ -196,34 +233,37 @@ class Stream:
 
     def batch(self, number: int) -> Batch:
         """Inputs of the layer."""
-        assert self._store is not None, "nobody has said what enters the layer"
-        return self._store[number]
+        assert self.store is not None, "nobody has said what enters the layer"
+        return self.store[number]
 
-    def complete(self) -> list[str]:
-        """Modules whose outputs for all of this process's batches are kept: their weights are not needed any more."""
+    def drop_complete(self) -> None:
+        """Drop the weights of modules whose outputs for all of this process's batches are kept: nothing needs them."""
         counts = Counter(name for kept in self._kept.values() for name in kept.outputs)
-        return [name for name, count in counts.items() if self._store is not None and count == len(self._store.own)]
-
-    def _next_ends(self, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
-        """The modules that end in one of these linears and have no other changing one, by that linear."""
-        return {
-            end.linear: module
-            for module, end in self._structure.ends.items()
-            if end.linear in linears and self._structure.modules[module].intersection(changing) == {end.linear}
-        }
+        for name, count in counts.items():
+            if self.store is not None and count == len(self.store.own):
+                self.block.get_submodule(name).to("meta")
 
     def _end(self, end: End, value: Value, device: torch.device) -> Any:
-        return end.output(self._block.get_submodule(end.linear)(value(device)))
+        return end.output(self.block.get_submodule(end.linear)(value(device)))
 
     @contextmanager
     def _replaced(self, name: str, output: Callable[[torch.device], Any]) -> Iterator[None]:
         """While open, a module returns this in place of what it would compute."""
-        attributes = vars(self._block.get_submodule(name))
-        attributes["forward"] = lambda *_, **__: output(self._device)  # in front of the class's own
+        attributes = vars(self.block.get_submodule(name))
+        attributes["forward"] = lambda *_, **__: output(self.device)  # in front of the class's own
         try:
             yield
         finally:
             del attributes["forward"]
+
+
+def _next_ends(structure: Structure, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
+    """The modules that end in one of these linears and have no other changing one, by that linear."""
+    return {
+        end.linear: module
+        for module, end in structure.ends.items()
+        if end.linear in linears and structure.modules[module].intersection(changing) == {end.linear}
+    }
 
 
 def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[], Tensor]) -> Structure:

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerChoices
+from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.output import Shard
-from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.kept import keep_codes
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import add_linears, shard_name, write_audited_shard
-from quantkit.compress.pipeline.state import RunState
+from quantkit.compress.pipeline.state import CompressionRun
 from quantkit.distributed import gather, is_writer, rank, world
 from quantkit.huggingface.experts import set_parameter
 from quantkit.machine.memory import peak_bytes, release_freed_memory
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.output.work_folder import WorkFolder
 from quantkit.results import CacheRecord, LayerRecord
 
 # What a worker holds beside the rest, in bytes of its tensor: the tensor, then codes as made and as read back, and the
@@ -48,40 +47,37 @@ class _Rounding(NamedTuple):
     file: Future[tuple[str, str, list[str]]]
 
 
-def round_layers(plan: Plan, state: RunState, work: WorkFolder, listener: Listener, threads: int) -> None:
+def round_layers(run: CompressionRun, threads: int) -> None:
     """Quantize, check, write and record all layers that are not done.
 
     Args:
-        plan: of a run without calibration data.
-        state: of the run; modified and saved.
-        work: of the run.
-        listener: told of each layer in order.
+        run: without calibration data; its state is modified and saved.
         threads: that may compute at once.
     """
-    todo = range(len(state.records), plan.skeleton.num_layers)
-    finished = _round_own(plan, todo[rank() :: world()], work, listener, threads)
+    todo = range(len(run.state.records), run.plan.skeleton.num_layers)
+    finished = _round_own(run, todo[rank() :: world()], threads)
     # In turns of all processes, each with a layer of its own, as long as there are layers.
     with closing(finished):
         for _ in range(0, len(todo), world()):
             for layer in gather(next(finished, None)):
                 if layer is not None and is_writer():
-                    state.add_layer(*layer)
-                    state.save(work.path)
-                    listener.layer_finished(layer[0])
+                    run.state.add_layer(*layer)
+                    run.state.save(run.work.path)
+                    run.listener.layer_finished(layer[0])
 
 
 def _round_own(
-    plan: Plan, todo: Sequence[int], work: WorkFolder, listener: Listener, threads: int
+    run: CompressionRun, todo: Sequence[int], threads: int
 ) -> Generator[tuple[LayerRecord, str, str, list[str]]]:
     """Layers in order, each with its file, the file's SHA-256 and the names of the tensors in it."""
     started, pending = time.perf_counter(), deque[_Rounding]()
-    with ThreadPoolExecutor(_num_workers(plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
+    with ThreadPoolExecutor(_num_workers(run.plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
         try:
             for index in (*todo, None):
                 if index is not None:
-                    pending.append(_start(plan, index, work, workers, writer))
+                    pending.append(_start(run, index, workers, writer))
                 if len(pending) > 1 or (index is None and pending):
-                    layer = _finish(plan, pending.popleft(), listener, started)
+                    layer = _finish(run, pending.popleft(), started)
                     started = time.perf_counter()
                     yield layer
         except BaseException:
@@ -98,10 +94,8 @@ def _num_workers(plan: Plan, threads: int) -> int:
     return max(1, min(threads, int((_CAPACITY_BYTES + 2 * largest) / (_COPIES * largest))))
 
 
-def _start(
-    plan: Plan, index: int, work: WorkFolder, workers: ThreadPoolExecutor, writer: ThreadPoolExecutor
-) -> _Rounding:
-    shard = Shard(plan.format)
+def _start(run: CompressionRun, index: int, workers: ThreadPoolExecutor, writer: ThreadPoolExecutor) -> _Rounding:
+    plan, shard = run.plan, Shard(run.plan.format)
     linears = [workers.submit(_round, plan, index, group, shard) for group in _parts(plan, index)]
 
     @torch.inference_mode()
@@ -109,7 +103,7 @@ def _start(
         for linear in linears:
             linear.result()
         shard.tensors |= dict(_others(plan, index))
-        return write_audited_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, work.checkpoint)
+        return write_audited_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, run.work.checkpoint)
 
     return _Rounding(index, linears, writer.submit(write))
 
@@ -153,7 +147,7 @@ def round_linears(
     weights = {name: read(f"{owner}.{name}.weight").to(plan.skeleton.device) for name in group.linears}
     layer = LayerContext(
         name=owner,
-        block=_block(weights),
+        stream=Stream(_block(weights)),
         sets=(group,),
         schemes=dict(schemes),
         scale_dtype={name: plan.scale_dtype(f"{owner}.{name}") for name in group.linears},
@@ -162,7 +156,7 @@ def round_linears(
     if keep:
         keep_codes(plan.recipe, plan.reader, layer)
     layer.finish()
-    layer.block = nn.Module()  # the weights, which nothing needs any more
+    layer.stream.block = nn.Module()  # the weights, which nothing needs any more
     del weights
     add_linears(plan, layer, shard)
     return layer.chosen
@@ -192,10 +186,9 @@ def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
             yield name, plan.skeleton.read_finite(name) if local in known else plan.reader.tensor(name)
 
 
-def _finish(
-    plan: Plan, layer: _Rounding, listener: Listener, started: float
-) -> tuple[LayerRecord, str, str, list[str]]:
+def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[LayerRecord, str, str, list[str]]:
     """Wait for a layer; what it came to."""
+    plan, listener = run.plan, run.listener
     name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
     listener.layer_started(layer.number, name)
     listener.phase("round")

@@ -5,7 +5,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
 from quantkit.compress.pipeline.loading import check_loads
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
-from quantkit.compress.pipeline.state import RunState
+from quantkit.compress.pipeline.state import CompressionRun, RunState
 from quantkit.compress.pipeline.towers import write_towers
 from quantkit.formats.base import unquantized_modules
 from quantkit.machine.memory import peak_bytes
@@ -29,23 +28,13 @@ from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 
 
 def finish_run(
-    plan: Plan,
-    state: RunState,
-    folder: Path,
-    *,
-    samples: Samples | None,
-    resumed: int,
-    warnings: tuple[str, ...],
-    started: float,
+    run: CompressionRun, samples: Samples | None, warnings: tuple[str, ...], started: float
 ) -> CompressionResult:
     """Write what is not a decoder layer, check everything, and say what was done.
 
     Args:
-        plan: of the run.
-        state: with all layers done; the last shard is added to it.
-        folder: of the checkpoint.
+        run: with all layers done; the last shard is added to its state.
         samples: that the layers were calibrated on.
-        resumed: layers that an earlier run had done.
         warnings: of the plan and the data.
         started: when the run was, by `time.perf_counter`.
     Raises:
@@ -54,18 +43,18 @@ def finish_run(
         GateFailure: transformers would load something else than was written.
     """
     finishing = time.perf_counter()
+    plan, state, folder = run.plan, run.state, run.work.checkpoint
     tower = write_towers(plan, state, folder)
     size = _write_rest(plan, state, folder, tower.linears if tower else ())
     plan.reader.check_unchanged()
     warnings = (*warnings, *_check_loads(plan, folder))
     phases: dict[str, float] = {}
     # What resumed layers took belongs to the run before.
-    for name, taken in (item for record in state.records[resumed:] for item in record.seconds.items()):
+    for name, taken in (item for record in state.records[run.resumed :] for item in record.seconds.items()):
         phases[name] = phases.get(name, 0.0) + taken
     phases["prepare"] = finishing - started - sum(phases.values())
     phases["finish"] = time.perf_counter() - finishing
-    result = _describe(plan, state, resumed, warnings, size, phases, tower)
-    result = replace(result, calibration=samples.record if samples else None)
+    result = _describe(run, samples, warnings, size, phases, tower)
     _write_manifest(plan, state, folder, result)
     return result
 
@@ -114,14 +103,14 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
 
 
 def _describe(
-    plan: Plan,
-    state: RunState,
-    resumed: int,
+    run: CompressionRun,
+    samples: Samples | None,
     warnings: tuple[str, ...],
     size: int,
     seconds: Mapping[str, float],
     tower: TowerRecord | None,
 ) -> CompressionResult:
+    plan, state = run.plan, run.state
     inside = [linear for record in state.records for linear in record.linears]
     linears = [*inside, *(tower.linears if tower else ())]
     weights, decoder = (sum(math.prod(linear.shape) for linear in group) for group in (linears, inside))
@@ -142,7 +131,8 @@ def _describe(
         warnings=warnings,
         seconds={phase: round(value, 3) for phase, value in seconds.items()},
         peak_bytes=peak_bytes(),
-        resumed_layers=resumed,
+        resumed_layers=run.resumed,
+        calibration=samples.record if samples else None,
         quantized_share=round(decoder / (decoder + sum(others.values())), 4) if decoder else 0.0,
         unquantized=others,
         tower=tower,

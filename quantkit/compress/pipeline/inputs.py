@@ -204,7 +204,7 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
     layer.check_runs(first)
     forwards: list[Callable[[int, Batch], Batch]] = [layer.advance]
     if layer.data.original is not None:  # else those of the original are there already, or nobody asks for them
-        forwards.append(layer.original_advance)
+        forwards.append(layer.data.original.advance)
     for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)
     return [digest for store in stores for digest in store.digests]

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.compress.calibration.activations import check_saved
+from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, with_threads_of, write_state
+from quantkit.compress.pipeline.plan import Plan
 from quantkit.errors import ReportError, ResumeError
 from quantkit.output.staging import MANIFEST, Stage
 from quantkit.output.work_folder import WorkFolder
@@ -59,6 +61,25 @@ class RunState(Record):
     def save(self, folder: Path) -> None:
         """Write `progress.json` into the `.partial` folder, atomically."""
         write_state(folder / "progress.json", self.to_dict())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressionRun:
+    """One compression on its way to a directory.
+
+    Args:
+        plan: what is to be done.
+        state: what has been done.
+        work: where.
+        listener: told what happens.
+        resumed: layers that an earlier run had done.
+    """
+
+    plan: Plan
+    state: RunState
+    work: WorkFolder
+    listener: Listener
+    resumed: int
 
 
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:

@@ -15,9 +15,10 @@ from quantkit.compress.algorithms._autoround_block import Examples, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
 from quantkit.compress.algorithms.autoround import STEP, AutoRoundStep
 from quantkit.compress.calibration.activations import ActivationStore
-from quantkit.compress.calibration.layer import hidden_states
+from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.recipe.load import build
 from quantkit.errors import RecipeError
+from quantkit.huggingface.layer_call import hidden_states
 from quantkit.numerics.affine import Ranges, WeightGrid, search_parameters
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
@@ -37,7 +38,7 @@ def layer_of(make_layer):
 
     def fresh(family="llama", **arguments):
         layer = make_layer(family, **arguments)
-        layer.data.original, layer.data.original_store = copy.deepcopy(layer.block), layer.data.store
+        layer.data.original = Stream(copy.deepcopy(layer.block), layer.store, layer.stream.arguments)
         return layer
 
     return fresh
@@ -134,7 +135,7 @@ def test_gradients_handed_over_are_those_of_autograd(layer_of, batches):
     weights = {name: layer.weight(name).clone().requires_grad_() for name in names}
     for hidden, target in pairs:
         values = {f"{name}.weight": weight for name, weight in weights.items()}
-        arguments = tree_map_only(torch.Tensor, torch.Tensor.clone, layer.arguments(hidden))
+        arguments = tree_map_only(torch.Tensor, torch.Tensor.clone, layer.stream.arguments(hidden))
         output = hidden_states(functional_call(layer.block, values, (hidden,), arguments))
         (1024 * (output - target).square().sum() / target.square().sum()).backward()
     for name, weight in weights.items():
@@ -230,8 +231,8 @@ def test_floats_are_rounded_first_and_said(layer_of):
 
 def test_states_on_disk_give_the_same_codes(layer_of, tmp_path):
     layers = layer_of(), layer_of()
-    layers[1].data.store = ActivationStore(tmp_path / "a", "disk", iter(list(layers[0].data.store)))
-    layers[1].data.original_store = ActivationStore(tmp_path / "b", "disk", iter(list(layers[0].data.store)))
+    layers[1].stream.store = ActivationStore(tmp_path / "a", "disk", iter(list(layers[0].store)))
+    layers[1].data.original.store = ActivationStore(tmp_path / "b", "disk", iter(list(layers[0].store)))
     for layer in layers:
         with torch.inference_mode():
             STEP(**QUICK).apply(layer)

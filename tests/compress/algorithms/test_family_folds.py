@@ -10,7 +10,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.layer_data import LayerData
+from quantkit.compress.calibration.stream import Stream
 from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.families import find
 from tests.helpers import EVERY_FAMILY, make_model
@@ -37,13 +37,15 @@ def contexts(folder):
     for index in range(skeleton.num_layers):
         yield LayerContext(
             name=skeleton.layer_name(index),
-            block=skeleton.layer(index),
+            stream=Stream(
+                skeleton.layer(index),
+                ActivationStore(None, "ram", iter(())),
+                lambda hidden, index=index: skeleton.arguments(index, hidden),
+            ),
             sets=skeleton.linear_sets(index),
             schemes={},
             scale_dtype={},
             head_dim=skeleton.head_dim(index),
-            data=LayerData(store=ActivationStore(None, "ram", iter(()))),
-            arguments=lambda hidden, index=index: skeleton.arguments(index, hidden),
         )
 
 

@@ -14,6 +14,7 @@ from quantkit.compress.algorithms._gptq_loop import settle_columns
 from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.algorithms.gptq import STEP, GptqStep, corrected, correction
 from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.stream import Stream
 from quantkit.errors import ModelError
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters
 from quantkit.numerics.dtype import INT4
@@ -83,7 +84,7 @@ def test_a_column_without_a_root_is_found_in_the_last_panel_too(monkeypatch):
 def test_a_singular_hessian_raises_the_damping_and_says_so(make_layer):
     layer = make_layer()
     one = torch.randn(1, 1, 64)
-    layer.data.store = [one.expand(1, 8, 64).contiguous()]  # rank one: every token is the same
+    layer.stream.store = [one.expand(1, 8, 64).contiguous()]  # rank one: every token is the same
     with torch.inference_mode():
         GptqStep(damping=1e-12).apply(layer)
     assert any("damping raised to" in note for note in layer.chosen.notes)
@@ -114,7 +115,7 @@ def test_infinite_inputs_are_an_error(make_layer):
     with pytest.raises(ModelError, match="cannot be factorised"):
         cholesky_factor(torch.full((4, 4), torch.inf), torch.arange(4), 0.01)
     layer = make_layer()
-    layer.data.store = [torch.full((1, 4, 64), torch.nan)]
+    layer.stream.store = [torch.full((1, 4, 64), torch.nan)]
     with pytest.raises(ModelError, match="inputs are not finite"), torch.inference_mode():
         GptqStep().apply(layer)
 
@@ -207,9 +208,9 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
 def with_original(layer, noise):
     """The context of a layer whose inputs are not those of the original model any more."""
     generator = torch.Generator().manual_seed(5)
-    layer.data.original_store, layer.data.original = layer.data.store, copy.deepcopy(layer.block)
+    layer.data.original = Stream(copy.deepcopy(layer.block), layer.store, layer.stream.arguments)
     mix = noise * torch.randn(64, 64, generator=generator) / 8
-    layer.data.store = ActivationStore(None, "ram", (hidden + hidden @ mix for hidden in layer.data.original_store))
+    layer.stream.store = ActivationStore(None, "ram", (hidden + hidden @ mix for hidden in layer.data.original.store))
     return layer
 
 
@@ -217,12 +218,12 @@ def with_original(layer, noise):
 def test_upstream_errors_are_made_up_for(make_layer, options):
     def run(asymmetric_calibration):
         layer = with_original(make_layer(), noise=0.2)
-        targets = [layer.original_forward(hidden) for hidden in layer.data.original_store]
+        targets = [layer.data.original.forward(hidden) for hidden in layer.data.original.store]
         with torch.inference_mode():
             GptqStep(asymmetric_calibration=asymmetric_calibration, **options).apply(layer)
-        actual = [layer.forward(hidden) for hidden in layer.data.store]
+        actual = [layer.forward(hidden) for hidden in layer.store]
         # The residual stream carries the error on; the layer can only mend what it adds.
-        added = zip(actual, layer.data.store, targets, layer.data.original_store, strict=True)
+        added = zip(actual, layer.store, targets, layer.data.original.store, strict=True)
         return sum(((f - s) - (w - o)).square().sum().item() for f, s, w, o in added)
 
     assert run(1.0) < 0.8 * run(0.0)

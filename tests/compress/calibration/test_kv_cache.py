@@ -12,7 +12,7 @@ from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.cache_statistics import CacheStatistics
 from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, choose_scheme, noise
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.layer_data import LayerData
+from quantkit.compress.calibration.stream import Stream
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.kernels.reference.kv_codes import codes_of, decode_states
 from quantkit.numerics.kv_cache import (
@@ -135,12 +135,11 @@ def layer(hidden, **options) -> LayerContext:
     store = ActivationStore(None, "ram", iter([hidden[:1], hidden[1:]]))
     return LayerContext(
         name="model.layers.0",
-        block=Block(**options),
+        stream=Stream(Block(**options), store),
         sets=(),
         schemes={},
         scale_dtype={},
         head_dim=64,
-        data=LayerData(store=store),
     )
 
 

@@ -26,7 +26,7 @@ def test_observe_shows_each_linear_its_own_inputs(make_layer):
     assert seen["mlp.gate_proj"].num_tokens == seen["mlp.down_proj"].num_tokens == 4 * 2 * 24
     inputs = []
     layer.linear("mlp.down_proj").register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    for hidden in layer.data.store:
+    for hidden in layer.store:
         layer.forward(hidden)
     expected = torch.cat([x.reshape(-1, 96) for x in inputs]).abs().mean(0)
     torch.testing.assert_close(seen["mlp.down_proj"].mean, expected)
@@ -53,7 +53,7 @@ def test_capture_takes_whole_sequences_up_to_a_budget(make_layer):
 
 def test_commit_puts_decoded_values_into_the_layer(make_layer):
     layer = make_layer()
-    layer.data.store = None
+    layer.stream.store = None
     weight, scheme = layer.weight("mlp.up_proj").clone(), layer.schemes["mlp.up_proj"].weight
     tensor = round_to_nearest(weight, WeightGrid(scheme, torch.float32))
     layer.commit({"mlp.up_proj": tensor})
@@ -102,7 +102,7 @@ def test_scales_that_only_move_cost_nothing(make_layer):
 
 def held_out_of(layer):
     """Held-out tokens of a layer alone, and its weights as they are."""
-    stores = [ActivationStore(None, "ram", iter([layer.data.store[0]])) for _ in range(2)]
+    stores = [ActivationStore(None, "ram", iter([layer.store[0]])) for _ in range(2)]
     held_out = HeldOut(original=stores[0], quantized=stores[1], measure="held-out", num_tokens=10_000)
     return held_out, {name: layer.weight(name).clone() for name in layer.schemes}
 
@@ -124,12 +124,12 @@ def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
     scheme = ActivationScheme(dtype=INT8)
     layer = make_layer(dtype="int8", group_size=None, activation=scheme)
     layer.finish()
-    hidden = layer.data.store[0]
+    hidden = layer.store[0]
     actual = layer.forward(hidden)
     for name in layer.schemes:
         layer.linear(name).register_forward_pre_hook(lambda module, args: (fake_quantize_inputs(args[0], scheme),))
     with torch.no_grad():
-        by_hand = layer.block(hidden, **layer.arguments(hidden))
+        by_hand = layer.block(hidden, **layer.stream.arguments(hidden))
     assert torch.equal(actual, by_hand)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from quantkit.compress.algorithms.gptq import GptqStep
 from quantkit.compress.calibration import stream
 from quantkit.compress.calibration.activations import ActivationStore
-from quantkit.compress.calibration.stream import learn_structure
+from quantkit.compress.calibration.stream import Stream, learn_structure
 from quantkit.compress.pipeline.inputs import advance
 from quantkit.models.linear_sets import split_experts
 
@@ -20,14 +20,14 @@ STEP = GptqStep(true_sequential=True, asymmetric_calibration=1.0)
 
 def calibrated(layer, original, folder=None):
     """Codes and the states behind the layer, of both models, which are saved where there is a folder."""
-    batches, mode = list(layer.data.store), "disk" if folder else "ram"
-    layer.data.original = original.block
-    layer.data.store = ActivationStore(folder and folder / "own", "ram", iter(batches))
-    layer.data.original_store = ActivationStore(folder and folder / "original", mode, iter([2 * b for b in batches]))
+    batches, mode = list(layer.store), "disk" if folder else "ram"
+    layer.stream.store = ActivationStore(folder and folder / "own", "ram", iter(batches))
+    store = ActivationStore(folder and folder / "original", mode, iter([2 * b for b in batches]))
+    layer.data.original = Stream(original.block, store, original.stream.arguments)
     with torch.inference_mode():
         STEP.apply(layer)
-        stores = [layer.data.store, layer.data.original_store]
-        advance(stores, layer, layer.forward(layer.data.store[0][:1]))
+        stores = [layer.store, layer.data.original.store]
+        advance(stores, layer, layer.forward(layer.store[0][:1]))
     return [
         *(weight.codes for weight in layer.chosen.quantized.values()),
         *(batch for store in stores for batch in store),

@@ -14,6 +14,7 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms._smoothing import can_fold, fold
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.discovery.discover import _touches_weights, discover
 from quantkit.compress.discovery.fused_sets import Gates
 from quantkit.compress.discovery.survey import survey
@@ -62,12 +63,11 @@ def test_every_pair_that_was_found_holds(undescribed):
         sets = skeleton.linear_sets(index)
         layer = LayerContext(
             name=skeleton.layer_name(index),
-            block=skeleton.layer(index),
+            stream=Stream(skeleton.layer(index), arguments=partial(skeleton.arguments, index)),
             sets=sets,
             schemes={},
             scale_dtype={},
             head_dim=skeleton.head_dim(index),
-            arguments=partial(skeleton.arguments, index),
         )
         hidden = torch.randn(2, 16, skeleton.hidden_size, generator=generator)
         before = layer.forward(hidden)

@@ -76,11 +76,11 @@ def test_awq_smooths_what_was_found(tmp_path, text_file):
 
 
 def test_a_run_that_was_interrupted_resumes_bit_for_bit(tmp_path, text_file):
-    from quantkit.compress.pipeline import run as pipeline_run
+    from quantkit.compress.pipeline import layers as pipeline_layers
 
     model = make_undescribed(tmp_path / "model", "lfm2")
     run(model, "gptq-int4", tmp_path / "whole", text_file)
-    original, calls = pipeline_run.write_layer, []
+    original, calls = pipeline_layers.write_layer, []
 
     def stop(plan, index, layer, folder):
         calls.append(index)
@@ -89,7 +89,7 @@ def test_a_run_that_was_interrupted_resumes_bit_for_bit(tmp_path, text_file):
         return original(plan, index, layer, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_run, "write_layer", stop)
+        patch.setattr(pipeline_layers, "write_layer", stop)
         with pytest.raises(KeyboardInterrupt):
             run(model, "gptq-int4", tmp_path / "parts", text_file)
     assert run(model, "gptq-int4", tmp_path / "parts", text_file).resumed_layers == 1

@@ -16,7 +16,8 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms._gptq_jobs import fitting_rounds
 from quantkit.compress.calibration.expert_inputs import UNDER_CALIBRATED_TOKENS
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.pipeline import run as pipeline
+from quantkit.compress.calibration.stream import Stream
+from quantkit.compress.pipeline import layers as pipeline
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.huggingface.experts import rebuild_layer
 from quantkit.huggingface.skeleton import Skeleton
@@ -231,7 +232,7 @@ def test_statistics_of_experts_come_in_turns_when_they_are_many(mixtral):
     family = find(CheckpointReader(mixtral).config)
     skeleton = Skeleton(ModelReader(mixtral, family), family, torch.float32, torch.device("cpu"))
     block, sets = skeleton.layer(0), skeleton.linear_sets(0)
-    layer = LayerContext(name="x", block=block, sets=sets, schemes={}, scale_dtype={}, head_dim=16)
+    layer = LayerContext(name="x", stream=Stream(block), sets=sets, schemes={}, scale_dtype={}, head_dim=16)
     pending = [(group, group.linears) for group in sets]
     assert list(fitting_rounds(layer, pending, one_by_one=False)) == [pending]  # narrow experts: everything fits
     rounds = list(fitting_rounds(layer, pending, one_by_one=True))

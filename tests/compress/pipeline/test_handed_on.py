@@ -9,9 +9,9 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.discovery.discover import discover
-from quantkit.compress.pipeline import run as pipeline_run
+from quantkit.compress.pipeline import layers
 from quantkit.huggingface.layer_inputs import compute_with
 from quantkit.huggingface.skeleton import Skeleton
 from tests.compress.pipeline.test_quantize import IDS, run
@@ -204,7 +204,7 @@ def test_an_interrupted_run_goes_on_with_what_was_handed_on(tmp_path, text_file)
     """States of both models, with keys and values that later layers use again, from disk."""
     model, stopped = make_handed_on(tmp_path / "model", "gemma4_text"), []
     run(model, "gptq-int4", tmp_path / "whole", text_file, activations="disk")
-    original = pipeline_run.write_layer
+    original = layers.write_layer
 
     def stop(plan, index, layer, folder):
         if index == 3 and not stopped:
@@ -213,7 +213,7 @@ def test_an_interrupted_run_goes_on_with_what_was_handed_on(tmp_path, text_file)
         return original(plan, index, layer, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_run, "write_layer", stop)
+        patch.setattr(layers, "write_layer", stop)
         with pytest.raises(KeyboardInterrupt):
             run(model, "gptq-int4", tmp_path / "parts", text_file)
     assert run(model, "gptq-int4", tmp_path / "parts", text_file).resumed_layers == 3
@@ -228,8 +228,19 @@ def test_autoround_aims_at_all_streams_wherever_they_are_kept(tmp_path, text_fil
     few = {"num_kv_shared_layers": 0, "layer_types": _FOUR[:2], "head_dim": 16, "sliding_window": 32, "laurel_rank": 32}
     few |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 260, "altup_num_inputs": 2}
     model = make_model(tmp_path / "model", "gemma3n_text", **few)
-    computed, original = [], LayerContext.original_forward
-    monkeypatch.setattr(LayerContext, "original_forward", lambda *call: computed.append(call) or original(*call))
+    own, computed, forward, context = [], [], Stream.forward, layers._layer_context
+
+    def built(*given):
+        layer = context(*given)
+        own.append(layer.stream)
+        return layer
+
+    def counted(stream, *given, **extra):
+        computed.extend([] if stream in own else given)
+        return forward(stream, *given, **extra)
+
+    monkeypatch.setattr(layers, "_layer_context", built)
+    monkeypatch.setattr(Stream, "forward", counted)
     for mode in ("ram", "disk"):
         changes = {"steps.autoround.iterations": 24}
         run(model, "autoround-int4", tmp_path / mode, text_file, activations=mode, overrides=changes)

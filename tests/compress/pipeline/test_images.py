@@ -10,13 +10,12 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from quantkit.compress.calibration import images
-from quantkit.compress.calibration.layer import hidden_states
-from quantkit.compress.pipeline import run as pipeline_run
+from quantkit.compress.pipeline import layers
 from quantkit.compress.pipeline.inputs import embed, read_samples
 from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.recipe import load
 from quantkit.errors import InputError, ModelError
-from quantkit.huggingface.layer_call import LayerCall
+from quantkit.huggingface.layer_call import LayerCall, hidden_states
 from quantkit.huggingface.layer_inputs import compute_with
 from quantkit.results import CompressionResult
 from tests.compress.pipeline.test_quantize import run
@@ -91,11 +90,11 @@ def test_a_run_says_how_many_samples_had_images(wrapper, tmp_path, text_file):
 def test_images_change_the_result_and_a_stopped_run_goes_on_with_them(
     wrapper, tmp_path, text_file, monkeypatch, recipe
 ):
-    folder, write = wrapper("llava"), pipeline_run.write_layer
+    folder, write = wrapper("llava"), layers.write_layer
     for name, number in (("whole", 12), ("fewer", 8)):
         changes = {**SMALL, "calibration.samples": number}
         run(folder, recipe, tmp_path / name, text_file, overrides=changes)
-    monkeypatch.setattr(pipeline_run, "write_layer", lambda *args: sys.exit(1) if args[1] else write(*args))
+    monkeypatch.setattr(layers, "write_layer", lambda *args: sys.exit(1) if args[1] else write(*args))
     with pytest.raises(SystemExit):
         run(folder, recipe, tmp_path / "again", text_file, overrides=SMALL)
     monkeypatch.undo()

@@ -12,7 +12,8 @@ import quantkit
 from quantkit import LLM
 from quantkit.compress.calibration.dataset import load_samples
 from quantkit.compress.pipeline import kv_cache as stage
-from quantkit.compress.pipeline import run as pipeline_run
+from quantkit.compress.pipeline import layers
+from quantkit.compress.pipeline import run as pipeline
 from quantkit.compress.recipe.load import build
 from quantkit.errors import AuditError, ModelError, SchemeError
 from quantkit.formats._kv_cache import CONFIG_KEY
@@ -132,9 +133,9 @@ def test_keys_are_observed_with_the_weights_as_they_are_written(tiny_llama, tmp_
     weights = {"weights": {"dtype": "int4", "group_size": 16}, "kv_cache": {"dtype": "fp8"}}
     sizes = {"data": str(text_file), "samples": 6, "sequence_length": 48}
     recipe = build({"name": "x", **weights, "calibration": sizes}, "x.yaml")
-    pipeline_run.quantize(str(tiny_llama), recipe, tmp_path / "codes")
+    pipeline.quantize(str(tiny_llama), recipe, tmp_path / "codes")
     plain = build({"name": "x", "weights": weights["weights"], "format": "dense"}, "x.yaml")
-    pipeline_run.quantize(str(tiny_llama), plain, tmp_path / "dense")
+    pipeline.quantize(str(tiny_llama), plain, tmp_path / "dense")
     expected = cached_by_transformers(tmp_path / "dense", text_file)
     tensors = load_tensors(tmp_path / "codes")
     actual = torch.stack([tensors[f"model.layers.{index}.self_attn.k_scale"][0] for index in (0, 1)])
@@ -146,17 +147,17 @@ def test_keys_are_observed_with_the_weights_as_they_are_written(tiny_llama, tmp_
 def test_a_killed_run_goes_on_bit_for_bit(tiny_llama, tmp_path, text_file, monkeypatch):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     quantize(tiny_llama, undisturbed, text_file, granularity="head")
-    original = pipeline_run.choose_cache
+    original = layers.choose_cache
 
     def dies(goal, architecture, layer):
         if layer.name.endswith(".1"):
             raise KeyboardInterrupt
         return original(goal, architecture, layer)
 
-    monkeypatch.setattr(pipeline_run, "choose_cache", dies)
+    monkeypatch.setattr(layers, "choose_cache", dies)
     with pytest.raises(KeyboardInterrupt):
         quantize(tiny_llama, killed, text_file, granularity="head")
-    monkeypatch.setattr(pipeline_run, "choose_cache", original)
+    monkeypatch.setattr(layers, "choose_cache", original)
     assert quantize(tiny_llama, killed, text_file, granularity="head").resumed_layers == 1
     for path in undisturbed.iterdir():
         if path.name != "quantkit-run.json":
@@ -213,7 +214,7 @@ def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
         "fp8": {"remedy": "fp8"},
     }.items():
         recipe = cache_recipe(dtype="int4", granularity="token", **section)
-        result = pipeline_run.quantize(str(planted), recipe, tmp_path / name)
+        result = pipeline.quantize(str(planted), recipe, tmp_path / name)
         llm = LLM(tmp_path / name, dtype="float32", threads=1)
         actual[name] = perplexity(llm)
         kept = [layout.scheme.key.describe() for layout in llm.engine.runner.cache.layouts]

@@ -220,16 +220,16 @@ def test_sixteen_bit_norms_are_calibrated_as_they_are_written(tmp_path, text_fil
     """float16 is computed in float32 here; folded norms must already carry their final rounding."""
     model = make_model(tmp_path / "model", dtype=torch.float16)
     seen = {}
-    from quantkit.compress.pipeline import run as pipeline_run
+    from quantkit.compress.pipeline import layers as pipeline_layers
 
-    original = pipeline_run.write_layer
+    original = pipeline_layers.write_layer
 
     def spy(plan, index, layer, folder):
         seen.update({f"{layer.name}.{n}": p.clone() for n, p in layer.block.named_parameters() if "norm" in n})
         return original(plan, index, layer, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_run, "write_layer", spy)
+        patch.setattr(pipeline_layers, "write_layer", spy)
         run(model, "awq-int4", tmp_path / "out", text_file)
     tensors = load_tensors(tmp_path / "out")
     assert len(seen) == 4

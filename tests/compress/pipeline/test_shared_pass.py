@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.compress.calibration import layer as calibration_layer
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.pipeline import run as pipeline
-from quantkit.compress.pipeline.shared_pass import quantize_together
+from quantkit.compress.pipeline import layers as pipeline
+from quantkit.compress.pipeline.run import quantize_together
 from quantkit.compress.recipe.load import build
 from quantkit.errors import ResourceError
 from tests.compress.pipeline.killer import KillAfterFirst, Killed
@@ -55,7 +56,7 @@ def counted(monkeypatch, name):
 # GPTQ's are gathered once a layer. AWQ's depend on the size of groups, and what it leaves to GPTQ differs.
 @pytest.mark.parametrize(("steps", "gathered"), [(("gptq",), 2), (("awq", "gptq"), 10)])
 def test_made_together_as_alone(tiny_llama, recipes, tmp_path, steps, gathered, monkeypatch):
-    calls, made = counted(monkeypatch, "observe"), recipes(*steps)
+    calls, made = counted(monkeypatch, "_show"), recipes(*steps)
     together(tiny_llama, made, tmp_path / "together")
     assert len(calls) == gathered
     for name, recipe in made.items():
@@ -71,7 +72,9 @@ def test_set_after_set_trials_keep_their_runs_apart(tiny_llama, recipes, tmp_pat
 
 
 def test_experts_are_counted_once(recipes, tmp_path, monkeypatch):
-    model, calls, made = make_model(tmp_path / "moe", "qwen3_moe"), counted(monkeypatch, "count_tokens"), recipes("rtn")
+    model, made, calls = make_model(tmp_path / "moe", "qwen3_moe"), recipes("rtn"), []
+    count = calibration_layer.count_tokens
+    monkeypatch.setattr(calibration_layer, "count_tokens", lambda *given: calls.append(1) or count(*given))
     together(model, made, tmp_path / "together")
     assert len(calls) == 2
     quantkit.quantize(model, made["four"], tmp_path / "four", device="cpu")
