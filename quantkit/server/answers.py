@@ -158,11 +158,6 @@ class TextLogprobs:
         return self._part(ids, [None, *values], [None, *tops])
 
 
-def join_logprobs(parts: Sequence[Json]) -> Json:
-    """Log-probabilities of several parts as one."""
-    return {key: [item for part in parts for item in part[key]] for key in parts[0]}
-
-
 def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> Json:
     """Log-probabilities of an answer's tokens in a conversation."""
 
@@ -185,15 +180,12 @@ class Shape(Protocol):
 
     def first(self) -> list[Json]:
         """Choices that stand in front of the first token's."""
-        ...
 
     def part(self, index: int, output: StepOutput) -> Json | None:
         """The choice of a prompt that a step added to; None where there is nothing to show."""
-        ...
 
     def whole(self, index: int, completion: Completion) -> Json:
         """The choice of a prompt that has ended."""
-        ...
 
 
 class TextShape:
@@ -235,7 +227,8 @@ class TextShape:
             parts.append(source.of_new(completion.logprobs or ()))
         text = completion.text if self._ask.max_tokens != 0 else ""
         before = self._prompts[index][0] if self._ask.echo else ""
-        return _text(index, before + text, join_logprobs(parts) if parts else None, completion.finish_reason)
+        logprobs = {key: [item for part in parts for item in part[key]] for key in parts[0]} if parts else None
+        return _text(index, before + text, logprobs, completion.finish_reason)
 
 
 class ChatShape:

@@ -2,10 +2,10 @@
 
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.server import answers
 from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
-from quantkit.server.bridge import Bridge, Busy, Mailbox
-from quantkit.server.door import Asked, Bodies, Doorkeeper, Run, TooLarge
+from quantkit.server.bridge import Bridge, Mailbox
+from quantkit.server.door import Asked, Bodies, Doorkeeper, Run
 from quantkit.server.metrics import Metrics
 from quantkit.server.schemas import (
     ChatRequest,
@@ -29,28 +29,35 @@ from quantkit.server.schemas import (
     Message,
     Refused,
     Sampling,
+    Schema,
     StreamOptions,
     TokenizeRequest,
     openapi_document,
 )
 from quantkit.server.streams import EventStream, whole_answer
 
-_NOT_READY_SECONDS = 1
 # Tokenizing so many characters takes about a millisecond; more is done beside the event loop.
 _SHORT_TEXT = 4096
 # Tokens that `/tokenize` and `/detokenize` take at least, also where the model's context is shorter.
 _SHOWN_TOKENS = 1 << 16
 
 
-class _UnknownModel(RequestError):
-    """Another model than the served one."""
+_ROUTES: dict[str, tuple[str, type[Schema] | None]] = {
+    "/health": ("health", None),
+    "/ready": ("ready", None),
+    "/metrics": ("show_metrics", None),
+    "/openapi.json": ("openapi", None),
+    "/v1/models": ("models", None),
+    "/v1/models/{name:path}": ("model", None),
+    "/v1/completions": ("complete", CompletionRequest),
+    "/v1/chat/completions": ("chat", ChatRequest),
+    "/tokenize": ("tokenize", TokenizeRequest),
+    "/detokenize": ("detokenize", DetokenizeRequest),
+}
+"""By path: the method of `Server` that answers, and the body that it takes with POST; None = it is for GET."""
 
 
-class _NotReady(QuantkitError):
-    """The model is being loaded, or the server ends."""
-
-
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Server:
     """State that the routes share. *Mutable*.
 
@@ -76,47 +83,30 @@ class Server:
     is_ending: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     bodies: Bodies = field(default_factory=Bodies)
-    _vocabulary: Vocabulary | None = None
-    _metrics: Metrics | None = None
 
-    @property
+    @cached_property
     def metrics(self) -> Metrics:
         """Counters since the start."""
-        if self._metrics is None:
-            self._metrics = Metrics(self.bridge)
-        return self._metrics
+        return Metrics(self.bridge)
 
-    @property
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         """Tokens as texts.
 
         Raises:
             RequestError: the model has no tokenizer.
         """
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self.bridge.llm.need_tokenizer())
-        return self._vocabulary
+        return Vocabulary(self.bridge.llm.need_tokenizer())
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-        routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
-            "/health": ("GET", self.health),
-            "/ready": ("GET", self.ready),
-            "/metrics": ("GET", self.show_metrics),
-            "/openapi.json": ("GET", self.openapi),
-            "/v1/models": ("GET", self.models),
-            "/v1/models/{name:path}": ("GET", self.model),
-            "/v1/completions": ("POST", self.complete),
-            "/v1/chat/completions": ("POST", self.chat),
-            "/tokenize": ("POST", self.tokenize),
-            "/detokenize": ("POST", self.detokenize),
-        }
+        routes = [
+            Route(path, getattr(self, name), methods=["GET" if kind is None else "POST"])
+            for path, (name, kind) in _ROUTES.items()
+        ]
         handlers = dict.fromkeys((QuantkitError, HTTPException, ClientDisconnect, Exception), self._refuse)
-        app = Starlette(
-            routes=[Route(path, route, methods=[method]) for path, (method, route) in routes.items()],
-            exception_handlers=handlers,  # type: ignore[arg-type]
-        )
-        door = Doorkeeper(app, key=self.key, log=self.log, origins=self.origins, hosts=self.hosts)
+        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+        door = Doorkeeper(app=app, key=self.key, log=self.log, origins=self.origins, hosts=self.hosts)
         if not self.origins:
             return door
         # Before the key: browsers ask without one whether they may, and a page should see why it was refused.
@@ -144,7 +134,8 @@ class Server:
 
     async def openapi(self, _request: Request) -> Response:
         """Return the OpenAPI description."""
-        return JSONResponse(openapi_document())
+        texts = {name: str(getattr(self, name).__doc__).partition(".")[0] for name, _ in _ROUTES.values()}
+        return JSONResponse(openapi_document({path: (texts[name], kind) for path, (name, kind) in _ROUTES.items()}))
 
     async def models(self, _request: Request) -> Response:
         """The one model, in a list."""
@@ -162,7 +153,7 @@ class Server:
         about = {"created": self.created, "owned_by": "quantkit", "max_model_len": length}
         return {"id": self.name, "object": "model", **about}
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response | EventStream:
         """Continue texts."""
         async with self._opened(request, CompletionRequest) as (ask, run):
             if ask.stream and ask.echo and ask.logprobs is not None:
@@ -176,7 +167,7 @@ class Server:
         num_prompt = sum(len(ids) for ids in prompts)
         return await self._answer(request, ask, mailbox, shape, num_prompt, hidden=ask.max_tokens == 0)
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response | EventStream:
         """Answer a conversation."""
         async with self._opened(request, ChatRequest) as (ask, run):
             params = ask.chat_params()
@@ -223,11 +214,11 @@ class Server:
                 raise Refused(f"tokens holds {len(ask.tokens)} tokens; this server takes {most} at most", "tokens")
             if wrong := [token for token in ask.tokens if not 0 <= token < size]:
                 raise Refused(f"tokens holds {wrong[0]}; the model knows 0 to {size - 1}", "tokens")
-            return JSONResponse({"prompt": await run(partial(self._plain, ask.tokens))})
+            return JSONResponse({"prompt": await run(partial(self.vocabulary.text, ask.tokens))})
 
     async def _answer(
         self, request: Request, ask: Sampling, mailbox: Mailbox, shape: Shape, num_prompt: int, *, hidden: bool = False
-    ) -> Response:
+    ) -> Response | EventStream:
         if ask.stream:
             options = ask.stream_options or StreamOptions()
             return EventStream(self.bridge, mailbox, shape, self.metrics.ended, options, num_prompt, hidden=hidden)
@@ -238,7 +229,7 @@ class Server:
         """Yield the checked request, see `Bodies.opened`.
 
         Raises:
-            QuantkitError: it is not what it should be, or names another model, or none is ready.
+            RequestError: it is not what it should be, or names another model, or none is ready.
         """
         self._check_ready()
         most_ids = self.bridge.most_open * self.bridge.engine.capacity
@@ -248,13 +239,12 @@ class Server:
 
     def _check_name(self, model: str | None) -> None:
         if model not in (None, self.name):
-            raise _UnknownModel(f"model {model[:100]!r} is not served here; {self.name!r} is")
+            raise Refused(f"model {model[:100]!r} is not served here; {self.name!r} is", "model", status=404)
 
     def _check_ready(self) -> None:
-        if self.is_ending:
-            raise _NotReady("the server is shutting down; ask another one")
-        if not self.bridge.is_ready:
-            raise _NotReady("the model is being loaded; try again later")
+        if self.is_ending or not self.bridge.is_ready:
+            why = "is shutting down; ask another one" if self.is_ending else "is loading the model; try again later"
+            raise Refused(f"the server {why}", status=503, retry_after=1)
 
     async def _encoded(self, prompts: list[str | list[int]], run: Run) -> list[list[int]]:
         """Tokens of prompts; of long ones beside the event loop, and never of more than would be served."""
@@ -279,15 +269,12 @@ class Server:
         return capacity if self.max_prompt is None else min(capacity, self.max_prompt)
 
     def _shown(self, prompts: list[str | list[int]]) -> list[str]:
-        return [prompt if isinstance(prompt, str) else self._plain(prompt) for prompt in prompts]
+        return [prompt if isinstance(prompt, str) else self.vocabulary.text(prompt) for prompt in prompts]
 
     def _bounded(self, ids: list[int]) -> list[int]:
         if self.max_prompt is not None and len(ids) > self.max_prompt:
             raise Refused(f"the prompt has {len(ids)} tokens; this server takes {self.max_prompt} at most", "prompt")
         return ids
-
-    def _plain(self, ids: list[int]) -> str:
-        return self.vocabulary.text(ids)
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:
         """A refusal or a failure in OpenAI's shape."""
@@ -304,16 +291,12 @@ def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, ans
     text = str(problem).replace(hidden, shown)
     if isinstance(problem, HTTPException):
         return problem.status_code, answers.error(problem.detail), dict(problem.headers or {})
-    if isinstance(problem, Busy):
-        return 429, answers.error(text, kind="rate_limit_error"), {"Retry-After": str(problem.retry_s)}
-    if isinstance(problem, _NotReady):
-        return 503, answers.error(text, kind="server_error"), {"Retry-After": str(_NOT_READY_SECONDS)}
-    if isinstance(problem, TooLarge):
-        return 413, answers.error(text), {"Connection": "close"}
-    if isinstance(problem, _UnknownModel):
-        return 404, answers.error(text, field="model", code="model_not_found"), {}
+    if isinstance(problem, Refused):
+        kind = {429: "rate_limit_error", 503: "server_error"}.get(problem.status, "invalid_request_error")
+        code = "model_not_found" if problem.status == 404 else None
+        return problem.status, answers.error(text, kind=kind, field=problem.field, code=code), problem.headers
     if isinstance(problem, RequestError):
-        return 400, answers.error(text, field=getattr(problem, "field", None)), {}
+        return 400, answers.error(text), {}
     if isinstance(problem, ClientDisconnect):
         return 499, {}, {}
     return 500, answers.error("the server failed on this request; its log says why", kind="server_error"), {}

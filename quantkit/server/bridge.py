@@ -1,8 +1,8 @@
 """Between the asyncio side, which talks to clients, and the one thread that loads the model and computes its steps.
 
-What the asyncio side wants (requests, cancellations) goes through one list under a lock; what a step brought goes back
-in one call of the event loop, however many requests it has news of. News that nobody reads yet wait in a mailbox, which
-holds at most the request's own tokens: a client that reads slowly keeps nothing from the others.
+What the asyncio side wants (requests, cancellations) goes through one queue; what a step brought goes back in one call
+of the event loop, however many requests it has news of. News that nobody reads yet wait in a mailbox, which holds at
+most the request's own tokens: a client that reads slowly keeps nothing from the others.
 """
 
 import asyncio
@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
-from quantkit.errors import QuantkitError, RequestError, first_line
+from quantkit.errors import RequestError, first_line
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams, StepOutput
+from quantkit.server.schemas import Refused
 
 # One failing step may be one bad batch; so many in a row are a device or a model that is lost.
 _LOST_AFTER = 3
@@ -25,19 +27,6 @@ _LONGEST_WAIT_S = 60
 _REMEMBERED_ENDS = 64
 
 News = tuple[int, StepOutput]
-
-
-class Busy(QuantkitError):
-    """Refusal: the queue of waiting requests is full.
-
-    Args:
-        text: one line.
-        retry_s: whole seconds after which there should be room.
-    """
-
-    def __init__(self, text: str, retry_s: int) -> None:
-        super().__init__(text)
-        self.retry_s = retry_s
 
 
 class ClientGone(Exception):
@@ -112,8 +101,7 @@ class Bridge:
         self._say = say
         self._engine: Engine | None = None
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # by number in the engine; the computing thread's
-        self._actions: list[Callable[[Engine], None]] = []
-        self._signal = threading.Condition()
+        self._actions = SimpleQueue[Callable[[Engine], object]]()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -144,9 +132,8 @@ class Bridge:
 
     def close(self) -> None:
         """End the thread after its step; requests that are still there are lost."""
-        with self._signal:
-            self._closing = True
-            self._signal.notify()
+        self._closing = True
+        self._actions.put(lambda engine: None)  # wakes the thread
         if self._thread.is_alive():
             self._thread.join()
 
@@ -156,15 +143,15 @@ class Bridge:
         Args:
             count: of prompts in one request.
         Raises:
-            RequestError: there are more than ever fit at once.
-            Busy: too many wait.
+            RequestError: there are more than ever fit at once, or too many wait.
         """
         if count > self.most_open:
             raise RequestError(f"prompt holds {count} prompts; this server takes {self.most_open} at once")
         if self.num_open + count > self.most_open:
             num_waiting = max(count, self.num_open - self.llm.config.max_sequences)
             retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
-            raise Busy(f"{self.num_open} requests are computed or wait, as many as may; try again later", retry_s)
+            text = f"{self.num_open} requests are computed or wait, as many as may; try again later"
+            raise Refused(text, status=429, retry_after=retry_s)
 
     def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Mailbox:
         """Queue prompts, all or none.
@@ -173,7 +160,6 @@ class Bridge:
             prompts: tokens, and how to continue them.
         Raises:
             RequestError: see `Engine.add` and `check_capacity`.
-            Busy: see `check_capacity`.
         """
         self.check_capacity(len(prompts))
         for ids, params in prompts:
@@ -186,7 +172,7 @@ class Bridge:
                 number = mailbox.numbers[index] = engine.add(ids, params, arrived_s)
                 self._mailboxes[number] = mailbox, index
 
-        self._post(add)
+        self._actions.put(add)
         return mailbox
 
     def cancel(self, mailbox: Mailbox) -> None:
@@ -201,12 +187,7 @@ class Bridge:
                 if self._mailboxes.pop(number, None):
                     engine.cancel(number)
 
-        self._post(cancel)
-
-    def _post(self, action: Callable[[Engine], None]) -> None:
-        with self._signal:
-            self._actions.append(action)
-            self._signal.notify()
+        self._actions.put(cancel)
 
     def _run(self) -> None:
         try:
@@ -220,12 +201,10 @@ class Bridge:
 
     def _turn(self, engine: Engine) -> None:
         """Do what was asked for, then one step; waits while there is neither."""
-        with self._signal:
-            while not (self._actions or engine.has_work or self._closing):
-                self._signal.wait()
-            actions, self._actions = self._actions, []
-        for action in actions:
-            action(engine)
+        if not engine.has_work:
+            self._actions.get()(engine)
+        while not self._actions.empty():
+            self._actions.get()(engine)
         try:
             outputs = engine.step()
             if any(output.token_ids for output in outputs):

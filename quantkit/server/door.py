@@ -11,6 +11,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,12 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantkit.errors import QuantkitError, RequestError
+from quantkit.errors import RequestError
 from quantkit.machine.memory import release_freed_memory
 from quantkit.safety.untrusted import parse_object
 from quantkit.server import answers
-from quantkit.server.bridge import Busy
-from quantkit.server.schemas import Schema, explain
+from quantkit.server.schemas import Refused, Schema, explain
 
 MAX_BODY_BYTES = 1 << 24
 BODY_SECONDS = 30.0
@@ -39,10 +39,6 @@ _MOST_TRIALS = 16
 
 Asked = TypeVar("Asked", bound=Schema)
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-class TooLarge(QuantkitError):
-    """A body beyond the limit."""
 
 
 class Bodies:
@@ -67,7 +63,7 @@ class Bodies:
             kind: what it should be.
             most_ids: tokens that requests of this server can have together.
         Raises:
-            QuantkitError: it is too large, too slow, or not what it should be.
+            RequestError: it is too large, too slow, or not what it should be.
         """
         try:
             body = await asyncio.wait_for(self._read(request), BODY_SECONDS)
@@ -90,10 +86,11 @@ class Bodies:
         """Try out a schema.
 
         Raises:
-            Busy: others wait for this already.
+            Refused: others wait for this already.
         """
         if self._num_trials >= _MOST_TRIALS:
-            raise Busy(f"{self._num_trials} schemas are being compiled; try again later", 1)
+            text = f"{self._num_trials} schemas are being compiled; try again later"
+            raise Refused(text, status=429, retry_after=1)
         self._num_trials += 1
         try:
             await asyncio.get_running_loop().run_in_executor(self._trials, trial)
@@ -115,9 +112,11 @@ class Bodies:
                 size += len(part)
                 self._num_bytes += len(part)
                 if size > MAX_BODY_BYTES:
-                    raise TooLarge(f"the body has more than {MAX_BODY_BYTES} bytes; send less in one request")
+                    text = f"the body has more than {MAX_BODY_BYTES} bytes; send less in one request"
+                    raise Refused(text, status=413, connection="close")
                 if size > _SMALL_BODY and self._num_bytes > _HELD_BYTES:
-                    raise Busy(f"bodies of more than {_HELD_BYTES >> 20} MiB are being read; try again later", 1)
+                    text = f"bodies of more than {_HELD_BYTES >> 20} MiB are being read; try again later"
+                    raise Refused(text, status=429, retry_after=1)
                 parts.append(part)
         except BaseException:
             self._num_bytes -= size
@@ -143,18 +142,14 @@ def _check_counts(body: bytes, most_values: int) -> None:
     limits = {b"[{": (_MOST_CONTAINERS, "lists and objects"), b":": (_MOST_ENTRIES, "entries of objects")}
     limits[b","] = (most_values, "values")
     # Marks inside texts count nothing, but where all together are few enough nobody has to tell them apart.
-    if all(sum(body.count(mark) for mark in _bytes(marks)) <= most for marks, (most, _) in limits.items()):
+    if all(sum(map(body.count, marks)) <= most for marks, (most, _) in limits.items()):
         return
     counts = dict.fromkeys(limits, 0)
     for chunk in _outside_texts(body):
         for marks, (most, what) in limits.items():
-            counts[marks] += sum(int(np.count_nonzero(chunk == mark[0])) for mark in _bytes(marks))
+            counts[marks] += sum(int(np.count_nonzero(chunk == mark)) for mark in marks)
             if counts[marks] > most:
                 raise RequestError(f"the body holds more than {most} {what}; send less in one request")
-
-
-def _bytes(marks: bytes) -> Iterator[bytes]:
-    return (marks[index : index + 1] for index in range(len(marks)))
 
 
 def _outside_texts(body: bytes) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
@@ -191,6 +186,7 @@ def _name_of(host: str) -> str:
     return (name if colon and "]" not in port else host.strip().lower()).rstrip(".")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Doorkeeper:
     """Lets in who may, and logs who came.
 
@@ -201,22 +197,17 @@ class Doorkeeper:
         key, log, origins, hosts: see `Server`.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        key: str | None,
-        log: Callable[[str], None] | None,
-        origins: tuple[str, ...],
-        hosts: frozenset[str] | None,
-    ) -> None:
-        self._app, self._key, self._log, self._origins, self._hosts = app, key, log, origins, hosts
+    app: ASGIApp
+    key: str | None
+    log: Callable[[str], None] | None
+    origins: tuple[str, ...]
+    hosts: frozenset[str] | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             return
-        log, began, status = self._log, time.perf_counter(), 0
+        log, began, status = self.log, time.perf_counter(), 0
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -234,46 +225,35 @@ class Doorkeeper:
                 log(f"{client} {scope['method']} {scope['path'][:200]!r} {status} {took:.3f} s")
 
     def _app_for(self, scope: Scope) -> ASGIApp:
+        """Return the application behind the door, or the response that says why a client is not let in."""
         names = [name for name, _ in scope["headers"]]
         if b"content-length" in names and b"transfer-encoding" in names:
-            return _ambiguous
+            text = "Content-Length and Transfer-Encoding are both given; send one of them"
+            return JSONResponse(answers.error(text), status_code=400, headers={"Connection": "close"})
         headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")}
         origin, host = headers.get(b"origin"), headers.get(b"host")
         # HTTP/1.0 may come without a host, and no browser speaks it.
-        if self._hosts is not None and host is not None and _name_of(host) not in self._hosts:
-            return _misdirected
+        if self.hosts is not None and host is not None and _name_of(host) not in self.hosts:
+            text = (
+                "this server is not known by the name in Host; ask it as localhost, or start it with --allow-host NAME"
+            )
+            return JSONResponse(answers.error(text, code="host_not_allowed"), status_code=403)
         # Browsers send what needs no preflight for any page, and say where the page is from.
-        own = {f"http://{host}", f"https://{host}", *self._origins}
+        own = {f"http://{host}", f"https://{host}", *self.origins}
         if origin and (names.count(b"origin") > 1 or not {origin, "*"} & own):
-            return _foreigner
-        return self._app if self._is_allowed(scope) else _stranger
+            text = "pages of this origin may not ask; start the server with --allow-origin ORIGIN"
+            return JSONResponse(answers.error(text, code="origin_not_allowed"), status_code=403)
+        if self._is_allowed(scope):
+            return self.app
+        text = "the API key is missing or wrong; send Authorization: Bearer KEY"
+        body = answers.error(text, code="invalid_api_key")
+        return JSONResponse(body, status_code=401, headers={"WWW-Authenticate": "Bearer"})
 
     def _is_allowed(self, scope: Scope) -> bool:
-        key = self._key
+        key = self.key
         if key is None or scope["path"] in _OPEN_PATHS:
             return True
         given: Any = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, word = given.partition(b" ")
         # In constant time: how long a comparison takes tells how much of a guess was right.
         return bool(hmac.compare_digest(word.strip(), key.encode())) and scheme.lower() == b"bearer"
-
-
-async def _foreigner(scope: Scope, receive: Receive, send: Send) -> None:
-    why = "pages of this origin may not ask; start the server with --allow-origin ORIGIN"
-    body = answers.error(why, code="origin_not_allowed")
-    await JSONResponse(body, status_code=403)(scope, receive, send)
-
-
-async def _stranger(scope: Scope, receive: Receive, send: Send) -> None:
-    body = answers.error("the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
-    await JSONResponse(body, status_code=401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
-
-
-async def _misdirected(scope: Scope, receive: Receive, send: Send) -> None:
-    why = "this server is not known by the name in Host; ask it as localhost, or start it with --allow-host NAME"
-    await JSONResponse(answers.error(why, code="host_not_allowed"), status_code=403)(scope, receive, send)
-
-
-async def _ambiguous(scope: Scope, receive: Receive, send: Send) -> None:
-    body = answers.error("Content-Length and Transfer-Encoding are both given; send one of them")
-    await JSONResponse(body, status_code=400, headers={"Connection": "close"})(scope, receive, send)

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,42 +27,27 @@ _FEWEST = 1024
 _LINE = 2048  # connections that the kernel keeps until they are accepted
 
 
-class Connections:
-    """The connections of a server that wait for a request, the one that waits longest first. *Mutable*.
-
-    Args:
-        most: connections; a new one beyond them takes the place of the one that waits longest.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.waiting: dict[Connection, None] = {}
-
-    def protocol(self, **arguments: Any) -> "Connection":
-        """Make one more connection; uvicorn's arguments."""
-        return Connection(self, **arguments)
-
-
 class Connection(H11Protocol):
     """A connection that does not wait for its client's headers for ever. *Mutable*.
 
     Args:
-        group: that it is one of.
+        most: connections of the server; a new one beyond them takes the place of the one that waits longest.
+        waiting: for a request, the one that waits longest first. *Mutable*, the same for all of them.
         arguments: of uvicorn's.
     """
 
-    def __init__(self, group: Connections, **arguments: Any) -> None:
+    def __init__(self, most: int, waiting: dict["Connection", None], **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._group = group
+        self._most, self._waiting = most, waiting
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Overrides asyncio."""
         super().connection_made(transport)
-        if len(self.connections) > self._group.most:
-            next(iter(self._group.waiting), self).drop()
+        if len(self.connections) > self._most:
+            next(iter(self._waiting), self).drop()
         if not transport.is_closing():
-            self._group.waiting[self] = None
+            self._waiting[self] = None
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.drop)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,7 +68,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
         # A request that came behind the last one has begun already.
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self._group.waiting[self] = None
+            self._waiting[self] = None
 
     def drop(self) -> None:
         """End it without an answer."""
@@ -91,7 +77,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _forget(self) -> None:
-        self._group.waiting.pop(self, None)
+        self._waiting.pop(self, None)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -163,7 +149,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=75,  # longer than load balancers keep theirs
             # On h11: uvicorn's other one, taken where it is installed, has no limit of headers.
-            http=Connections(most).protocol,  # type: ignore[arg-type]
+            http=partial(Connection, most, {}),  # type: ignore[arg-type]
             backlog=at_once,
             timeout_graceful_shutdown=drain_seconds,
             h11_max_incomplete_event_size=1 << 16,

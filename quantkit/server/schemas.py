@@ -6,7 +6,7 @@ Source: https://platform.openai.com/docs/api-reference
 """
 
 import json
-from functools import cache
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -58,16 +58,19 @@ Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Fie
 
 
 class Refused(RequestError):
-    """A request that is not served, and the field that is in the way.
+    """A request that is not served.
 
     Args:
         text: one line.
-        field: its name; None = the request as a whole.
+        field: name of the one that is in the way; None = the request as a whole.
+        status: of the answer.
+        headers: of the answer.
     """
 
-    def __init__(self, text: str, field: str | None = None) -> None:
+    def __init__(self, text: str, field: str | None = None, *, status: int = 400, **headers: object) -> None:
         super().__init__(text)
-        self.field = field
+        self.field, self.status = field, status
+        self.headers = {name.replace("_", "-"): str(value) for name, value in headers.items()}
 
 
 class Schema(BaseModel):
@@ -302,21 +305,6 @@ def explain(error: ValidationError) -> Refused:
 
 Json = dict[str, Any]
 
-_POSTS: dict[str, tuple[type[Schema], str]] = {
-    "/v1/completions": (CompletionRequest, "Continue texts"),
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation"),
-    "/tokenize": (TokenizeRequest, "Tokens of a text"),
-    "/detokenize": (DetokenizeRequest, "Text of tokens"),
-}
-_GETS = {
-    "/v1/models": "The served model",
-    "/v1/models/{model}": "The served model, by its name",
-    "/health": "Whether it computes",
-    "/ready": "Whether it takes requests",
-    "/openapi.json": "This description",
-}
-_REFUSALS = {"400": "refused", "401": "no key", "403": "a page of others", "404": "no such model"}
-_REFUSALS |= {"413": "too large", "429": "too many wait"}
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],
@@ -324,38 +312,27 @@ _ERROR: Json = {
 }
 
 
-@cache
-def openapi_document() -> Json:
-    """The document; served as JSON."""
-    kinds = [(schema, "validation") for schema, _ in _POSTS.values()]
+def openapi_document(routes: Mapping[str, tuple[str, type[Schema] | None]]) -> Json:
+    """The description of a server; served as JSON.
+
+    Args:
+        routes: by path what it does, and the body that it takes with POST; None = it is for GET.
+    """
+    kinds = [(kind, "validation") for _, kind in routes.values() if kind is not None]
     _, models = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    paths: Json = {path: {"get": {"summary": text, "responses": _responses({})}} for path, text in _GETS.items()}
-    paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": {"200": {"description": "text"}}}}
-    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{model}"]["get"]["parameters"] = [model]
-    for path, (schema, text) in _POSTS.items():
-        body = {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
-        streams = {"text/event-stream": {"schema": {"type": "object"}}} if path.startswith("/v1/") else {}
-        paths[path] = {
-            "post": {
-                "summary": text,
-                "requestBody": {"required": True, "content": {"application/json": body}},
-                "responses": _responses(streams),
-            }
-        }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "quantkit", "version": quantkit.__version__},
-        "paths": paths,
-        "components": {"schemas": models["$defs"]},
-    }
-
-
-def _responses(streams: Json) -> Json:
-    answer = {"application/json": {"schema": {"type": "object"}}, **streams}
-    failure = {"application/json": {"schema": _ERROR}}
-    refusals = {**_REFUSALS, "500": "a failure", "503": "not ready"}
-    return {
-        "200": {"description": "the answer", "content": answer},
-        **{status: {"description": text, "content": failure} for status, text in refusals.items()},
-    }
+    failure = {"description": "a refusal or a failure", "content": {"application/json": {"schema": _ERROR}}}
+    paths: Json = {}
+    for path, (text, kind) in routes.items():
+        forms: Json = {"text/plain" if path == "/metrics" else "application/json": {}}
+        if kind is not None and issubclass(kind, Sampling):
+            forms["text/event-stream"] = {}
+        responses = {"200": {"description": "the answer", "content": forms}, "default": failure}
+        operation: Json = {"summary": text, "responses": responses}
+        if "{name" in path:
+            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if kind is not None:
+            body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+            operation["requestBody"] = {"required": True, "content": body}
+        paths[path.replace(":path", "")] = {"get" if kind is None else "post": operation}
+    info = {"title": "quantkit", "version": quantkit.__version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": models["$defs"]}}

@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
+from dataclasses import dataclass
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -18,6 +17,12 @@ SEND_SECONDS = 60.0
 """That a client may take to read what was sent before the next part waits for it."""
 
 FAILED = error("the model failed on this request; the server's log says why", kind="server_error")
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # else nginx keeps parts until it has many
+]
 
 OnEnd = Callable[[Completion], None]
 
@@ -67,7 +72,8 @@ async def whole_answer(
     return JSONResponse(shape.head.around(choices, usage=usage(done.values(), 0 if hidden else None)))
 
 
-class EventStream(Response):
+@dataclass(frozen=True, slots=True)
+class EventStream:
     """Parts of an answer as they are computed, then `[DONE]`.
 
     Args:
@@ -79,96 +85,54 @@ class EventStream(Response):
         hidden: whether what was computed is not shown, since no token was asked for.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        bridge: Bridge,
-        mailbox: Mailbox,
-        shape: Shape,
-        on_end: OnEnd,
-        options: StreamOptions,
-        num_prompt: int,
-        *,
-        hidden: bool,
-    ) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # else nginx keeps parts until it has many
-        self._bridge, self._mailbox, self._shape = bridge, mailbox, shape
-        self._on_end, self._num_prompt, self._hidden = on_end, num_prompt, hidden
-        self._with_usage = options.include_usage
-        self._counts_parts = options.include_usage and options.continuous_usage_stats
+    bridge: Bridge
+    mailbox: Mailbox
+    shape: Shape
+    on_end: OnEnd
+    options: StreamOptions
+    num_prompt: int
+    hidden: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-        with contextlib.suppress(ClientGone):
-            async with _watched(receive, self._bridge, self._mailbox):
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                with _Patience() as patience:
+        """Send it, until the client goes away or does not read a part for long."""
+        with contextlib.suppress(ClientGone, TimeoutError):
+            async with _watched(receive, self.bridge, self.mailbox):
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                clock = asyncio.get_running_loop().time
+                async with asyncio.timeout(None) as patience:
                     async for body in self._events():
-                        patience.since = patience.clock()
+                        patience.reschedule(clock() + SEND_SECONDS)
                         await send({"type": "http.response.body", "body": body, "more_body": True})
-                        patience.since = math.inf
+                        patience.reschedule(None)
                 await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        shape, done = self._shape, list[Completion]()
+        shape, done, options = self.shape, list[Completion](), self.options
         num_new, frame = 0, self._frame(0)
         # With the first news: what comes before them would pass for a first token.
         body = b"".join(framed(frame, choice) for choice in shape.first())
-        while not self._mailbox.is_done:
-            for index, output in await self._mailbox.read():
+        while not self.mailbox.is_done:
+            for index, output in await self.mailbox.read():
                 if output.completion is not None:
                     done.append(output.completion)
-                    self._on_end(output.completion)
+                    self.on_end(output.completion)
                     if output.completion.finish_reason == "error":
                         body += event(FAILED)
                         continue
-                num_new += 0 if self._hidden else len(output.token_ids)
-                if self._counts_parts:
+                num_new += 0 if self.hidden else len(output.token_ids)
+                if options.include_usage and options.continuous_usage_stats:
                     frame = self._frame(num_new)
                 if (choice := shape.part(index, output)) is not None:
                     body += framed(frame, choice)
             if body:
                 yield body
                 body = b""
-        if self._with_usage:
-            yield event(shape.head.around([], usage=usage(done, 0 if self._hidden else None)))
+        if options.include_usage:
+            yield event(shape.head.around([], usage=usage(done, 0 if self.hidden else None)))
 
     def _frame(self, num_new: int) -> tuple[bytes, bytes]:
         """Around a choice, when so many tokens have come."""
-        if not self._with_usage:
-            return self._shape.head.frame()
-        return self._shape.head.frame(usage=counts(self._num_prompt, num_new) if self._counts_parts else None)
-
-
-class _Patience:
-    """While open, ends the task when it has been sending one part for long: its client does not read. *Mutable*.
-
-    One timer for a whole answer: one for each part would cost as much as the part.
-
-    Attributes:
-        since: when the part that is being sent was begun, by the loop's clock; infinite between parts.
-    """
-
-    def __init__(self) -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        self.since, self.clock = math.inf, loop.time
-        self._loop, self._task = loop, task
-
-    def __enter__(self) -> "_Patience":
-        self._check()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        due = min(self.since, self.clock()) + SEND_SECONDS
-        if due <= self.clock():
-            self._task.cancel()
-        else:
-            self._timer = self._loop.call_at(due, self._check)
+        head, options = self.shape.head, self.options
+        if not options.include_usage:
+            return head.frame()
+        return head.frame(usage=counts(self.num_prompt, num_new) if options.continuous_usage_stats else None)

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from quantkit.server.schemas import openapi_document
 from tests.server.conftest import serving
 
 FIELDS = {"prompt", "messages", "max_tokens", "temperature", "stop", "stream", "logprobs", "echo", "tools", "tokens"}
@@ -17,10 +16,9 @@ FIELDS = {"prompt", "messages", "max_tokens", "temperature", "stop", "stream", "
 def test_routes_are_described(served):
     status, document = served.ask("/openapi.json")
     assert status == 200
-    assert document == openapi_document()
     for path, methods in document["paths"].items():
         actual = (
-            served.ask(path.replace("{model}", "tiny"), {} if "post" in methods else None)[0]
+            served.ask(path.replace("{name}", "tiny"), {} if "post" in methods else None)[0]
             if path != "/metrics"
             else 200
         )
@@ -28,7 +26,7 @@ def test_routes_are_described(served):
 
 
 def test_fields_are_described(served):
-    schemas = openapi_document()["components"]["schemas"]
+    schemas = served.ask("/openapi.json")[1]["components"]["schemas"]
     assert set().union(*(schema["properties"] for schema in schemas.values())) >= FIELDS
 
 
