@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from quantkit.machine.devices import fast_cpu_dtype
 from quantkit.numerics.products import quick_products
 
 SIZE, TIMES = 4096, 5
@@ -30,8 +31,8 @@ def rate(dtype: torch.dtype) -> float:
 
 
 if __name__ == "__main__":
-    dtypes = [torch.float32] + [torch.bfloat16] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    rates = {str(dtype).removeprefix("torch."): rate(dtype) for dtype in dtypes}
+    dtypes = (torch.float32, fast_cpu_dtype())
+    rates = {str(dtype).removeprefix("torch."): rate(dtype) for dtype in dict.fromkeys(dtypes)}
     with quick_products(torch.device("cpu")):
         rates["float32"] = max(rates["float32"], rate(torch.float32))
     print(json.dumps({"rates": rates, "threads": torch.get_num_threads()}))

@@ -18,8 +18,9 @@ from timing import dtype_on, gemm_rate, measure, num_copies, open_results, parse
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes
+from quantkit.kernels.layouts import KVLayout, kv_scheme, page_bytes
 from quantkit.kernels.types import AttentionOptions, ForwardBatch
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.runtime.cache.kv_cache import KVCache
 
 
@@ -98,9 +99,8 @@ def fill(cache: KVCache) -> None:
 def paged(kind: str, case: Case, device: str) -> dict[str, Any]:
     """Time of attention, store included, over caches that rotate."""
     dtype = dtype_on(device)
-    layout = layer_layout(
-        num_heads=case.kv_heads, head_dim=case.dim, page_size=case.page, dtype=dtype, scheme=kv_scheme(kind)
-    )
+    sizes = {"num_heads": case.kv_heads, "head_dim": case.dim, "page_size": case.page}
+    layout = KVLayout(**sizes, dtype=dtype, cache=LayerCache(scheme=kv_scheme(kind)))
     step, num_pages = make_batch(case, device)
     size = page_bytes([layout]) * num_pages
     caches = [KVCache([layout], num_pages, case.batch, device) for _ in range(num_copies(size, device))]

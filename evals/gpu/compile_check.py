@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -34,9 +35,18 @@ from recorder import Launch, Recorder, modules, pretended
 from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_all, default_jobs, page
 from triton.runtime.jit import JITFunction
 
-from quantkit.kernels.gpu.expert_tiles import ExpertWeights
-from quantkit.kernels.gpu.packing import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight, Packing
-from quantkit.kernels.layouts import KVViews, kv_scheme, layer_layout
+from quantkit.kernels.gpu.packing import (
+    E2M1,
+    E4M3,
+    E4M3_BYTES,
+    EXPONENT_BYTES,
+    INTEGER,
+    NUMBERS,
+    PLAIN,
+    PackedWeight,
+    Packing,
+)
+from quantkit.kernels.layouts import KVLayout, KVViews, kv_scheme
 from quantkit.kernels.types import (
     ActivationQuantization,
     AttentionOptions,
@@ -45,7 +55,7 @@ from quantkit.kernels.types import (
     QuantizedActivations,
     States,
 )
-from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
+from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN, LayerCache
 from quantkit.numerics.scheme import KVScheme
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +87,7 @@ PACKED: dict[str, tuple[int, int, torch.dtype | None, dict[str, Any]]] = {
     "fp8 channel": (8, 0, torch.float32, {"kind": E4M3}),
     "fp8 channel unpacked": (8, 0, torch.float32, {"kind": E4M3, "unpacked": True}),
     "fp8 128x128": (8, 128, torch.float32, {"kind": E4M3}),
-    "nvfp4": (4, 16, torch.uint8, {"kind": E2M1, "scales": E4M3_BYTES, "outer": 3.0}),
+    "nvfp4": (4, 16, torch.uint8, {"kind": E2M1, "scales": E4M3_BYTES}),
     "nvfp4, joined": (4, 16, torch.float32, {"kind": E2M1}),
     "mxfp4": (4, 32, torch.uint8, {"kind": E2M1, "scales": EXPONENT_BYTES}),
     "mxfp8": (8, 32, torch.uint8, {"kind": E4M3, "scales": EXPONENT_BYTES}),
@@ -107,8 +117,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _packed(
-    bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, rows: int = 8192, outer: float = 1.0,
-    **variant: Any,
+    bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, rows: int = 8192, **variant: Any,
 ) -> PackedWeight:  # fmt: skip
     width = 4096
     groups = 1 if group == 0 else width // group
@@ -118,7 +127,7 @@ def _packed(
         zero=meta(groups, rows, dtype=torch.uint8) if zeros else None,
         shape=(rows, width),
         packing=Packing(bits=bits, span=min((group or 64) // 2, 32), group=group, has_zero=zeros, **variant),
-        outer=outer,
+        outer=3.0 if variant.get("scales") == E4M3_BYTES else 1.0,
     )
 
 
@@ -195,13 +204,13 @@ def launch_attention(recorder: Recorder, dtype: torch.dtype) -> None:
 
 
 def _launch_layer(
-    recorder: Recorder, label: str, scheme: KVScheme | None, dim: int, count: int, options: AttentionOptions,
+    recorder: Recorder, label: str, scheme: KVScheme, dim: int, count: int, options: AttentionOptions,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
     from quantkit.kernels.gpu import kv_store, paged_attention
 
-    layout = layer_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
+    layout = KVLayout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, cache=LayerCache(scheme=scheme))
     residual = meta(32, 8, layout.residual_tokens, dim, dtype=dtype) if layout.has_residual else None
     views = layout.views(meta(4096, layout.page_bytes, dtype=torch.uint8), residual)
     states = meta(count, 32, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype)
@@ -250,7 +259,7 @@ EXPERTS: tuple[tuple[str, int, int, bool, int, int], ...] = (
 
 def _experts_of(
     count: int, rows: int, width: int, kind: tuple[str, int, int, bool, int, int], dtype: torch.dtype
-) -> ExpertWeights:
+) -> PackedWeight:
     """Experts without memory."""
     _, bits, group, zeros, fields, scales = kind
     groups = 1 if group == 0 else width // group
@@ -259,8 +268,8 @@ def _experts_of(
     )
     if bits == 16:
         words = meta(count, rows, width, dtype=dtype)
-        return ExpertWeights(words=words, scale=None, zero=None, shape=(rows, width), packing=packing)
-    return ExpertWeights(
+        return PackedWeight(words=words, scale=None, zero=None, shape=(rows, width), packing=PLAIN)
+    return PackedWeight(
         words=meta(count, rows, width * bits // 32, dtype=torch.int32),
         scale=meta(count, groups, rows, dtype=torch.uint8 if scales else dtype),
         zero=meta(count, groups, rows, dtype=torch.uint8) if zeros else None,
@@ -273,6 +282,7 @@ def _experts_of(
 def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
     """Mixtures of experts: bits, groups, zeros, tokens; with and without a shared expert."""
     from quantkit.kernels.gpu import experts
+    from quantkit.kernels.reference.experts import route
 
     hidden, width = 2048, 1024
     for count, picks, activation in ((8, 2, "silu"), (128, 8, "gelu_pytorch_tanh")):
@@ -281,15 +291,14 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
                 _experts_of(count, 2 * width, hidden, kind, dtype),
                 _experts_of(count, hidden, width, kind, dtype),
                 activation=activation,
-                num_chosen=picks,
-                normalize=count == 8,
             )
+            choose = partial(route, num_chosen=picks, normalize=count == 8)
             # An expert has T k / E tokens on average.
             for tokens in (1, *(size * count // picks for size in (16, 32, 64, 128))) if count == 8 else (1, 256):
                 recorder.label = f"{picks} of {count} experts, {kind[0]}, {tokens} tokens"
                 x = meta(tokens, hidden, dtype=dtype)
                 shared, score = (x, meta(tokens, 1, dtype=dtype)) if count == 8 else (None, None)
-                stacked(x, meta(tokens, count, dtype=dtype), shared, score)
+                stacked(x, meta(tokens, count, dtype=dtype), shared, score, choose)
 
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:

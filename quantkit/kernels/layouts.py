@@ -14,9 +14,9 @@ INT4 packs channel i and channel i + D/2 into byte i, so that a score is two hal
 Source: Lin et al. 2024, QServe (scales in the page); Liu et al. 2024, KIVI (keys per channel, values per token).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch import Tensor
 from quantkit.errors import SchemeError, suggestion
 from quantkit.models.attention_shape import AttentionShape, StateShape
 from quantkit.models.cache import (
-    DEFAULT_PAGE_SIZE,
     KV_FORMS,
     KVForm,
     PageArray,
@@ -43,7 +42,6 @@ from quantkit.numerics.kv_cache import (
     KEY_SCHEMES,
     VALUE_SCHEMES,
     LayerCache,
-    Scales,
 )
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 
@@ -74,6 +72,16 @@ class PagedArray:
     scale: Tensor | None
     zero: Tensor | None
     fixed: Tensor | None
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """All that is stored: codes, then scales and zeros where the scheme has them."""
+        return [one for one in (self.codes, self.scale, self.zero) if one is not None]
+
+    def put(self, where: tuple[Any, ...], values: Sequence[Tensor | None]) -> None:
+        """Write codes, scale and zero (see `kv_codes.codes_of`) to one place of each array."""
+        for array, value in zip(self.stored, (one for one in values if one is not None), strict=True):
+            array[where] = value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +118,7 @@ class KVLayout:
         is_windowed: whether it sees the newest tokens only.
         cache: number types, the default keeps both in `dtype`; and scales of granularity "tensor" and "head".
     Raises:
-        SchemeError: a scheme that no kernel reads, INT4 with an odd number of channels, or scales that are not positive
-            numbers, one for all heads or one for each.
+        SchemeError: a scheme that no kernel reads, or INT4 with an odd number of channels.
     """
 
     num_heads: int
@@ -127,21 +134,11 @@ class KVLayout:
         if self.rope_dim and (self.has_residual or self.scheme.rotation != "none"):
             what = "rotated keys" if self.scheme.rotation != "none" else f"{self.scheme.key.describe()} keys"
             raise SchemeError(f"latent attention keeps no {what}, which are its values too; use bf16, fp8 or int8")
-        if self.page_size < 1:
-            raise SchemeError(f"a KV page of {self.page_size} tokens; use 16 or more, {DEFAULT_PAGE_SIZE} by default")
-        for what, scheme, known, scales in (
-            ("keys", self.scheme.key, KEY_SCHEMES, self.cache.key_scale),
-            ("values", self.scheme.value, VALUE_SCHEMES, self.cache.value_scale),
-        ):
+        sides = (("keys", self.scheme.key, KEY_SCHEMES), ("values", self.scheme.value, VALUE_SCHEMES))
+        for what, scheme, known in sides:
             if scheme.dtype is not None and scheme not in known:
                 names = ", ".join(other.describe() for other in known)
                 raise SchemeError(f"no KV cache keeps {what} as {scheme.describe()}; use {names}")
-            by_head = (scales,) if isinstance(scales, float) else scales
-            # NaN is not between any two numbers.
-            if len(by_head) not in (1, self.num_heads) or not all(0 < scale < math.inf for scale in by_head):
-                raise SchemeError(
-                    f"the fixed scales of {what} are {scales}; expected a positive number, or {self.num_heads} of them"
-                )
             if scheme.dtype is INT4 and self.head_dim % 2:
                 raise SchemeError(f"int4 {what} need an even number of channels, not {self.head_dim}; use int8")
 
@@ -200,24 +197,20 @@ class KVLayout:
         }
 
         def side(name: str) -> PagedArray:
-            scheme = getattr(self.scheme, name)
+            scheme, scales, fixed = getattr(self.scheme, name), getattr(self.cache, f"{name}_scale"), None
+            if scheme.is_fixed and scales != 1.0:  # else there is nothing to multiply with
+                fixed = torch.tensor(scales, dtype=torch.float32).reshape(-1).expand(self.num_heads)
             return PagedArray(
                 scheme=scheme,
                 codes=arrays[name],
                 scale=arrays.get(f"{name}_scale"),
                 zero=arrays.get(f"{name}_zero"),
-                fixed=self._fixed(scheme, getattr(self.cache, f"{name}_scale"), pool.device),
+                fixed=None if fixed is None else fixed.contiguous().to(pool.device),
             )
 
         key = side("key")
         value = key if self.rope_dim else side("value")
         return KVViews(layout=self, pool=pool, key=key, value=value, key_residual=residual)
-
-    def _fixed(self, scheme: CacheScheme, scales: Scales, device: torch.device) -> Tensor | None:
-        """(H,) float32; None where there is nothing to multiply with."""
-        if not scheme.is_fixed or scales == 1.0:
-            return None
-        return torch.tensor(scales, dtype=torch.float32).reshape(-1).expand(self.num_heads).contiguous().to(device)
 
     def _dtype_of(self, array: str) -> torch.dtype:
         if array not in ("key", "value"):
@@ -298,8 +291,8 @@ class EntryLayout:
 Layout = KVLayout | StateLayout | EntryLayout
 
 
-def kv_scheme(name: str) -> KVScheme | None:
-    """The scheme that users mean by a short name; None = not quantized.
+def kv_scheme(name: str) -> KVScheme:
+    """The scheme that users mean by a short name.
 
     Args:
         name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4.
@@ -309,39 +302,12 @@ def kv_scheme(name: str) -> KVScheme | None:
     names = (*_DTYPES, *_SCHEMES)
     if name not in names:
         raise SchemeError(f"unknown KV cache type {name!r}{suggestion(name, names)}; there are: {', '.join(names)}")
-    return _SCHEMES.get(name)
+    return _SCHEMES.get(name, _UNQUANTIZED.scheme)
 
 
 def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
     """The dtype in which `kv_scheme(name)` keeps what it does not quantize: the model's unless the name says one."""
     return _DTYPES.get(name) or default
-
-
-def layer_layout(
-    *,
-    num_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: torch.dtype,
-    scheme: KVScheme | None = None,
-    cache: LayerCache | None = None,
-    window: int | None = None,
-    rope_dim: int = 0,
-    sinks: bool = False,
-) -> KVLayout:
-    """Layout of one layer of a model, with the rule that sliding-window layers are never quantized.
-
-    A window layer reads few tokens, so there is little to save, and its errors are known to cost accuracy.
-
-    Args:
-        num_heads, head_dim, page_size, dtype, rope_dim, sinks: see `KVLayout`.
-        scheme: number types; None = not quantized.
-        cache: the same with scales, in place of `scheme`.
-        window: the layer's sliding window, if it has one.
-    """
-    kept = (cache or LayerCache(scheme=scheme or KVScheme())) if window is None else _UNQUANTIZED
-    sizes = {"num_heads": num_heads, "head_dim": head_dim, "page_size": page_size, "rope_dim": rope_dim}
-    return KVLayout(**sizes, dtype=dtype, cache=kept, sinks=sinks, is_windowed=window is not None)
 
 
 def page_bytes(layouts: Sequence[Layout]) -> int:

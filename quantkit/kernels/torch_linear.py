@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.kernels.reference.block import quantize_tokens
-from quantkit.kernels.types import Linear, LinearFacts, LinearSource, nbytes
+from quantkit.kernels.types import Linear, LinearSource, nbytes
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -97,7 +97,7 @@ def _can_int4(source: LinearSource) -> bool:
     return fits and source.device.type == "cpu" and rows % 64 == 0 and width % 32 == 0
 
 
-class _Int4Linear(LinearFacts):
+class _Int4Linear(Linear):
     """INT4 weights, bf16 inputs, by torch's `_weight_int4pack_mm`: value = (code - 8) * scale + zero.
 
     Scales and zeros are rounded to bf16, as that kernel wants them.
@@ -139,7 +139,7 @@ def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
     return source.device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
-class _QuantizedInputsLinear(LinearFacts):
+class _QuantizedInputsLinear(Linear):
     """A weight with one scale per output whose inputs are quantized with a scale per token, both to INT8 or FP8.
 
     INT8 is multiplied as integers: by cuBLAS on CUDA, on the CPU by oneDNN, or in float32 where that is not exact; FP8
@@ -152,36 +152,34 @@ class _QuantizedInputsLinear(LinearFacts):
         self._bias = source.bias_in(torch.float32 if is_int8 else torch.bfloat16)
         self._scale = weight.scale.float().reshape(-1).to(source.device)
         self._codes = weight.codes.to(source.device)
-        self._multiply = self._int8_on_cuda if is_int8 else self._fp8
-        if source.device.type == "cpu" and not _onednn_is_exact():
-            self._multiply = self._int8_in_float32
-        elif source.device.type == "cpu":
-            self._codes = torch.ops.onednn.qlinear_prepack(self._codes, None)
-            self._multiply = self._int8_on_cpu
+        self._multiply = self._int8_on_cuda
+        if source.device.type == "cpu":
+            self._multiply = self._int8_on_cpu if _onednn_is_exact() else self._int8_in_float32
+            if _onednn_is_exact():
+                self._codes = torch.ops.onednn.qlinear_prepack(self._codes, None)
+        self._is_int8 = is_int8
         super().__init__(weight.shape, nbytes(weight.codes, self._scale, source.bias), source.describe("torch"))
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) == 0:
             return x.new_empty(0, self.out_features)
-        return self._multiply(*quantize_tokens(x, self._activation)).to(x.dtype)
+        codes, scale = quantize_tokens(x, self._activation)
+        if not self._is_int8:
+            codes = codes.to(torch.float8_e4m3fn)
+            return scaled_mm(codes, scale, self._codes, self._scale, self._bias).to(x.dtype)
+        out = self._multiply(codes).mul_(scale)
+        return (out if self._bias is None else out.add_(self._bias)).to(x.dtype)
 
-    def _int8_on_cpu(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return self._finished(_onednn_product(codes, self._codes, self._scale), scale)
+    def _int8_on_cpu(self, codes: Tensor) -> Tensor:
+        return _onednn_product(codes, self._codes, self._scale)
 
-    def _int8_in_float32(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return self._finished(functional.linear(codes, self._codes.float()) * self._scale, scale)
+    def _int8_in_float32(self, codes: Tensor) -> Tensor:
+        return functional.linear(codes, self._codes.float()) * self._scale
 
-    def _int8_on_cuda(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _int8_on_cuda(self, codes: Tensor) -> Tensor:
         rows = len(codes)
         padded = functional.pad(codes.to(torch.int8), (0, 0, 0, int_mm_rows(rows) - rows))
-        return self._finished(torch._int_mm(padded, self._codes.t())[:rows].float() * self._scale, scale)
-
-    def _finished(self, out: Tensor, scale: Tensor) -> Tensor:
-        out = out.mul_(scale)
-        return out if self._bias is None else out.add_(self._bias)
-
-    def _fp8(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return scaled_mm(codes.to(torch.float8_e4m3fn), scale, self._codes, self._scale, self._bias)
+        return torch._int_mm(padded, self._codes.t())[:rows].float() * self._scale
 
 
 def _onednn_product(codes: Tensor, packed: Tensor, scale: Tensor) -> Tensor:

@@ -32,23 +32,18 @@ def send(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
     """
     if device.type == "cpu":
         return tuple(torch.from_numpy(array) for array in arrays)
-    host, starts = _pack(arrays, pinned=device.type == "cuda")
-    return _unpack(host.to(device, non_blocking=True), arrays, starts)
+    return _in_one_piece(device, arrays)
 
 
-def _pack(arrays: tuple[Array, ...], *, pinned: bool) -> tuple[Tensor, list[int]]:
-    """Bytes of all arrays in one piece of memory, and where each starts."""
+def _in_one_piece(device: torch.device, arrays: tuple[Array, ...]) -> tuple[Tensor, ...]:
     *starts, size = itertools.accumulate((aligned(array.nbytes) for array in arrays), initial=0)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    memory = host.numpy()
-    for start, array in zip(starts, arrays, strict=True):
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory, placed = host.numpy(), list(zip(starts, arrays, strict=True))
+    for start, array in placed:
         memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-    return host, starts
-
-
-def _unpack(there: Tensor, arrays: tuple[Array, ...], starts: list[int]) -> tuple[Tensor, ...]:
+    there = host.to(device, non_blocking=True)
     return tuple(
         # The dtype by way of an empty tensor: torch has no public table from numpy's names to its own.
         there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
+        for start, array in placed
     )

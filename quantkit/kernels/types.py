@@ -7,6 +7,7 @@ Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rot
 tokens of all of them together, P pages of the longest, R rows whose logits are wanted.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -147,18 +148,13 @@ def describe_linear(name: str, activation: ActivationScheme | None, kernel: str)
     return f"{name}{inputs} ({kernel})"
 
 
-class Linear(Protocol):
-    """A linear layer whose weight is laid out for one kernel; no autograd. Attributes: see `LinearFacts`.
+class Linear(LinearFacts, ABC):
+    """A linear layer whose weight is laid out for one kernel; no autograd.
 
     Where `activation_quantization` is set, it also takes `QuantizedActivations` that are quantized so.
     """
 
-    in_features: int
-    out_features: int
-    stored_bytes: int
-    description: str
-    activation_quantization: ActivationQuantization | None
-
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply.
 
@@ -167,10 +163,13 @@ class Linear(Protocol):
         Returns:
             (T, N) in the dtype of x.
         """
-        ...
+
+    def gated(self, x: Tensor, activation: str) -> Tensor | None:
+        """`ops.gated` of the outputs, in the launch of the product; None where that takes two."""
+        return None
 
 
-class WrappedLinear(LinearFacts):
+class WrappedLinear(Linear):
     """Base of a linear whose inputs are changed first, in a way that its kernel does not do by itself.
 
     Args:
@@ -216,7 +215,6 @@ class StackedExperts(Protocol):
     @property
     def linears(self) -> tuple[LinearFacts, ...]:
         """The stacked linears, two of each expert."""
-        ...
 
     def __call__(
         self,
@@ -224,20 +222,19 @@ class StackedExperts(Protocol):
         scores: Tensor,
         shared: Tensor | None,
         shared_score: Tensor | None,
-        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Compute the same as `reference.experts.route` and `run_each`.
+        """Compute the same as `reference.experts.run_each`.
 
         Args:
             x: (T, K); not modified.
             scores: (T, E) router logits.
             shared: (T, K) is added to the result; None = nothing is.
             shared_score: (T, 1), weighs `shared` through a sigmoid; None = it counts fully.
-            choose: in place of `route`: scores to weights (T, k) float32 and numbers (T, k) of the chosen.
+            choose: scores to weights (T, k) float32 and numbers (T, k) of the chosen, as `reference.experts.route`.
         Returns:
             (T, K), dtype of x.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,4 +290,3 @@ class PagedAttention(Protocol):
         Returns:
             (T, Hq, D), dtype of the queries.
         """
-        ...

@@ -48,6 +48,11 @@ def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def fast_cpu_dtype() -> torch.dtype:
+    """Return bfloat16 where this CPU has instructions for its products, else float32; float16 products are slow."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
 def processor_name() -> str:
     """Name of the CPU as Linux has it; empty where the system does not say."""
     with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,10 @@ def _is_off() -> bool:
     return os.environ.get("QUANTKIT_NATIVE") == "0"
 
 
-_said: list[str] = []  # the first reason of this process: both libraries have the same
-
-
+@cache  # both libraries have the same reason
 def _warn_once(reason: str) -> None:
-    if _said or os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine the first speaks
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine the first speaks
         return
-    _said.append(reason)
     _LOG.warning(
         "quantkit's C kernels are off: %s. torch computes in their place, slower and with other rounding, "
         "so greedy text may differ; QUANTKIT_NATIVE=0 hides this line",

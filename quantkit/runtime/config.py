@@ -5,13 +5,13 @@ No torch: `--help` is answered from it. What depends on a model or a device is c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.models.kv_budget import fitting_page_size, kept_tokens
+from quantkit.models.kv_budget import kept_tokens
 from quantkit.quantities import parse_budget, parse_bytes
 from quantkit.runtime.cache import policies
 from quantkit.settings import setting
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
 HEAD_TYPES = ("int8", "int4")
+DTYPES_BY_SHORT_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 """New tokens of a step by type of device, where nobody says: as many as hide what a step costs besides, which on a GPU
@@ -114,11 +115,6 @@ class EngineConfig:
         if self.memory is not None:
             parse_bytes(self.memory)  # refuses what is no size
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """`memory` in bytes."""
-        return None if self.memory is None else parse_bytes(self.memory)
-
     def context_length(self, model_length: int) -> int:
         """Tokens of a sequence, whatever the memory: as asked, else what the model can.
 
@@ -138,18 +134,6 @@ class EngineConfig:
         budget = None if self.kv_budget is None else parse_budget(self.kv_budget)
         kept = kept_tokens(budget, length)
         return kept if kept < length else None
-
-    def fit_pages(self, model_length: int, window: int) -> EngineConfig:
-        """Return these settings with pages so small that the budget can be kept, where pages are not counted out.
-
-        Args:
-            model_length: tokens of one sequence, as far as the model can.
-            window: of the widest layer with a sliding window; 0 = there is none.
-        """
-        tokens = self.budget_tokens(self.context_length(model_length))
-        if tokens is None or self.num_pages is not None:
-            return self
-        return replace(self, page_size=fitting_page_size(tokens, self.page_size, window))
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of a sequence."""

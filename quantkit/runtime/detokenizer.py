@@ -43,16 +43,12 @@ class Detokenizer:
         window = self._window
         window.append(token)
         text = self._text_of(window)
-        if text.endswith(_BROKEN):  # perhaps a character's first bytes
-            stable = text.rstrip(_BROKEN)
-            delta = stable[self._shown :]
-            # Never back: byte fallback replaces whole runs of bytes, so the text may become shorter than what is shown.
-            self._shown = max(self._shown, len(stable))
-            return delta
-        delta = text[self._shown :]
-        self._shown = max(self._shown, len(text))
+        stable = text.rstrip(_BROKEN)  # what is cut off are perhaps a character's first bytes
+        delta = stable[self._shown :]
+        # Never back: byte fallback replaces whole runs of bytes, so the text may become shorter than what is shown.
+        self._shown = max(self._shown, len(stable))
         # Without a bound each token would detokenize all before it, and a long output would take quadratic time.
-        if len(window) > _WINDOW:
+        if len(window) > _WINDOW and stable == text:
             self._restart(text)
         return delta
 

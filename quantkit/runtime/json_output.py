@@ -6,7 +6,7 @@ Source: https://github.com/guidance-ai/llguidance
 import json
 import subprocess
 import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,9 @@ class JsonSchemas:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._lock = threading.Lock()  # of the vocabulary, never held while a schema is compiled
         self._vocabulary: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()  # of the attributes above, never held while a schema is compiled
+        self._compiled, self._tried = lru_cache(_MOST_KEPT)(self._compile), lru_cache(_MOST_KEPT)(self._try)
 
     def start(self, schema: str) -> JsonConstraint:
         """A request's constraint.
@@ -93,17 +93,7 @@ class JsonSchemas:
         Raises:
             RequestError: it is no schema that can be followed, or llguidance is missing.
         """
-        with self._lock:
-            matcher = self._compiled.get(schema)
-            if matcher is not None:
-                self._compiled.move_to_end(schema)
-        if matcher is None:
-            matcher = self._compile(schema)
-            with self._lock:
-                self._compiled[schema] = matcher
-                while len(self._compiled) > _MOST_KEPT:
-                    self._compiled.popitem(last=False)
-        return JsonConstraint(matcher.deep_copy(), self._vocab_size)
+        return JsonConstraint(self._compiled(schema).deep_copy(), self._vocab_size)
 
     def try_out(self, schema: str) -> None:
         """Compile a stranger's schema; a child does it first, since llguidance can neither be stopped nor told a time.
@@ -115,25 +105,25 @@ class JsonSchemas:
             raise RequestError(
                 f"json_schema has {len(schema)} characters, over the limit of {_MOST_CHARACTERS}; shorten it"
             )
-        with self._lock:
-            is_known = schema in self._compiled
-        if not is_known:
-            code = _TRIAL.replace("SECONDS", str(_TRIAL_SECONDS)).replace("BYTES", str(_TRIAL_BYTES))
-            text = json.dumps([schema, _WHITESPACE])
-            try:
-                # More seconds than the processor's: a child waits for its turn where all cores compute.
-                child = subprocess.run(
-                    python(f"exec({code!r})"), input=text.encode(), capture_output=True, timeout=5 * _TRIAL_SECONDS
-                )
-                is_quick = child.returncode == 0 or b"ModuleNotFoundError" in child.stderr
-            except subprocess.TimeoutExpired:
-                is_quick = False
-            if not is_quick:
-                raise RequestError(
-                    f"json_schema cannot be followed: compiling it takes more than {_TRIAL_SECONDS} s or "
-                    f"{_TRIAL_BYTES >> 30} GiB; leave out what is costly, such as a large multipleOf"
-                )
+        self._tried(schema)
         self.start(schema)
+
+    def _try(self, schema: str) -> None:
+        code = _TRIAL.replace("SECONDS", str(_TRIAL_SECONDS)).replace("BYTES", str(_TRIAL_BYTES))
+        text = json.dumps([schema, _WHITESPACE])
+        try:
+            # More seconds than the processor's: a child waits for its turn where all cores compute.
+            child = subprocess.run(
+                python(f"exec({code!r})"), input=text.encode(), capture_output=True, timeout=5 * _TRIAL_SECONDS
+            )
+            is_quick = child.returncode == 0 or b"ModuleNotFoundError" in child.stderr
+        except subprocess.TimeoutExpired:
+            is_quick = False
+        if not is_quick:
+            raise RequestError(
+                f"json_schema cannot be followed: compiling it takes more than {_TRIAL_SECONDS} s or "
+                f"{_TRIAL_BYTES >> 30} GiB; leave out what is costly, such as a large multipleOf"
+            )
 
     def _compile(self, schema: str) -> Any:
         """llguidance's matcher at the beginning of a schema."""

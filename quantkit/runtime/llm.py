@@ -52,6 +52,7 @@ class LLM(Prompts):
         QuantkitError: see `quantkit.errors`; what config and headers can tell is refused before the weights are read.
     """
 
+    engine_name = "quantkit"
     scores_decode = True  # prompts token by token, the others read from the cache
 
     def __init__(self, path: str | Path | None = None, *, lazy: bool = False, **settings: Any) -> None:
@@ -189,11 +190,6 @@ class LLM(Prompts):
         return dtype_name(self.model.dtype)
 
     @property
-    def engine_name(self) -> str:
-        """Name of the engine in reports."""
-        return "quantkit"
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Notes for reports about how the model ran."""
         return tuple(self.model.notes)
@@ -234,15 +230,13 @@ class LLM(Prompts):
     def describe(self) -> dict[str, str]:
         """Return what a user should know about how it runs, by topic."""
         engine, counts, model = self.engine, self.stats(), self.model
-        topics = {"computed in": f"{str(model.dtype).removeprefix('torch.')} on {model.device}"}
-        if model.device.type == "cpu":
-            topics["CPU kernels"] = cpu.status()
-        elif gpu.is_used(model.device):
-            topics["GPU kernels"] = describe_kernels(model.device)
-        if self._threads:
-            topics["threads"] = self._threads
-        if (graphs := engine.runner.graph_status) is not None:
-            topics["CUDA graphs"] = graphs
+        topics = {
+            "computed in": f"{dtype_name(model.dtype)} on {model.device}",
+            "CPU kernels": cpu.status() if model.device.type == "cpu" else None,
+            "GPU kernels": describe_kernels(model.device) if gpu.is_used(model.device) else None,
+            "threads": self._threads,
+            "CUDA graphs": engine.runner.graph_status,
+        }
         if (eviction := engine.eviction) is not None:
             policy, evicted = engine.config.kv_policy or policies.DEFAULT, counts["kv_evicted_pages"]
             topics["KV budget"] = f"{eviction.budget.tokens} tokens of a sequence, {policy}; {evicted} pages evicted"
@@ -253,9 +247,8 @@ class LLM(Prompts):
         if engine.controller is not None:
             share = counts["acceptance"]
             topics["speculation"] = "not used" if share is None else f"{share:.0%} of {counts['drafted_tokens']} drafts"
-        if model.notes:
-            topics["notes"] = "; ".join(model.notes)
-        return topics
+        topics["notes"] = "; ".join(model.notes)
+        return {topic: text for topic, text in topics.items() if text}
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else list(prompt)

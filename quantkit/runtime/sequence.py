@@ -8,6 +8,7 @@ Its life, drawn over its token ids (pages of 4, `num_computed` = 6, one token to
     drafts                              d0 d1    proposed, not part of ids until verified
 """
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,20 +31,17 @@ class TokenHistory:
 
     def __init__(self, prompt: list[int]) -> None:
         self._index: dict[int, int] = {}
-        self._tokens = np.empty(64, dtype=np.int64)
-        self._counts = np.empty(64, dtype=np.float32)
+        self._tokens, self._counts = array("q"), array("f")
         for token in prompt:
             self._index_of(token)
 
     def add(self, token: int) -> None:
         """Count one more token of the output."""
-        index = self._index_of(token)  # first: it may replace the arrays by larger ones
-        self._counts[index] += 1
+        self._counts[self._index_of(token)] += 1
 
     def seen(self, drafts: list[int]) -> tuple[Array, Array]:
         """Distinct tokens (H,) int64 and their counts in the output (H,) float32, as if the drafts were part of it."""
-        size = len(self._index)
-        tokens, counts = self._tokens[:size], self._counts[:size]
+        size, tokens, counts = len(self._index), np.array(self._tokens), np.array(self._counts)
         if not drafts:
             return tokens, counts
         new = [token for token in dict.fromkeys(drafts) if token not in self._index]
@@ -55,23 +53,38 @@ class TokenHistory:
         return tokens, counts
 
     def _index_of(self, token: int) -> int:
-        index = self._index.get(token)
-        if index is None:
-            index = self._index[token] = len(self._index)
-            if index == len(self._tokens):
-                # np.resize repeats the contents in the new half, so each slot is written before it is counted.
-                self._tokens = np.resize(self._tokens, 2 * index)
-                self._counts = np.resize(self._counts, 2 * index)
-            self._tokens[index], self._counts[index] = token, 0
+        index = self._index.setdefault(token, len(self._index))
+        if index == len(self._tokens):
+            self._tokens.append(token)
+            self._counts.append(0)
         return index
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A request on its way. Mutable; only the engine and its parts touch it.
+@dataclass(kw_only=True, slots=True, eq=False)
+class PageHolder:
+    """Holder of pages: a sequence, or its shadow in a draft model. *Mutable*.
 
     Args:
         id: stable number, also its age: smaller = arrived earlier.
+        row: in page table and residual windows; -1 while waiting.
+        num_table_entries: pages already written to that row.
+        num_evicted: tokens that each head gave up.
+        num_computed: tokens that the model has seen.
+    """
+
+    id: int
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_table_entries: int = 0
+    num_evicted: int = 0
+    num_computed: int = 0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence(PageHolder):
+    """A request on its way. Mutable; only the engine and its parts touch it.
+
+    Args:
         ids: prompt and generated tokens.
         num_prompt: tokens of the prompt.
         params: as given.
@@ -81,7 +94,6 @@ class Sequence:
         arrived: timestamp.
     """
 
-    id: int
     ids: list[int]
     num_prompt: int
     params: SamplingParams
@@ -93,16 +105,11 @@ class Sequence:
     history: TokenHistory | None = None
     constraint: JsonConstraint | None = None
     scores: PromptScores | None = None
-    num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    row: int = -1  # in page table and residual windows; -1 while waiting
-    num_table_entries: int = 0  # pages already written to that row
     # Kept through preemptions: the tokens of a full page are final, and so is its key.
     page_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
-    # Tokens that each head gave up; and which, by number of tokens computed, layer and head, which is kept through
-    # preemptions as long as there may be one: computed again, it loses the same ones.
-    num_evicted: int = 0
+    # Tokens that each head gave up, by number of tokens computed, layer and head. Kept through preemptions as long as
+    # there may be one: computed again, it loses the same ones.
     evictions: dict[int, dict[int, Array]] = field(default_factory=dict)
     num_cached: int = 0
     num_preemptions: int = 0

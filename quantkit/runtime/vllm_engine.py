@@ -6,11 +6,12 @@ numbers come out of its requests. Importing this module needs no vLLM; making a 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,14 @@ from torch import Tensor
 from quantkit.checkpoints.folder import resolve
 from quantkit.errors import InputError, ModelError, RequestError, first_line
 from quantkit.quantities import dtype_name, parse_bytes
-from quantkit.results import RequestTiming
-from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.config import DTYPES_BY_SHORT_NAME, EngineConfig
 from quantkit.runtime.prompts import Prompts
+from quantkit.runtime.sequence import Sequence as Request
 from quantkit.runtime.types import Completion, FinishReason, PromptScores, SamplingParams, ScoredText, StepOutput
 
 TOP = 100
 """Likeliest tokens of a position whose log-probabilities are asked for, where distributions are compared."""
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _CACHES = {"auto": "auto", "fp8": "fp8", "bf16": "bfloat16", "fp16": "float16"}
 _NAMES = {
     "dtype": "dtype",
@@ -36,8 +36,8 @@ _NAMES = {
     "max_length": "max_model_len",
     "max_sequences": "max_num_seqs",
 }
-_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _DRAWN = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,18 +53,7 @@ class TopLogprobs:
     logprobs: Tensor
 
 
-@dataclass(kw_only=True, slots=True)
-class _Request:
-    """State of a request. *Mutable*."""
-
-    prompt: tuple[int, ...]
-    arrived_s: float
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    token_s: list[float] = field(default_factory=list)
-
-
-class VllmLLM(Prompts):
+class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
     """A model that vLLM runs.
 
     Args:
@@ -91,8 +80,7 @@ class VllmLLM(Prompts):
             self.vllm = vllm.LLM(str(self.path), use_tqdm_on_load=False, **arguments)
         except Exception as error:  # of pydantic, torch and vLLM itself
             raise ModelError(f"{self.engine_name} does not take {self.path}: {_cause(error)}") from error
-        self._requests: dict[str, _Request] = {}
-        self._names: dict[str, int] = {}
+        self._requests: dict[str, Request] = {}  # by both names that an output may have
         self._count = 0
 
     @property
@@ -135,9 +123,6 @@ class VllmLLM(Prompts):
         """Notes for reports about how the model ran."""
         return (f"{self.path.name} ran in {self.engine_name}, KV cache {self.kv_type}.",)
 
-    def __enter__(self) -> VllmLLM:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -157,51 +142,31 @@ class VllmLLM(Prompts):
             RequestError: vLLM refuses it, or does not know what is asked.
         """
         self._count += 1
-        name = str(self._count)
-        now = time.perf_counter()
+        ids, name, now = list(prompt), str(self._count), time.perf_counter()
+        request = Request(id=self._count, ids=ids, num_prompt=len(ids), params=params, limit=0, arrived=now)
         try:
-            # The name of outputs may be either of the two.
             inner = self.vllm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._sampling(params))
         except (ValueError, TypeError) as error:
             raise RequestError(f"{self.engine_name} refuses a request: {first_line(error)}") from error
-        self._requests[name] = _Request(prompt=tuple(prompt), arrived_s=now)
-        self._names |= {name: self._count, str(inner): self._count}
+        self._requests |= {name: request, str(inner): request}
         return self._count
 
     def step(self) -> list[StepOutput]:
         """Compute one step and tell its news."""
         outputs = self.vllm.llm_engine.step()
         now = time.perf_counter()
-        return [self._news(output, now) for output in outputs if output.request_id in self._names]
+        return [self._news(output, now) for output in outputs if output.request_id in self._requests]
 
     def _news(self, output: Any, now: float) -> StepOutput:
-        number, (part,) = self._names[output.request_id], output.outputs
-        request = self._requests[str(number)]
-        tokens = tuple(part.token_ids)
-        request.tokens += tokens
-        request.token_s += [now] * len(tokens)
-        request.text += part.text
-        completion = self._completed(number, part.finish_reason, now) if output.finished else None
-        return StepOutput(request_id=number, token_ids=tokens, text=part.text, completion=completion)
-
-    def _completed(self, number: int, reason: str | None, now: float) -> Completion:
-        request = self._requests.pop(str(number))
-        self._names = {name: known for name, known in self._names.items() if known != number}
-        return Completion(
-            prompt_token_ids=request.prompt,
-            token_ids=tuple(request.tokens),
-            text=request.text,
-            finish_reason=_REASONS.get(reason, "error"),
-            logprobs=None,
-            timing=RequestTiming(
-                request_id=number,
-                prompt_tokens=len(request.prompt),
-                arrived_s=request.arrived_s,
-                token_s=tuple(request.token_s),
-                finished_s=now,
-            ),
-            num_preemptions=0,
-        )
+        request, (part,) = self._requests[output.request_id], output.outputs
+        tokens, completion = tuple(part.token_ids), None
+        request.ids += tokens
+        request.token_times += [now] * len(tokens)
+        request.deltas.append(part.text)
+        if output.finished:
+            self._requests = {name: known for name, known in self._requests.items() if known is not request}
+            completion = request.complete(_REASONS.get(part.finish_reason, "error"), now)
+        return StepOutput(request_id=request.id, token_ids=tokens, text=part.text, completion=completion)
 
     def _sampling(self, params: SamplingParams) -> Any:
         for name in ("logprobs", "json_schema", "scoring"):
@@ -326,7 +291,7 @@ def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {_NAMES[name]: value for name, value in given.items() if name in _NAMES}
     if "dtype" in given:
-        arguments["dtype"] = _DTYPES.get(given["dtype"], given["dtype"])
+        arguments["dtype"] = DTYPES_BY_SHORT_NAME.get(given["dtype"], given["dtype"])
     if "kv_cache" in given:
         if given["kv_cache"] not in _CACHES:
             raise RequestError(

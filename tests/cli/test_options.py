@@ -129,7 +129,7 @@ def test_every_option_of_a_class_fills_a_field_and_has_a_sentence(kind):
 def test_the_engine_s_options_are_keywords_of_its_configuration():
     received, _ = call(runtime_options, "--kv-memory", "4GiB", "--threads", "2", "--head", "int8")
     assert received == {"engine": {"memory": "4GiB", "threads": 2, "head_dtype": "int8"}}
-    assert EngineConfig(**received["engine"]).memory_bytes == 4 << 30
+    assert parse_bytes(EngineConfig(**received["engine"]).memory) == 4 << 30
 
 
 def test_values_as_words_give_the_same_values_again():

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from quantkit.kernels import cpu
 from quantkit.kernels.cpu import attention as _native_attention
-from quantkit.kernels.layouts import KVLayout, kv_scheme, layer_layout
+from quantkit.kernels.layouts import KVLayout, kv_scheme
 from quantkit.kernels.reference.kv_codes import codes_of, decode_states
 from quantkit.kernels.types import AttentionOptions, ForwardBatch
-from quantkit.numerics.kv_cache import hadamard
+from quantkit.numerics.kv_cache import LayerCache, hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
 
 KV_TYPES = ("auto", "fp8", "int8", "int4")
@@ -45,9 +45,8 @@ def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layout(kind: str = "auto", *, heads=2, dim=16, page_size=4, dtype=torch.float32, **changes) -> KVLayout:
-    return layer_layout(
-        num_heads=heads, head_dim=dim, page_size=page_size, dtype=dtype, scheme=kv_scheme(kind), **changes
-    )
+    settings = {"cache": LayerCache(scheme=kv_scheme(kind)), **changes}
+    return KVLayout(num_heads=heads, head_dim=dim, page_size=page_size, dtype=dtype, **settings)
 
 
 def poison(cache: KVCache) -> KVCache:

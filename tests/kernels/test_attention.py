@@ -101,10 +101,7 @@ def test_error_of_a_decode_is_within_what_the_steps_allow(kind):
 
 
 def test_only_what_the_scheme_says_is_quantized():
-    """The open page of per-channel keys is exact, and so is everything in a sliding-window layer."""
-    window = layout("int4", window=8)
-    assert not window.scheme.is_quantized
-    assert not window.has_residual
+    """The open page of per-channel keys is exact."""
     shape = layout("int4", page_size=8)
     sequences = Sequences(shape, (8,))
     cache = sequences.cache()

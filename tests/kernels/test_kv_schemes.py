@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import SchemeError
-from quantkit.kernels.layouts import layer_layout
+from quantkit.kernels.layouts import KVLayout
 from quantkit.numerics.kv_cache import (
     FP8_HEAD,
     FP8_TENSOR,
@@ -44,7 +44,7 @@ STEPS = [[(0, 0, 9), (1, 0, 3)], [(0, 9, 10), (1, 3, 4)], [(0, 10, 11), (1, 4, 1
 
 
 def sequences(cache: LayerCache, dtype=torch.float32, dim=16) -> Sequences:
-    shape = layer_layout(num_heads=2, head_dim=dim, page_size=4, dtype=dtype, cache=cache)
+    shape = KVLayout(num_heads=2, head_dim=dim, page_size=4, dtype=dtype, cache=cache)
     return Sequences(shape, (17, 14), query_heads=4)
 
 
@@ -98,12 +98,6 @@ def test_rotation_spreads_an_outlier():
         exact = Sequences.expected(dataclasses.replace(given, layout=layout(dim=64)), 0, 9, 10)
         errors[kind] = (out.double() - exact).norm()
     assert errors["hadamard"] < errors["none"] / 2
-
-
-@pytest.mark.parametrize("scales", [0.0, -1.0, float("nan"), float("inf"), (1.0, 0.0), (1.0, 2.0, 3.0)])
-def test_scales_that_are_none_are_refused(scales):
-    with pytest.raises(SchemeError, match="fixed scales of keys are"):
-        layout("fp8", cache=LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=scales))
 
 
 def test_fixed_scales_take_no_byte_of_a_page():

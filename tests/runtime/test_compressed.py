@@ -18,7 +18,7 @@ from quantkit.models.families import family_for_counting, find
 from quantkit.models.families.deepseek_v4 import published_names
 from quantkit.numerics.dtype import FP8
 from quantkit.numerics.inputs import fake_quantize_inputs
-from quantkit.numerics.scheme import ActivationScheme, KVScheme
+from quantkit.numerics.scheme import ActivationScheme
 from quantkit.planning import estimate
 from quantkit.planning.memory import kv_allocated_bytes, kv_bytes
 from quantkit.planning.source import from_model
@@ -114,7 +114,7 @@ def test_the_plan_counts_the_bytes_of_the_pool(tmp_path, dtype):
 @pytest.mark.parametrize("name", ["auto", "fp8", "int8", "int4"])
 def test_bytes_of_a_token_at_the_published_sizes(name):
     """What 64 more tokens take of the pool and in the plan: in 16 bits 1024 B an entry, 256 B a key of its indexer."""
-    shape, scheme = shape_of("deepseek-v4-pro"), kv_scheme(name) or KVScheme()
+    shape, scheme = shape_of("deepseek-v4-pro"), kv_scheme(name)
     pages = sum(
         EntryLayout(shape=layer.attention, page_size=64, dtype=torch.bfloat16, scheme=scheme).page_bytes
         for layer in shape.layers
@@ -148,7 +148,7 @@ def test_a_pool_gives_back_what_it_was_given(name, ratio, page_size):
     shape = AttentionShape(
         num_heads=64, key_dim=512, rope_dim=64, window=128, ratio=ratio, index_dim=128, index_heads=64, top_k=512
     )
-    layout = EntryLayout(shape=shape, page_size=page_size, dtype=torch.bfloat16, scheme=kv_scheme(name) or KVScheme())
+    layout = EntryLayout(shape=shape, page_size=page_size, dtype=torch.bfloat16, scheme=kv_scheme(name))
     pool = EntryPool(layout, 40, 2, torch.device("cpu"))
     assert (pool.num_page_bytes, pool.num_bytes) == (40 * layout.page_bytes, 2 * layout.residual_bytes)
     count = 20 * page_size // ratio

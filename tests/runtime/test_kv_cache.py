@@ -20,7 +20,7 @@ def implementation(request, monkeypatch):
 
 @pytest.mark.parametrize("kind", KV_TYPES)
 def test_bytes_are_what_the_planner_says(kind):
-    layouts = [layout(kind), layout(kind, window=8), layout(kind, dim=80, dtype=torch.bfloat16)]
+    layouts = [layout(kind), layout(is_windowed=True), layout(kind, dim=80, dtype=torch.bfloat16)]
     cache = KVCache(layouts, 7, 3)
     assert cache.num_bytes == 7 * page_bytes(layouts)
     assert cache.residual_bytes == residual_bytes(layouts, 3)

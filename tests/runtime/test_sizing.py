@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes, residual_bytes
+from quantkit.kernels.layouts import KVLayout, kv_scheme, page_bytes, residual_bytes
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.runtime.cache import sizing
 from quantkit.runtime.cache.sizing import size_pool
 from quantkit.runtime.config import EngineConfig
@@ -14,7 +15,7 @@ from quantkit.runtime.config import EngineConfig
 
 def layouts(kind="auto"):
     return [
-        layer_layout(num_heads=2, head_dim=8, page_size=16, dtype=torch.float32, scheme=kv_scheme(kind))
+        KVLayout(num_heads=2, head_dim=8, page_size=16, dtype=torch.float32, cache=LayerCache(scheme=kv_scheme(kind)))
         for _ in range(3)
     ]
 

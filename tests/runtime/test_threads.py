@@ -56,7 +56,9 @@ def test_fewer_than_one_is_refused(requested):
 
 def test_measuring_leaves_the_setting_alone(monkeypatch):
     monkeypatch.setattr(threads, "thread_limit", lambda: 4)
-    monkeypatch.setattr(threads, "measure_threads", lambda counts: (torch.set_num_threads(7), timings(1.0, 0.5))[1])
+    monkeypatch.setattr(
+        threads, "measure_threads", lambda counts, decodes: (torch.set_num_threads(7), timings(1.0, 0.5))[1]
+    )
     torch.set_num_threads(1)
     assert threads.choose_threads().threads == 2
     assert torch.get_num_threads() == 1
@@ -111,14 +113,14 @@ def test_one_model_in_four_threads_gives_the_same_answers(tmp_path):
 def test_prompts_alone_are_computed_with_what_is_best_for_large_products(monkeypatch):
     monkeypatch.setattr(threads, "thread_limit", lambda: 2)
     # Memory that one thread exhausts: decoding gains nothing from a second one, products twice.
-    monkeypatch.setattr(threads, "measure_threads", lambda counts: {1: (1.0, 1.0), 2: (1.5, 0.5)})
-    monkeypatch.setattr(threads, "measure_products", lambda counts: {1: (1.0,), 2: (0.5,)})
+    timings = {True: {1: (1.0, 1.0), 2: (1.5, 0.5)}, False: {1: (1.0,), 2: (0.5,)}}
+    monkeypatch.setattr(threads, "measure_threads", lambda counts, decodes: timings[decodes])
     assert threads.choose_threads().threads == 1
     choice = threads.choose_threads(decodes=False)
     assert choice == (2, "measured speed by threads 1: 1.00x, 2: 2.00x")
 
 
 def test_every_count_is_measured_for_prompts():
-    measured = threads.measure_products((1, 2))
+    measured = threads.measure_threads((1, 2), decodes=False)
     assert list(measured) == [1, 2]
     assert all(seconds > 0 for (seconds,) in measured.values())

@@ -23,7 +23,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.huggingface.loader import with_tower_names
 from quantkit.huggingface.skeleton import Skeleton
-from quantkit.machine.devices import pick_device
+from quantkit.machine.devices import fast_cpu_dtype, pick_device
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
@@ -294,15 +294,8 @@ def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:
 
 
 def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:
-    """The source's dtype where the device is fast in it, else float32.
-
-    On CPUs float16 products have no fast path, and bfloat16 ones only where the instruction set has them.
-    """
-    if device.type == "cuda":
-        return source
-    if source == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
+    """Return the source's dtype where the device is fast in it, else float32."""
+    return source if device.type == "cuda" or source == fast_cpu_dtype() else torch.float32
 
 
 def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:

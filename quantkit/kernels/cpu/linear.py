@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from quantkit.errors import ResourceError
 from quantkit.kernels import cpu
-from quantkit.kernels.types import LinearFacts, LinearSource, nbytes
+from quantkit.kernels.types import Linear, LinearSource, nbytes
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -37,7 +37,7 @@ class _Descriptor(ctypes.Structure):
     ]
 
 
-class NativeLinear(LinearFacts):
+class NativeLinear(Linear):
     """A weight in panels and the kernel that reads it.
 
     Args:

@@ -46,20 +46,17 @@ class TritonAttention:
         states, views = (query, key, value), self._views
         # A fixed batch cannot be left to torch, which asks the host.
         otherwise = None if batch.is_fixed else self._otherwise
-        attempt = partial(_launch if otherwise is None else gpu.attempt, "attention", query.device)
+        attempt: Callable[..., Any] = partial(gpu.attempt, "attention", query.device)
+        if otherwise is None:
+            attempt = lambda launch, *arguments: launch(*arguments)  # noqa: E731
         if len(key) and attempt(kv_store.enter, states, views, batch, options, angles) is None and otherwise:
             return otherwise(states, batch, options, angles)
-        out = attempt(_attend, states, views, batch, options)
+        out: Tensor | None = attempt(_attend, states, views, batch, options)
         if out is None:
             out = attend(states, views, batch, options)
         if len(key) and views.key_residual is not None and attempt(kv_store.store_keys, key, views, batch) is None:
             store_residuals(key, views, batch)
         return out
-
-
-def _launch(family: str, device: torch.device, launch: Callable[..., Any], *arguments: Any) -> Any:
-    """`gpu.attempt` of what nothing else can do."""
-    return launch(*arguments)
 
 
 def _attend(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions) -> Tensor:

@@ -10,10 +10,6 @@ Source: as `w4a16`; Gale et al. 2022, MegaBlocks.
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs, K inputs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +19,7 @@ from quantkit.kernels.gpu.choices import MOST_TILE_ROWS, Tile, autotuned, produc
 from quantkit.kernels.gpu.floats import load_scale
 from quantkit.kernels.gpu.gates import GATES, outputs_of, store_gated
 from quantkit.kernels.gpu.packed_blocks import add_tile_packed
-from quantkit.kernels.gpu.packing import Packing
+from quantkit.kernels.gpu.packing import PackedWeight
 
 # Guesses; packed weights have the tiles of `choices`.
 _DENSE_TILES = (
@@ -32,60 +28,7 @@ _DENSE_TILES = (
     Tile(rows=64, columns=128, warps=8, stages=3),
     Tile(rows=128, columns=128, warps=8, stages=3),
 )
-_DENSE_SPAN = 64
 _BLOCKS_AT_ONCE = 8  # of rows, that go through all outputs before the next ones: what they read stays in the L2 cache
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertWeights:
-    """One weight of all experts; what is not said here is as in `packing.PackedWeight`.
-
-    Args:
-        words: (E, N, W) int32, or (E, N, K) of 16 bits.
-        scale: (E, G, N); None = words are the weights.
-        zero: (E, G, N) uint8, or None.
-        shape: (N, K).
-        packing: how they are kept, with 16 bits where they are not packed.
-        outer: (E,) float32, what scales that are e4m3 are divided by; or None.
-    """
-
-    words: Tensor
-    scale: Tensor | None
-    zero: Tensor | None
-    shape: tuple[int, int]
-    packing: Packing
-    outer: Tensor | None = None
-
-    @property
-    def span(self) -> int:
-        """Words of a block; of weights in 16 bits, inputs: no more than threads, so each loads those that it needs."""
-        return _DENSE_SPAN if self.scale is None else self.packing.span
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of a row."""
-        return -(-self.words.shape[2] // self.span)
-
-    @property
-    def arguments(self) -> tuple[Tensor | None, ...]:
-        """Tensors in the order in which kernels take them."""
-        return self.words, self.scale, self.zero, self.outer
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "ExpertWeights":
-        """Return weights with each tensor changed, where there is one."""
-        names = "words", "scale", "zero", "outer"
-        changed: dict[str, Any] = {name: change(one) for name in names if (one := getattr(self, name)) is not None}
-        return replace(self, **changed)
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """N, K, W and G in the order in which kernels take them."""
-        return *self.shape, self.words.shape[2], 0 if self.scale is None else self.scale.shape[1]
-
-    @property
-    def constants(self) -> dict[str, int | bool]:
-        """Return the constants that kernels are compiled for."""
-        return {**self.packing.constants, "SPAN": self.span}
 
 
 @triton.jit
@@ -184,7 +127,7 @@ def _expert_tile_kernel(
 
 def multiply_tiles(
     x: Tensor,
-    weight: ExpertWeights,
+    weight: PackedWeight,
     order: Tensor,
     starts: Tensor,
     num_chosen: int,
@@ -196,7 +139,7 @@ def multiply_tiles(
 
     Args:
         x: (T, K) with an activation, else (P, K); contiguous.
-        weight: N = 2 I with an activation, gates first; else N = H.
+        weight: of all experts; N = 2 I with an activation, gates first; else N = H.
         order: (P,) int32, pairs sorted by expert.
         starts: (E + 1,) int32, where those of each expert begin.
         num_chosen: k.
@@ -213,15 +156,17 @@ def multiply_tiles(
     at_once, tiles = min(_BLOCKS_AT_ONCE, blocks), -(-outputs // tile.columns)
     out = x.new_empty(len(order), outputs if activation is None else outputs // 2)
     _expert_tile_kernel[(-(-blocks // at_once) * at_once * tiles,)](
-        x, *weight.arguments, order, starts, weights, out, num_experts, *weight.sizes, weight.num_blocks, tiles,
-        **weight.constants, TOP_K=num_chosen, GATE=GATES.get(activation or "", 0), IS_LAST=activation is None,
+        x, *weight.tensors, None if weight.scale is None else weight.outer, order, starts, weights, out, num_experts,
+        *weight.shape, weight.words.shape[2], 0 if weight.scale is None else weight.scale.shape[1], weight.num_blocks,
+        tiles,
+        **weight.packing.constants, TOP_K=num_chosen, GATE=GATES.get(activation or "", 0), IS_LAST=activation is None,
         EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, BLOCK_N=tile.columns, AT_ONCE=at_once,
         **tile.options(staged=True),
     )  # fmt: skip
     return out
 
 
-def _tile(rows: int, weight: ExpertWeights) -> Tile:
+def _tile(rows: int, weight: PackedWeight) -> Tile:
     """Return the smallest tile that holds this many rows, which an expert has on average; else the largest."""
     if weight.scale is not None:
         chip = capability(weight.words.device)

@@ -18,12 +18,14 @@ in fields of 4 bits, INT5 and INT6 in fields of 8. Scales of 8 bits stay so wher
 Shapes: N outputs, K inputs, W words of a row, G scales per row, g = K / G.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantkit.kernels.types import nbytes
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -83,35 +85,50 @@ class Packing:
         return self.scales == E4M3_BYTES or (self.scales == EXPONENT_BYTES and dtype != torch.float16)
 
 
+PLAIN = Packing(bits=16, span=64, group=0)
+"""Storage of weights in 16 bits: blocks of no more inputs than threads, so each thread loads those that it needs."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight:
-    """A weight that the kernels read.
+    """A weight that the kernels read; or one weight of all experts of a layer, whose arrays all begin with E.
 
     Args:
-        words: (N, W) int32; or (N, K) int8 codes viewed so, if unpacked.
-        scale: (G, N), 16 bits, float32, or bytes of `Packing.scales`.
+        words: (N, W) int32; or (N, K) int8 codes viewed so, if unpacked; or (N, K) of 16 bits, if `PLAIN`.
+        scale: (G, N), 16 bits, float32, or bytes of `Packing.scales`; None = words are the weights.
         zero: (G, N) uint8 to subtract from fields, or None.
         shape: (N, K).
         packing: how they are kept.
-        outer: what E4M3_BYTES are divided by.
+        outer: what E4M3_BYTES are divided by; of experts (E,) float32.
     """
 
     words: Tensor
-    scale: Tensor
+    scale: Tensor | None
     zero: Tensor | None
     shape: tuple[int, int]
     packing: Packing
-    outer: float = 1.0
+    outer: float | Tensor = 1.0
 
     @property
     def num_blocks(self) -> int:
         """Blocks of a row."""
-        return -(-self.words.shape[1] // self.packing.span)
+        return -(-self.words.shape[-1] // self.packing.span)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a product with one row of inputs reads."""
-        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+        return nbytes(*self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Words, scales and zeros, in the order in which kernels take them."""
+        return self.words, self.scale, self.zero
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "PackedWeight":
+        """Return weights with each tensor changed, where there is one."""
+        words, scale, zero = (None if one is None else change(one) for one in self.tensors)
+        assert words is not None, "every weight has words"
+        return replace(self, words=words, scale=scale, zero=zero)
 
 
 def find_span(weight: QuantizedTensor) -> int | None:

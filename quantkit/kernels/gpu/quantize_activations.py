@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu import power_of_two
-from quantkit.kernels.gpu.floats import half_of_e4m3, round_even, to_e4m3
+from quantkit.kernels.gpu.floats import load_inputs, round_even, row_factor, to_e4m3
 from quantkit.kernels.gpu.gates import GATES, load_gated
 from quantkit.kernels.torch_linear import int_mm_rows
 from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
@@ -92,12 +92,7 @@ def _dequantize_rows_kernel(codes, scale, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * width + columns
-    code = tl.load(codes + at, mask=columns < width, other=0)
-    if codes.dtype.element_ty == tl.uint8:
-        # As `floats` says, 2^8 too small.
-        value = half_of_e4m3(code.to(tl.int32)).to(tl.float32) * 256.0
-    else:
-        value = code.to(tl.float32)
+    value = load_inputs(codes + at, columns < width).to(tl.float32) * row_factor(codes)
     tl.store(out + at, (value * tl.load(scale + row)).to(out.dtype.element_ty), mask=columns < width)
 
 

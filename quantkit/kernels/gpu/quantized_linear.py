@@ -11,7 +11,8 @@ Shapes: T tokens, N outputs, K inputs.
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from quantkit.kernels.torch_linear import fits_int_mm, fits_scaled_mm, int_mm_ro
 from quantkit.kernels.types import (
     ActivationQuantization,
     Linear,
-    LinearFacts,
     LinearSource,
     QuantizedActivations,
     WrappedLinear,
@@ -52,7 +52,7 @@ def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> Ac
     return ActivationQuantization(name=activation.dtype.name, step=step)
 
 
-class PackedLinear(LinearFacts):
+class PackedLinear(Linear):
     """Integer weights of 2 to 8 bits, FP8 and FP4, 16-bit inputs.
 
     Few rows are multiplied with the packed weight; for more, where nothing is to be won by that, it is dequantized into
@@ -77,7 +77,7 @@ class PackedLinear(LinearFacts):
         return functional.linear(inputs, w4a16.dequantize_weight(self.packed, self._dtype), self.bias).to(x.dtype)
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
-        """`ops.gated` of the product, in its launch; None where that takes two."""
+        """See `Linear`."""
         # cuBLAS has no gates, so with it they are a launch of their own whoever asks.
         if activation not in GATES or not 0 < len(x) <= TILE_LIMIT:
             return None
@@ -86,50 +86,48 @@ class PackedLinear(LinearFacts):
         return None if opened is None else opened.to(x.dtype)
 
 
-class _QuantizedInputsLinear(LinearFacts, ABC):
+class _QuantizedInputsLinear(Linear):
     """A weight whose inputs are quantized with a scale per row; those of few rows meet it packed.
 
     Args:
         source: of the layer.
         quantization: how inputs are quantized.
-        num_bytes: of the weight.
+        packed: the weight.
         bias_dtype: in which the bias is kept.
     """
 
+    most_packed_rows: ClassVar[int] = PACKED_ROWS
+
     def __init__(
-        self, source: LinearSource, quantization: ActivationQuantization, num_bytes: int, bias_dtype: torch.dtype
+        self, source: LinearSource, quantization: ActivationQuantization, packed: PackedWeight, bias_dtype: torch.dtype
     ) -> None:
         self.activation_quantization = self._quantization = quantization
-        self._bias = source.bias_in(bias_dtype)
-        super().__init__(source.weight.shape, num_bytes + nbytes(self._bias), source.describe("Triton"))
+        self._packed, self._bias = packed, source.bias_in(bias_dtype)
+        super().__init__(source.weight.shape, packed.num_bytes + nbytes(self._bias), source.describe("Triton"))
 
     def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
-        if isinstance(x, QuantizedActivations):
-            return self._multiply(x)
-        if len(x) == 0:
-            return x.new_empty(0, self.out_features)
-        return self._multiply(quantize_rows(x.contiguous(), self._quantization))
+        if isinstance(x, Tensor):
+            if len(x) == 0:
+                return x.new_empty(0, self.out_features)
+            x = quantize_rows(x.contiguous(), self._quantization)
+        product: Tensor | None = None
+        if len(x) <= self.most_packed_rows:
+            product = attempt("quantized_linear", x.scale.device, w4a16.multiply, x, self._packed, self._bias)
+        return self._multiply(x) if product is None else product
 
     @abstractmethod
-    def _multiply(self, rows: QuantizedActivations) -> Tensor: ...
-
-    def _multiply_packed(self, rows: QuantizedActivations, weight: PackedWeight) -> Tensor | None:
-        """Return the product with a packed weight; None where Triton refuses."""
-        return attempt("quantized_linear", rows.scale.device, w4a16.multiply, rows, weight, self._bias)
+    def _multiply(self, rows: QuantizedActivations) -> Tensor:
+        """Return the product with many rows, or with few where Triton refuses the packed one."""
 
 
 class Int8Linear(_QuantizedInputsLinear):
     """INT8 weights with one scale per output, INT8 inputs; sums are exact."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
-        weight = source.weight
-        self._packed = packing.unpacked(weight)
-        self._codes, self._scale = weight.codes, weight.scale.view(-1)
-        super().__init__(source, quantization, nbytes(weight.codes, weight.scale), torch.float32)
+        self._codes, self._scale = source.weight.codes, source.weight.scale.view(-1)
+        super().__init__(source, quantization, packing.unpacked(source.weight), torch.float32)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        if len(rows) <= PACKED_ROWS and (product := self._multiply_packed(rows, self._packed)) is not None:
-            return product
         # Few rows come without the padding where Triton refused the packed product.
         missing = int_mm_rows(len(rows)) - len(rows.codes)
         codes = functional.pad(rows.codes, (0, 0, 0, missing)) if missing > 0 else rows.codes
@@ -141,13 +139,10 @@ class FP8Linear(_QuantizedInputsLinear):
     """FP8 weights with one scale per output, FP8 inputs, where the chip multiplies them."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
-        self._packed = packing.unpacked(source.weight)
         self._codes, self._scale = source.weight.codes, source.weight.scale
-        super().__init__(source, quantization, self._packed.num_bytes, torch.bfloat16)
+        super().__init__(source, quantization, packing.unpacked(source.weight), torch.bfloat16)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        if len(rows) <= PACKED_ROWS and (product := self._multiply_packed(rows, self._packed)) is not None:
-            return product
         codes = rows.codes[: len(rows)].view(torch.float8_e4m3fn)
         return scaled_mm(codes, rows.scale, self._codes, self._scale, self._bias).to(rows.dtype)
 
@@ -155,14 +150,13 @@ class FP8Linear(_QuantizedInputsLinear):
 class PackedQuantizedLinear(_QuantizedInputsLinear):
     """Any weight that can be packed. Above what the packed product is for, codes and weight become 16-bit numbers."""
 
+    most_packed_rows = TILE_LIMIT
+
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
-        self._dtype, self._packed = source.dtype, packing.pack(source.weight, source.device)
-        super().__init__(source, quantization, self._packed.num_bytes, source.dtype)
+        self._dtype = source.dtype
+        super().__init__(source, quantization, packing.pack(source.weight, source.device), source.dtype)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        is_tile = len(rows) <= TILE_LIMIT
-        if is_tile and (product := self._multiply_packed(rows, self._packed)) is not None:
-            return product
         weight = w4a16.dequantize_weight(self._packed, self._dtype)
         return functional.linear(dequantize_rows(rows, self._dtype), weight, self._bias).to(rows.dtype)
 
@@ -195,8 +189,3 @@ def linear_of(source: LinearSource) -> Linear | None:
         description = f"{linear.description}, activations {activation.describe()}"
         return WrappedLinear(linear, lambda x: _round_groups(x, group, quantization), description)
     return PackedQuantizedLinear(source, quantization)
-
-
-def gated(linear: Linear, x: Tensor, activation: str) -> Tensor | None:
-    """See `PackedLinear.gated`."""
-    return linear.gated(x, activation) if isinstance(linear, PackedLinear) else None

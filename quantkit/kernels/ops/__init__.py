@@ -3,7 +3,6 @@
 | operation      | what it does                                 | torch     | C, on CPU      | Triton, on CUDA |
 |----------------|----------------------------------------------|-----------|----------------|-----------------|
 | `rms_norm`     | x / rms(x) * weight, of x + residual too     | reference | bf16, fp32     | all floats      |
-| `layer_norm`   | (x - mean) / deviation * weight + bias       | reference | -              | -               |
 | `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | in `attention`  |
 | `activate`     | activation by name                           | reference | -              | -               |
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
@@ -23,7 +22,6 @@ from quantkit.kernels import gpu
 from quantkit.kernels.cpu import ops as on_cpu
 from quantkit.kernels.reference import block as reference
 from quantkit.kernels.reference.block import activate as activate
-from quantkit.kernels.reference.block import layer_norm as layer_norm
 from quantkit.kernels.types import ActivationQuantization, Linear
 
 
@@ -87,12 +85,10 @@ def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization
 
     Args:
         gate_up: (T, 2I), gate first; not modified.
-        activation: name as in config.json.
+        activation: a key of `reference.block.ACTIVATIONS`.
         quantization: of the outputs, see `rms_norm`.
     Returns:
         (T, I), dtype of gate_up; or quantized, see `rms_norm`.
-    Raises:
-        ModelError: no such activation.
     """
     opened: Tensor | None
     if (kernels := _on_gpu(gate_up)) is not None:
@@ -110,8 +106,5 @@ def gated_linear(up: Linear, x: Tensor, activation: str, quantization: Activatio
         x: (T, K), or quantized if `up` takes that.
         activation, quantization: see `gated`.
     """
-    opened: Tensor | None = None
-    if quantization is None and isinstance(x, Tensor):
-        on_gpu = gpu.module("quantized_linear", x.device)
-        opened = None if on_gpu is None else on_gpu.gated(up, x, activation)
+    opened = up.gated(x, activation) if quantization is None and isinstance(x, Tensor) else None
     return gated(up(x), activation, quantization) if opened is None else opened

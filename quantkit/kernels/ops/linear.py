@@ -21,7 +21,7 @@ from quantkit.kernels.reference.block import DenseLinear
 from quantkit.kernels.types import Linear, LinearSettings, LinearSource, StackedExperts, WrappedLinear, describe_linear
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
-from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 
 def build_linear(
@@ -47,7 +47,9 @@ def build_linear(
 
 
 def _quantized(source: LinearSource) -> Linear:
-    fast = _on_gpu(source) or _prepared(source) or _low_bit(source)
+    fast = _on_gpu(source) or _prepared(source)
+    if fast is None and source.weight.group_index is None:
+        fast = on_cpu.linear_of(source) or torch_kernels.linear_of(source)
     if fast is not None:
         return fast
     weight, name = source.weight.dequantize(source.dtype), f"{source.weight.scheme.describe()} dequantized"
@@ -59,8 +61,7 @@ def _on_gpu(source: LinearSource) -> Linear | None:
     on_gpu = gpu.module("quantized_linear", source.device)
     if on_gpu is None or source.dtype not in (torch.bfloat16, torch.float16):
         return None
-    linear: Linear | None = on_gpu.linear_of(source)
-    return linear
+    return cast("Linear | None", on_gpu.linear_of(source))
 
 
 def _prepared(source: LinearSource) -> Linear | None:
@@ -77,12 +78,6 @@ def _prepared(source: LinearSource) -> Linear | None:
     # Groups of neighbours are what kernels read; reordering the inputs of a step is cheaper than an index per weight.
     order = ordered[1].to(source.device)
     return WrappedLinear(_quantized(dataclasses.replace(source, weight=ordered[0])), lambda x: x.index_select(1, order))
-
-
-def _low_bit(source: LinearSource) -> Linear | None:
-    if source.weight.group_index is not None:
-        return None
-    return on_cpu.linear_of(source) or torch_kernels.linear_of(source)
 
 
 def _dense(weight: Tensor, name: str, settings: LinearSettings) -> Linear:
@@ -121,38 +116,27 @@ def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | Quan
     Returns:
         (sum of N_i, K); None when they cannot be one weight: other number types, groups or widths.
     """
-    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    if not tensors:
-        return _join_quantized(cast("Sequence[QuantizedTensor]", weights))
-    alike = len(tensors) == len(weights) and len({(w.dtype, w.device, w.shape[1]) for w in tensors}) == 1
-    return torch.cat(tensors) if alike else None
-
-
-def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
-    first = weights[0]
-    kinds = {(w.scheme, w.scale.dtype, w.scale.shape[1], w.shape[1], w.zero_point is None) for w in weights}
-    inputs = {None if w.input_scale is None else w.input_scale.item() for w in weights}
-    if len(kinds) != 1 or len(inputs) != 1 or not all(_same_groups(first.group_index, w.group_index) for w in weights):
+    if tensors := [weight for weight in weights if isinstance(weight, Tensor)]:
+        alike = len(tensors) == len(weights) and len({(w.dtype, w.device, w.shape[1]) for w in tensors}) == 1
+        return torch.cat(tensors) if alike else None
+    quantized = cast("Sequence[QuantizedTensor]", weights)
+    if len({_kind(weight) for weight in quantized}) != 1:
         return None
-    codes = torch.cat([w.codes.view(torch.uint8) for w in weights]).view(first.codes.dtype)
-    outer = [None if w.global_scale is None else w.global_scale.item() for w in weights]
-    zeros = [w.zero_point for w in weights if w.zero_point is not None]
-    return QuantizedTensor(
-        codes=codes,
-        scale=torch.cat([w.scale for w in weights]),
-        zero_point=torch.cat(zeros) if zeros else None,
-        scheme=first.scheme,
-        group_index=first.group_index,
-        # Without a common one kernels keep the scales of groups as numbers.
-        global_scale=first.global_scale if len(set(outer)) == 1 else None,
-        input_scale=first.input_scale,
-    )
+    joined, outer = join_rows(quantized), {_number(weight.global_scale) for weight in quantized}
+    # Without a common one kernels keep the scales of groups as numbers.
+    return joined if len(outer) == 1 else dataclasses.replace(joined, global_scale=None)
 
 
-def _same_groups(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+def _kind(weight: QuantizedTensor) -> tuple[object, ...]:
+    """Everything that weights must share to be one."""
+    index, scale = weight.group_index, weight.scale
+    groups = None if index is None else tuple(index.tolist())
+    sizes = weight.shape[1], scale.shape[1], scale.dtype
+    return weight.scheme, *sizes, weight.zero_point is None, groups, _number(weight.input_scale)
+
+
+def _number(scale: Tensor | None) -> float | None:
+    return None if scale is None else scale.item()
 
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -160,19 +144,16 @@ def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
     return gpu.module("experts", device) is not None and dtype in (torch.bfloat16, torch.float16)
 
 
-def stack(
-    experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str, num_chosen: int, normalize: bool
-) -> StackedExperts | str:
+def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str) -> StackedExperts | str:
     """Lay the experts of a layer out as one.
 
     Args:
         experts: gate with up, and down, of each; one that has been asked for is not needed any more.
         count: E.
         activation: of the gate.
-        num_chosen, normalize: see `reference.experts.route`.
     Returns:
         the experts; or why they must be run one by one.
     """
     from quantkit.kernels.gpu import experts as on_gpu
 
-    return on_gpu.stack(experts, count=count, activation=activation, num_chosen=num_chosen, normalize=normalize)
+    return on_gpu.stack(experts, count=count, activation=activation)

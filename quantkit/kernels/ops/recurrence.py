@@ -18,14 +18,8 @@ def scan(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `reference.recurrence.recur`."""
-    run = recur if value.shape[1] == 1 else _by_chunks
-    return run(query, key, value, decay, rate, state)
-
-
-def _by_chunks(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """See `reference.recurrence.recur`."""
+    if value.shape[1] == 1:
+        return recur(query, key, value, decay, rate, state)
     groups, repeats = key.shape[2], value.shape[2] // key.shape[2]
     q, k = (x.transpose(1, 2).unsqueeze(2) for x in (query, key))  # (B, G, 1, T, N)
     v = value.view(*value.shape[:2], groups, repeats, -1).permute(0, 2, 3, 1, 4)  # (B, G, R, T, P)

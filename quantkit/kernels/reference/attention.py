@@ -193,8 +193,22 @@ def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch) -> None:
         views: the layer's pages and residual windows; modified.
         batch: what belongs to whom.
     """
+    residual, size = views.key_residual, views.layout.page_size
+    assert residual is not None
     for span in spans(batch):
-        _store_residual(key[span.new].transpose(0, 1), views, batch, span)
+        fresh, row = key[span.new].transpose(0, 1), batch.residual_rows[span.row]  # (Hkv, L, D)
+        length = span.cached + fresh.shape[1]
+        from_page, to_page = span.cached // size, length // size
+        if to_page > from_page:
+            keys = fresh.to(residual.dtype)
+            if span.cached > from_page * size:
+                keys = torch.cat([_read_residual(residual, row, from_page * size, span.cached), keys], dim=1)
+            whole = keys[:, : (to_page - from_page) * size].reshape(keys.shape[0], -1, size, keys.shape[2])
+            pages = batch.page_table[span.row, from_page:to_page].long()
+            views.key.put((pages,), codes_of(whole.transpose(0, 1), views.key.scheme))  # of (pages, H, S, D)
+        kept = min(fresh.shape[1], residual.shape[2])
+        slots = torch.arange(length - kept, length, device=residual.device) % residual.shape[2]
+        residual[row.expand(kept), :, slots] = fresh[:, -kept:].transpose(0, 1).to(residual.dtype)
 
 
 def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:
@@ -202,28 +216,5 @@ def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> 
     if array.scheme.dtype is None:
         array.codes[pages, :, offsets] = fresh.to(array.codes.dtype)
         return
-    codes, scale, zero = codes_of(fresh, array.scheme, 1.0 if array.fixed is None else array.fixed[:, None])
-    for target, stored in ((array.codes, codes), (array.scale, scale), (array.zero, zero)):
-        if target is not None and stored is not None:
-            target[pages, :, offsets] = stored
-
-
-def _store_residual(fresh: Tensor, views: KVViews, batch: ForwardBatch, span: Span) -> None:
-    """Keys (Hkv, L, D) of one sequence into its residual window, and the pages that they complete into the pool."""
-    residual, size = views.key_residual, views.layout.page_size
-    assert residual is not None
-    row, length = batch.residual_rows[span.row], span.cached + fresh.shape[1]
-    from_page, to_page = span.cached // size, length // size
-    if to_page > from_page:
-        keys = fresh.to(residual.dtype)
-        if span.cached > from_page * size:
-            keys = torch.cat([_read_residual(residual, row, from_page * size, span.cached), keys], dim=1)
-        whole = keys[:, : (to_page - from_page) * size].reshape(keys.shape[0], -1, size, keys.shape[2])
-        pages = batch.page_table[span.row, from_page:to_page].long()
-        stored = codes_of(whole.transpose(0, 1), views.key.scheme)  # of (pages, H, S, D)
-        for target, one in zip((views.key.codes, views.key.scale, views.key.zero), stored, strict=True):
-            if target is not None and one is not None:
-                target[pages] = one
-    kept = min(fresh.shape[1], residual.shape[2])
-    slots = torch.arange(length - kept, length, device=residual.device) % residual.shape[2]
-    residual[row.expand(kept), :, slots] = fresh[:, -kept:].transpose(0, 1).to(residual.dtype)
+    fixed = 1.0 if array.fixed is None else array.fixed[:, None]
+    array.put((pages, slice(None), offsets), codes_of(fresh, array.scheme, fixed))

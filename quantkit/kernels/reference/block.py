@@ -10,10 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional
 
-from quantkit.errors import ModelError, suggestion
-from quantkit.kernels.types import LinearFacts, nbytes
+from quantkit.kernels.types import Linear, nbytes
 from quantkit.numerics.scheme import ActivationScheme
 
 
@@ -25,19 +23,6 @@ def rms_norm(
     single = total.float()
     scaled = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + eps)
     return (scaled * (weight.float() + offset if offset else weight)).to(x.dtype), total
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Subtract the mean, divide by the deviation, scale and shift.
-
-    Args:
-        x: (..., K); not modified.
-        weight, bias: (K,), or None for 1 and 0.
-        eps: added to the variance.
-    Returns:
-        As x.
-    """
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def rotary_(
@@ -116,39 +101,23 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float = 
     return (gate * torch.sigmoid(alpha * gate) * (up + offset)).to(gate_up.dtype)
 
 
-def find_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation of that name.
-
-    Raises:
-        ModelError: no such activation.
-    """
-    if name not in ACTIVATIONS:
-        raise ModelError(
-            f"config.json: activation {name!r} is unknown{suggestion(name, ACTIVATIONS)}; there are: "
-            f"{', '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
-
-
 def activate(x: Tensor, activation: str) -> Tensor:
     """Activation of a feed-forward layer without a gate.
 
     Args:
         x: any shape; not modified.
-        activation: name as in config.json.
-    Raises:
-        ModelError: no such activation.
+        activation: a key of `ACTIVATIONS`.
     """
-    return find_activation(activation)(x.float()).to(x.dtype)
+    return ACTIVATIONS[activation](x.float()).to(x.dtype)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up; see `ops.gated`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (find_activation(activation)(gate.float()) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate.float()) * up).to(gate_up.dtype)
 
 
-class DenseLinear(LinearFacts):
+class DenseLinear(Linear):
     """Reference: the dequantized weight and torch's GEMM, on any device, in any dtype.
 
     Args:
@@ -162,7 +131,7 @@ class DenseLinear(LinearFacts):
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
 
 def quantize_tokens(x: Tensor, scheme: ActivationScheme) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ def decode_states(
         (..., D) values, computed in float32 and rounded once.
     """
     axis = -2 if scheme.granularity == "channel" else -1
-    single = _numbers_of(codes, scheme.dtype)
+    single = numbers_of(codes, scheme.dtype)
     if scheme.is_fixed:
         return (single * fixed).to(dtype)
     assert scale is not None
@@ -86,7 +86,8 @@ def decode_states(
     return (single if zero is None else single.add_(zero.float().unsqueeze(axis))).to(dtype)
 
 
-def _numbers_of(codes: Tensor, dtype: DType | None) -> Tensor:
+def numbers_of(codes: Tensor, dtype: DType | None) -> Tensor:
+    """Return the float32 numbers of codes, without scale and zero."""
     if dtype is FP8:
         return codes.view(FP8.storage).float()
     return (unpack_int4(codes) if dtype is INT4 else codes.view(torch.int8)).float()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels.layouts import EntryLayout
-from quantkit.kernels.reference.kv_codes import pack_int4, unpack_int4
+from quantkit.kernels.reference.kv_codes import numbers_of, pack_int4
 from quantkit.kernels.types import ForwardBatch
 from quantkit.models.attention_shape import (
     ENTRY_BLOCK,
@@ -59,11 +59,8 @@ class StatePool:
 
     def read(self, run: "Run") -> tuple[Tensor, Tensor]:
         """Past tokens of the convolution (B, W - 1, C), and states (B, H, N, P); zeros for sequences that begin."""
-        if run.begins:
-            past, state = (pool.new_zeros(len(run.rows), *pool.shape[1:]) for pool in self._pools)
-        else:
-            past, state = (pool[run.rows] for pool in self._pools)
-        return past, state
+        past, state = (pool[run.rows] for pool in self._pools)
+        return (past.zero_(), state.zero_()) if run.begins else (past, state)
 
     def write(self, run: "Run", past: Tensor, state: Tensor) -> None:
         """Keep what `read` will give next time."""
@@ -143,7 +140,7 @@ class EntryCodes:
         plain, rotated = values.tensor_split((self.plain,), dim=1)
         padded = F.pad(plain.float(), (0, -self.plain % self.block))
         blocks = padded.view(len(padded), -1, self.block)  # (n, G, block)
-        limit = FP8.maximum if self.number is FP8 else self.number.maximum
+        limit = self.number.maximum
         exponents = (blocks.abs().amax(-1) / limit).log2().ceil().clamp(-_BIAS, _BIAS)  # (n, G)
         numbers = (blocks * torch.exp2(-exponents).unsqueeze(-1)).flatten(1)[:, : self.plain].clamp(-limit, limit)
         unused = exponent_bytes(self.plain, self.block, self.multiple) - exponents.shape[1]
@@ -158,7 +155,8 @@ class EntryCodes:
         codes, kept, exponents = stored.tensor_split((self._code_bytes, self._code_bytes + 2 * self.rotated), dim=1)
         scales = torch.exp2(exponents.float() - _BIAS).repeat_interleave(self.block, dim=1)[:, : self.plain]
         rotated = kept.contiguous().view(torch.bfloat16)
-        return torch.cat([(self._numbers(codes.contiguous()) * scales).to(dtype), rotated.to(dtype)], dim=1)
+        numbers = numbers_of(codes.contiguous(), self.number) - 8 * (self.number is INT4)
+        return torch.cat([(numbers * scales).to(dtype), rotated.to(dtype)], dim=1)
 
     def _codes(self, numbers: Tensor) -> Tensor:
         if self.number is FP8:
@@ -166,11 +164,6 @@ class EntryCodes:
         if self.number is INT4:
             return pack_int4((numbers.round() + 8).to(torch.uint8))
         return numbers.round().to(torch.int8).view(torch.uint8)
-
-    def _numbers(self, codes: Tensor) -> Tensor:
-        if self.number is FP8:
-            return codes.view(FP8.storage).float()
-        return unpack_int4(codes).float() - 8 if self.number is INT4 else codes.view(torch.int8).float()
 
 
 class EntryPool:

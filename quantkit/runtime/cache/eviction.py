@@ -38,11 +38,6 @@ class Evictor:
         self.num_evicted_pages = 0
         self._pool, self._cache = pool, cache
 
-    @property
-    def shared_tokens(self) -> int:
-        """Tokens at the beginning of a sequence that may be shared: fewer than those after which it evicts."""
-        return self.budget.tokens - 1
-
     def until_due(self, sequence: Sequence) -> int:
         """Tokens of a sequence to compute until some are evicted next."""
         budget, kept = self.budget, sequence.num_kept

@@ -200,9 +200,7 @@ def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) 
     else:
         sides.append(views.key)
     for side in sides:
-        for array in (side.codes, side.scale, side.zero):
-            if array is not None:
-                array[end] = array[start]
+        side.put(end, [array[start] for array in side.stored])
 
 
 def _move_keys(views: KVViews, pages: Tensor, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
@@ -211,7 +209,4 @@ def _move_keys(views: KVViews, pages: Tensor, source: tuple[Tensor, Tensor], tar
     keys.flatten(1, 2)[target] = keys.flatten(1, 2)[source]
     changed = torch.unique(heads * len(pages) + slots // size)
     heads, indices = changed // len(pages), changed % len(pages)
-    stored = codes_of(keys[heads, indices], views.key.scheme)
-    for array, one in zip((views.key.codes, views.key.scale, views.key.zero), stored, strict=True):
-        if array is not None and one is not None:
-            array[pages[indices], heads] = one
+    views.key.put((pages[indices], heads), codes_of(keys[heads, indices], views.key.scheme))

@@ -9,7 +9,7 @@ from quantkit.errors import RequestError
 from quantkit.kernels.layouts import Layout, page_bytes, pages_for_budget, residual_bytes
 from quantkit.machine.devices import free_bytes
 from quantkit.models.kv_budget import KVBudget
-from quantkit.quantities import byte_size
+from quantkit.quantities import byte_size, parse_bytes
 from quantkit.runtime.config import EngineConfig
 
 _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unasked; the rest is for activations
@@ -34,19 +34,19 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
     num_pages = config.max_sequences * config.pages_for(kept) + beside
     if config.num_pages is not None or not layouts:
         return config.num_pages or min(num_pages, _STATELESS_TOKENS // config.page_size)
-    memory = config.memory_bytes
-    if memory is None:
+    if config.memory is None:
         memory = int(free_bytes(device) * _SHARE.get(device.type, 0.5))
+    else:
+        memory = parse_bytes(config.memory)
     num_pages = min(num_pages, pages_for_budget(layouts, config.max_sequences, memory))
     # A length that the user names must fit; the model's own limit may be more than any memory holds.
-    least = 1 if config.max_length is None else config.pages_for(config.max_length)
+    least, what = 1, "one page"
     if budget is not None:
-        least = config.pages_for(budget) + 1
+        least, what = config.pages_for(budget) + 1, f"one sequence of {budget} tokens and a page of its prompt"
+    elif config.max_length is not None:
+        least, what = config.pages_for(config.max_length), f"one sequence of {config.max_length} tokens"
     if num_pages < least:
         needed = least * page_bytes(layouts) + residual_bytes(layouts, config.max_sequences)
-        what = "one page" if config.max_length is None else f"one sequence of {config.max_length} tokens"
-        if budget is not None:
-            what = f"one sequence of {budget} tokens and a page of its prompt"
         raise RequestError(
             f"a KV pool of {byte_size(memory)} is too small for {what}, which needs {byte_size(needed)} "
             f"(pages of {config.page_size} tokens, {byte_size(page_bytes(layouts))} each); "

@@ -1,6 +1,7 @@
 """An engine out of a loaded model; and, before it is loaded, how many tokens will fit: layouts, pool size, caches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, kv_scheme
 from quantkit.models.config import NotNative
-from quantkit.models.kv_budget import KVBudget
+from quantkit.models.kv_budget import KVBudget, fitting_page_size
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.sizing import Capacity, kv_budget, size_pool
 from quantkit.runtime.config import EngineConfig
@@ -30,19 +31,22 @@ from quantkit.runtime.model.model import Model, NativeModel, config_layouts
 
 
 def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
-    """Return the settings of an engine with pages that suit its budget; only headers are read.
+    """Return the settings of an engine with pages so small that its budget can be kept; only headers are read.
 
     Args:
         path: model directory.
         config: as asked for.
     """
-    if config.kv_budget is None or config.backend == "transformers":
+    if config.kv_budget is None or config.num_pages is not None or config.backend == "transformers":
         return config
     try:
         model, _, _ = read_headers(CheckpointReader(path))
     except NotNative:
         return config
-    return config.fit_pages(model.max_length, _widest_window(model))
+    tokens = config.budget_tokens(config.context_length(model.max_length))
+    if tokens is None:
+        return config
+    return replace(config, page_size=fitting_page_size(tokens, config.page_size, _widest_window(model)))
 
 
 def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, device: torch.device) -> Capacity | None:
@@ -92,7 +96,8 @@ def _plan_pool(
         window: of the widest layer with a sliding window; 0 = there is none.
         device: where the pool will be.
     """
-    _check_eviction(config, layouts, has_draft=drafts is not None)
+    if config.kv_budget is not None:
+        _check_eviction(layouts, has_draft=drafts is not None)
     # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
     num_pages = size_pool([*layouts, *(drafts or ())], config, max_length, device)
     return num_pages, kv_budget(config, max_length, num_pages, window)
@@ -165,14 +170,12 @@ def build_engine(
     )
 
 
-def _check_eviction(config: EngineConfig, layouts: Sequence[Layout], *, has_draft: bool) -> None:
+def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
     """Refuse a budget where it would free nothing.
 
     Raises:
         RequestError: the message says why.
     """
-    if config.kv_budget is None:
-        return
     if not any(isinstance(layout, KVLayout) for layout in layouts):
         kept = "a state of one size per sequence" if layouts else "its keys and values itself"
         if any(isinstance(layout, EntryLayout) for layout in layouts):

@@ -6,7 +6,7 @@ batch is therefore valid until the next one is built. To other devices they go i
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit.kernels.transfer import send
 from quantkit.kernels.types import ForwardBatch
+from quantkit.runtime.sequence import PageHolder
 
 Array = np.ndarray[Any, Any]
 
@@ -23,16 +24,6 @@ _TABLE_STEP = 16
 def table_width(num_pages: int) -> int:
     """Columns of a page table on a GPU: Triton compiles a kernel anew where a stride is not a multiple of 16."""
     return -(-num_pages // _TABLE_STEP) * _TABLE_STEP
-
-
-class PageHolder(Protocol):
-    """Holder of pages: a sequence, or its shadow in a draft model."""
-
-    id: int
-    pages: list[int]
-    row: int
-    num_table_entries: int
-    num_evicted: int
 
 
 class ScheduledChunk(NamedTuple):

@@ -76,7 +76,7 @@ class Engine:
         if budget is not None:
             policy = policies.REGISTRY.load(config.kv_policy or policies.DEFAULT)
             self.eviction = Evictor(budget, policy, self.pool, cache)
-        most = None if self.eviction is None else self.eviction.shared_tokens
+        most = None if budget is None else budget.tokens - 1  # fewer than those after which a sequence evicts
         self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
         self.scheduler = Scheduler(
@@ -229,8 +229,7 @@ class Engine:
 
     def _propose(self) -> int:
         """Have drafts proposed for the sequences that decode; how many were asked for."""
-        assert self._proposer is not None
-        assert self.controller is not None
+        assert self._proposer is not None and self.controller is not None, "asked for without speculation"
         decoding = [sequence for sequence in self.scheduler.running if sequence.is_decoding]
         count = self.controller.choose(len(self.scheduler.running)) if decoding else 0
         if count:

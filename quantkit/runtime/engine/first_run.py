@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.kernels import gpu, ops
-from quantkit.kernels.layouts import kv_scheme, layer_layout
+from quantkit.kernels.layouts import KVLayout, kv_scheme
 from quantkit.kernels.ops.linear import build_linear, can_stack, stack
 from quantkit.kernels.reference import experts
 from quantkit.kernels.reference.block import gated
@@ -34,10 +33,12 @@ from quantkit.machine.devices import entered
 from quantkit.native.build import cache_folder
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from quantkit.registry import installed_version
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
+from quantkit.runtime.sequence import PageHolder
 from quantkit.safety.child import python
 from quantkit.safety.untrusted import read_object
 
@@ -216,9 +217,7 @@ def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> C
     """
     # On consecutive pages a kernel that ignores the page table would be right.
     order = torch.randperm(count * num_pages, generator=torch.Generator().manual_seed(0)).view(count, -1).tolist()
-    holders: list[Any] = [
-        SimpleNamespace(id=i, row=i, pages=own, num_table_entries=0, num_evicted=0) for i, own in enumerate(order)
-    ]
+    holders = [PageHolder(id=number, row=number, pages=own) for number, own in enumerate(order)]
     build = BatchBuilder(max_sequences=count, max_pages=num_pages, page_size=page_size, device=device).build
     return lambda start, stop: build([ScheduledChunk(each, [0] * (stop - start), start, 1) for each in holders])
 
@@ -250,7 +249,8 @@ def _products(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) ->
 
 def _attention(kind: str, device: torch.device, dtype: torch.dtype) -> Outputs:
     """Two sequences: prompts over several pages, tokens that end and begin one, chunks behind."""
-    layout = layer_layout(num_heads=2, head_dim=64, page_size=16, dtype=dtype, scheme=kv_scheme(kind))
+    cache_of = LayerCache(scheme=kv_scheme(kind))
+    layout = KVLayout(num_heads=2, head_dim=64, page_size=16, dtype=dtype, cache=cache_of)
     cache, step_of = KVCache([layout], 12, 2, device), steps(2, 6, 16, device)
     query_norm, key_norm = random(device, dtype, 2, 64)
     norms = HeadNorms(query=query_norm, key=key_norm, eps=1e-6, offset=0.0)
@@ -265,17 +265,17 @@ def _attention(kind: str, device: torch.device, dtype: torch.dtype) -> Outputs:
 def _mixture(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) -> Outputs:
     linears = [(_linear(scheme, 2 * WIDTH, device, dtype), _linear(scheme, WIDTH, device, dtype)) for _ in range(4)]
     each = [lambda rows, up=up, down=down: down(gated(up(rows), "silu")) for up, down in linears]
-    stacked: Any = None
+    choose, stacked = partial(experts.route, num_chosen=2, normalize=True), cast(Any, None)
     if can_stack(device, dtype):
-        stacked = stack(linears, count=4, activation="silu", num_chosen=2, normalize=True)
+        stacked = stack(linears, count=4, activation="silu")
         assert not isinstance(stacked, str), stacked
     for tokens in (3, 40):
         # Scores that are far apart: rounding chooses no other expert.
         x, scores = random(device, dtype, tokens, WIDTH), random(device, dtype, tokens, 4)
         if stacked is not None:
-            yield stacked(x, scores, None, None)
+            yield stacked(x, scores, None, None, choose)
         else:
-            weights, chosen = experts.route(scores, 2, True)
+            weights, chosen = choose(scores)
             yield experts.run_each(x, chosen, weights, each, torch.zeros_like(x))
 
 

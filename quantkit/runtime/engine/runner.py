@@ -116,7 +116,7 @@ class DecodeGraphs:
 
     Args:
         model: to run.
-        cache: its keys and values; `why_not` says nothing against it.
+        cache: its keys and values.
         builder: knows the page table.
         max_sequences: in one batch.
         max_pages: of one sequence.
@@ -145,11 +145,6 @@ class DecodeGraphs:
         self.failure: str | None = None
         # Graphs keep the addresses of the rotary tables, which therefore must not grow once one is captured.
         model.reserve(self._max_length)
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs captured so far."""
-        return len(self._steps)
 
     def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
         """Logits of a decode step; nothing is waited for.

@@ -32,7 +32,7 @@ from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.model.model import Model
 from quantkit.runtime.sampling import sample
-from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.sequence import PageHolder, Sequence
 
 _MEMORY = 15  # steps of each kind that count
 _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision
@@ -238,16 +238,10 @@ class _Ngrams:
         return []
 
 
-@dataclass(slots=True, eq=False)
-class _Shadow:
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Shadow(PageHolder):
     """A sequence as the draft model knows it: its own pages, and the drafts that were fed after `base` tokens."""
 
-    id: int
-    row: int
-    pages: list[int] = field(default_factory=list)
-    num_table_entries: int = 0
-    num_evicted: int = 0
-    num_computed: int = 0
     base: int = 0
     fed: list[int] = field(default_factory=list)
 
@@ -327,7 +321,7 @@ class DraftModelProposer:
         """The sequence's shadow with pages for so many tokens; None when the draft's pool or context is too small."""
         shadow = self._shadows.get(sequence.id)
         if shadow is None:
-            shadow = self._shadows[sequence.id] = _Shadow(sequence.id, self._rows.pop())
+            shadow = self._shadows[sequence.id] = _Shadow(id=sequence.id, row=self._rows.pop())
         shadow.sync(sequence.ids)
         missing = self._config.pages_for(num_tokens) - len(shadow.pages)
         if missing > self._pool.num_free or num_tokens > self.model.max_length:

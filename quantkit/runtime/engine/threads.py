@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
         return ThreadChoice(1, "one is all that is allowed")
     before = torch.get_num_threads()
     try:
-        timings = (measure_threads if decodes else measure_products)(thread_counts(limit))
+        timings = measure_threads(thread_counts(limit), decodes)
     finally:
         torch.set_num_threads(before)
     return smallest_near_best(timings)
@@ -93,31 +94,20 @@ def thread_counts(limit: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, limit}))
 
 
-def measure_threads(counts: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
-    """Seconds of two products by number of threads, medians of a few repeats; changes torch's setting.
+def measure_threads(counts: tuple[int, ...], decodes: bool = True) -> dict[int, tuple[float, ...]]:
+    """Seconds of products by number of threads, medians of a few repeats; changes torch's setting.
 
-    The first is one token through a large weight: memory. The second some tokens through a small one: arithmetic.
+    Where single tokens are computed there are two products: one token through a large weight, which is bound by memory,
+    and some tokens through a small one, which is bound by arithmetic. Else there is one of many tokens.
     """
     # Filled, not zeros: untouched zeros all lie on one page.
     weight = torch.ones(_GEMV_ROWS, _GEMV_WIDTH)
-    token, tokens = torch.ones(1, _GEMV_WIDTH), torch.ones(_GEMM_TOKENS, _GEMV_WIDTH)
-    small = weight[:_GEMM_ROWS]
-    share = _BUDGET_S / len(counts) / 2
+    sizes = ((1, _GEMV_ROWS), (_GEMM_TOKENS, _GEMM_ROWS)) if decodes else ((_PROMPT_TOKENS, _GEMM_ROWS),)
+    products = [partial(functional.linear, torch.ones(tokens, _GEMV_WIDTH), weight[:rows]) for tokens, rows in sizes]
     timings: dict[int, tuple[float, ...]] = {}
     for count in counts:
         torch.set_num_threads(count)
-        gemv = _median_time(lambda: functional.linear(token, weight), share)
-        timings[count] = gemv, _median_time(lambda: functional.linear(tokens, small), share)
-    return timings
-
-
-def measure_products(counts: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
-    """Return the seconds of a product of many tokens by number of threads; changes torch's setting."""
-    weight, tokens = torch.ones(_GEMM_ROWS, _GEMV_WIDTH), torch.ones(_PROMPT_TOKENS, _GEMV_WIDTH)
-    timings: dict[int, tuple[float, ...]] = {}
-    for count in counts:
-        torch.set_num_threads(count)
-        timings[count] = (_median_time(lambda: functional.linear(tokens, weight), _BUDGET_S / len(counts)),)
+        timings[count] = tuple(_median_time(product, _BUDGET_S / len(counts) / len(sizes)) for product in products)
     return timings
 
 

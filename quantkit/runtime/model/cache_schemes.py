@@ -39,14 +39,14 @@ class StoredCache:
         Raises:
             SchemeError: no such name.
         """
-        preset = None if name is None else kv_scheme(name)
+        preset = KVScheme() if name is None else kv_scheme(name)
         if name == "auto" and self.schemes is not None:
             return tuple(map(_with_scales, self.schemes, self.scales))
-        if name == "fp8" and preset is not None and None not in self.scales:
+        if name == "fp8" and None not in self.scales:
             by_head = KVScheme(key=FP8_HEAD, value=FP8_HEAD)
             several = any(isinstance(scale, tuple) for scales in self.scales for scale in scales or ())
             return tuple(_with_scales(by_head if several else preset, scales) for scales in self.scales)
-        return (LayerCache(scheme=preset or KVScheme()),) * len(self.scales)
+        return (LayerCache(scheme=preset),) * len(self.scales)
 
 
 def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCache:

@@ -11,6 +11,7 @@ Source: DeepSeek-AI 2026, DeepSeek-V4; transformers `models/deepseek_v4/`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -222,11 +223,12 @@ def build_streamed_block(weights: Weights, index: int, ropes: Sequence[RopeConfi
     config = weights.config
     prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
     assert rope is not None, "all layers have positions"
+    rounds = config.entries.count("hc_sinkhorn_iters", default=20)
     return StreamedBlock(
         attention=_build_attention(weights, index, f"{prefix}self_attn.", rope),
         mlp=_build_mixture(weights, prefix),
-        attention_streams=_build_streams(weights, f"{prefix}attn_hc."),
-        mlp_streams=_build_streams(weights, f"{prefix}ffn_hc."),
+        attention_streams=StreamMixture(rounds=rounds, **_mixing(weights, f"{prefix}attn_hc.")),
+        mlp_streams=StreamMixture(rounds=rounds, **_mixing(weights, f"{prefix}ffn_hc.")),
         input_norm=weights.norm(f"{prefix}input_layernorm"),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm"),
         rope=ropes.index(rope),
@@ -247,21 +249,14 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
 
 def build_head(weights: Weights) -> StreamHead:
     """Build the module that joins all streams after the last layer."""
-    weight, bias, scale = (
-        weights.tensor(f"model.hc_head.hc_{part}", torch.float32) for part in ("fn", "base", "scale")
-    )
-    return StreamHead(weight=weight, bias=bias, scale=scale, eps=weights.config.norm_eps, floor=_floor(weights))
+    return StreamHead(**_mixing(weights, "model.hc_head.hc_"))
 
 
-def _build_streams(weights: Weights, prefix: str) -> StreamMixture:
-    weight, bias, scale = (weights.tensor(prefix + part, torch.float32) for part in ("fn", "base", "scale"))
-    rounds = weights.config.entries.count("hc_sinkhorn_iters", default=20)
-    eps = weights.config.norm_eps
-    return StreamMixture(weight=weight, bias=bias, scale=scale, rounds=rounds, eps=eps, floor=_floor(weights))
-
-
-def _floor(weights: Weights) -> float:
-    return weights.config.entries.number("hc_eps", default=1e-6)
+def _mixing(weights: Weights, prefix: str) -> dict[str, Any]:
+    """Return what a mixture of streams is made from, by field name."""
+    names = {"weight": "fn", "bias": "base", "scale": "scale"}
+    tensors = {name: weights.tensor(prefix + part, torch.float32) for name, part in names.items()}
+    return {**tensors, "eps": weights.config.norm_eps, "floor": weights.config.entries.number("hc_eps", default=1e-6)}
 
 
 def _build_attention(weights: Weights, index: int, prefix: str, rope: RopeConfig) -> CompressedAttention:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.kernels.reference.experts import route, run_each
+from quantkit.kernels.reference.experts import run_each
 from quantkit.kernels.types import Linear, LinearFacts, StackedExperts
 from quantkit.runtime.model.layers import MLP
 
@@ -23,25 +23,22 @@ class Mixture:
 
     Args:
         router: (T, H) -> (T, E).
-        experts: one MLP each, or all of them as one, which has its own way to choose.
-        num_chosen, normalize: see `route`; of no meaning for experts that are one.
+        experts: one MLP each, or all of them as one.
+        choose: (T, E) scores to weights and numbers of the chosen, such as `route`.
         shared: an MLP that every token passes, or None.
         shared_gate: (T, H) -> (T, 1), weighs its output through a sigmoid; None = it counts fully.
-        choose: (T, E) scores to weights and numbers of the chosen, in place of `route`.
         table: (V, k) int64, experts of each token id, which `choose` then only weighs; None = it chooses.
     """
 
     router: Linear
     experts: tuple[MLP, ...] | StackedExperts
-    num_chosen: int
-    normalize: bool
+    choose: Callable[..., tuple[Tensor, Tensor]]
     shared: MLP | None
     shared_gate: Linear | None
-    choose: Callable[..., tuple[Tensor, Tensor]] | None = None
     table: Tensor | None = None
 
     @property
-    def linears(self) -> tuple[Linear | LinearFacts, ...]:
+    def linears(self) -> tuple[LinearFacts, ...]:
         """Two of each expert, without the shared one's."""
         if isinstance(self.experts, tuple):
             return tuple(linear for expert in self.experts for linear in (expert.up, expert.down))
@@ -55,7 +52,7 @@ class Mixture:
     def __call__(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """(T, H) -> (T, H), of tokens with these ids (T,), which only a table asks for."""
         choose = self.choose
-        if choose is not None and self.table is not None and token_ids is not None:
+        if self.table is not None and token_ids is not None:
             choose = partial(choose, chosen=self.table[token_ids])
         shared = None if self.shared is None else self.shared(x)
         score = None if self.shared_gate is None else self.shared_gate(x)
@@ -63,6 +60,5 @@ class Mixture:
             return self.experts(x, self.router(x), shared, score, choose)
         if shared is not None and score is not None:
             shared = shared * score.sigmoid()
-        scores = self.router(x)
-        weights, chosen = choose(scores) if choose else route(scores, self.num_chosen, self.normalize)
+        weights, chosen = choose(self.router(x))
         return run_each(x, chosen, weights, self.experts, torch.zeros_like(x) if shared is None else shared)

@@ -71,8 +71,13 @@ class Steps:
         if self.positions:
             options["position_ids"] = torch.arange(past, past + len(tokens), device=tokens.device)[None]
         if self.cached:
-            # A model that can have nothing cut off makes its cache itself, which may be of a class of its own.
-            options |= {self.argument: _croppable() if cache is None and self.crops else cache, "use_cache": True}
+            if cache is None and self.crops:
+                from transformers import DynamicCache
+
+                # Without a config every layer keeps all tokens, those with a window too, so that each can be cropped.
+                # A model that can have nothing cut off makes its cache itself, which may be of a class of its own.
+                cache = DynamicCache()
+            options |= {self.argument: cache, "use_cache": True}
         elif self.cached is False:
             options["use_cache"] = False
         output = model(input_ids=tokens[None], **options)
@@ -122,13 +127,6 @@ def _error(steps: Steps, model: Any, tokens: Tensor, whole: Tensor) -> float:
         return torch.inf
     error: Tensor = (logits.float() - whole[first:]).norm() / whole[first:].norm()
     return float(error.nan_to_num(torch.inf))
-
-
-def _croppable() -> Any:
-    from transformers import DynamicCache
-
-    # Without a config every layer keeps all tokens, those with a window too, so that each can be cropped.
-    return DynamicCache()
 
 
 # What older checkpoints hold beside weights: rotary frequencies, causal masks and their fill value.

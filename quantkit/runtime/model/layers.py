@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels import ops
@@ -19,7 +20,6 @@ from quantkit.kernels.types import (
     ForwardBatch,
     HeadNorms,
     Linear,
-    LinearFacts,
 )
 from quantkit.models.family import Parts
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -62,8 +62,8 @@ class LayerNorm:
         total = x if residual is None else x + residual
         if self.weight is not None and self.weight.dim() > 1:
             # torch's layer norm knows no weight per head, and in float32 norm and weight are rounded once, together.
-            return (ops.layer_norm(total.float(), None, None, self.eps) * self.weight).to(x.dtype), total
-        return ops.layer_norm(total, self.weight, self.bias, self.eps), total
+            return (F.layer_norm(total.float(), x.shape[-1:], eps=self.eps) * self.weight).to(x.dtype), total
+        return F.layer_norm(total, x.shape[-1:], self.weight, self.bias, self.eps), total
 
 
 Norm = RMSNorm | LayerNorm
@@ -86,7 +86,7 @@ def _common_quantization(readers: Sequence[object]) -> ActivationQuantization | 
     return quantizations.pop() if len(quantizations) == 1 else None
 
 
-class SideBySide(LinearFacts):
+class SideBySide(Linear):
     """Linears that read the same input but cannot be one product, because they are stored differently.
 
     Args:
@@ -235,11 +235,9 @@ class AnyAttention(Protocol):
     @property
     def linears(self) -> tuple[Linear, ...]:
         """All that it multiplies with, but for what is no linear of its own."""
-        ...
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """See `Attention`."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

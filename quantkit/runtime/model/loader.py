@@ -3,9 +3,8 @@
 Weights are laid out layer by layer, so memory never holds two copies of the model.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
-from quantkit.kernels.ops.linear import join
 from quantkit.kernels.reference.block import DenseLinear
 from quantkit.kernels.types import Linear
-from quantkit.machine.devices import entered
+from quantkit.machine.devices import entered, fast_cpu_dtype
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find_language_model
@@ -28,7 +26,7 @@ from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.quantities import dtype_name
-from quantkit.runtime.config import HEAD_TYPES
+from quantkit.runtime.config import DTYPES_BY_SHORT_NAME, HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.compressed import build_head, build_streamed_block
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
@@ -41,10 +39,8 @@ from quantkit.safety.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 
-_HEAD_ROWS = 4096
 _RECURRENT = "layers that keep a state are computed by torch, and beginnings of prompts are not shared"
 _TEXT_ALONE = "only its language model is loaded, for prompts of text; encoders of images and the like are left out"
-_SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def load_model(
@@ -122,6 +118,8 @@ def load_native(
     parts = build_parts(weights)
     head = _build_head(weights, parts["embedding"], head_dtype)
     release_freed_memory()
+    facts = [stored_cache.note] if stored_cache.note else []
+    facts += [_RECURRENT] * config.is_recurrent + [_TEXT_ALONE] * ConfigReader(reader.config).is_wrapped
     return NativeModel(
         config=config,
         vocab_size=config.vocab_size,
@@ -133,16 +131,9 @@ def load_native(
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, *weights.notes, *filter(None, (stored_cache.note, *_facts(reader, config)))),
+        notes=(*notes, *weights.notes, *facts),
         stored_cache=stored_cache,
     )
-
-
-def _facts(reader: CheckpointReader, config: ModelConfig) -> Iterator[str]:
-    if config.is_recurrent:
-        yield _RECURRENT
-    if ConfigReader(reader.config).is_wrapped:
-        yield _TEXT_ALONE
 
 
 def build_parts(weights: Weights) -> dict[str, Any]:
@@ -209,21 +200,16 @@ def pick_dtype(
 ) -> tuple[torch.dtype, tuple[str, ...]]:
     """The dtype to compute in, and notes for the user where it is not the checkpoint's.
 
-    On CPUs float16 products have no fast path, and bfloat16 ones only where the instruction set has them.
-
     Raises:
         InputError: an unknown name.
     """
     if isinstance(asked, torch.dtype) or asked != "auto":
         name = dtype_name(asked)
-        if (name := _SHORT_NAMES.get(name, name)) not in DTYPES:
+        if (name := DTYPES_BY_SHORT_NAME.get(name, name)) not in DTYPES:
             raise InputError(f"unknown dtype {str(asked)!r}; use auto, {', '.join(DTYPES)}")
         return DTYPES[name], ()
-    stored = _stored_dtype(reader)
-    if device.type != "cpu" or stored == torch.float32:
-        return stored, ()
-    fast = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-    if fast == stored:
+    stored, fast = _stored_dtype(reader), fast_cpu_dtype()
+    if device.type != "cpu" or stored in (torch.float32, fast):
         return stored, ()
     old, new = (dtype_name(item) for item in (stored, fast))
     return fast, (f"computed in {new}: the checkpoint is {old}, in which this CPU is slow; dtype='float32' is exact",)
@@ -265,7 +251,9 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
         return weights.linear([name])
     weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
     biases = weights.biases([name], [weight])
-    rounded = weight if head_dtype is None else _round_head(weight, head_dtype)
+    rounded: Tensor | QuantizedTensor = weight
+    if head_dtype is not None:
+        rounded = round_to_nearest(weight, WeightGrid(head_scheme(head_dtype, weight.shape[1]), weight.dtype))
     head = weights.build(rounded, None if biases is None else biases[0])
     # In any other layout or dtype the head is a converted copy, which takes memory of its own.
     is_shared = head_dtype is None and isinstance(head, DenseLinear) and table.dtype == weights.dtype
@@ -279,12 +267,3 @@ def head_scheme(dtype: str, width: int) -> WeightScheme:
     # The widest group that divides the width has the fewest scales; without one each output has a single scale.
     group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
     return WeightScheme(dtype=find_dtype(dtype), group_size=group)
-
-
-def _round_head(weight: Tensor, head_dtype: str) -> QuantizedTensor:
-    """Round to nearest, some rows at a time: the float32 copies of a whole head would outweigh a layer."""
-    scheme, blocks = head_scheme(head_dtype, weight.shape[1]), []
-    for rows in weight.split(_HEAD_ROWS):  # type: ignore[no-untyped-call]
-        values = rows.float()
-        blocks.append(round_to_nearest(values, WeightGrid(scheme, weight.dtype)))
-    return cast(QuantizedTensor, join(blocks))  # of one scheme, so that they can be joined

@@ -6,16 +6,17 @@ Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are w
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from quantkit.kernels.layouts import EntryLayout, Layout, StateLayout, kv_dtype, layer_layout
+from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, StateLayout, kv_dtype
 from quantkit.kernels.types import ForwardBatch, Linear
 from quantkit.models.attention_shape import StateShape
 from quantkit.models.rope import RopeConfig
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
@@ -174,25 +175,24 @@ def config_layouts(
         dtype: of the computation.
     """
     layouts: list[Layout] = []
+    sizes: dict[str, Any] = {"page_size": page_size, "dtype": kv_dtype(kv_cache or "auto", dtype)}
     for index, cache in enumerate(stored.choose(kv_cache)):
         shape = config.attention(index)
         if isinstance(shape, StateShape):
             layouts.append(StateLayout(shape=shape, page_size=page_size))
-            continue
-        if shape.has_rows:
+        elif shape.has_rows:
             kept = KVScheme() if shape.kind == "window" else cache.scheme
-            dtype_kept = kv_dtype(kv_cache or "auto", dtype)
-            layouts.append(EntryLayout(shape=shape, page_size=page_size, dtype=dtype_kept, scheme=kept))
-            continue
-        layout = layer_layout(
-            num_heads=shape.num_kv_heads,
-            head_dim=shape.key_dim,
-            rope_dim=shape.rope_dim,
-            sinks=config.family.sinks is not None,
-            page_size=page_size,
-            dtype=kv_dtype(kv_cache or "auto", dtype),
-            cache=cache,
-            window=shape.window,
-        )
-        layouts.append(layout)
+            layouts.append(EntryLayout(shape=shape, scheme=kept, **sizes))
+        else:
+            layout = KVLayout(
+                num_heads=shape.num_kv_heads,
+                head_dim=shape.key_dim,
+                rope_dim=shape.rope_dim,
+                sinks=config.family.sinks is not None,
+                # A window layer reads few tokens: there is little to save, and its errors are known to cost accuracy.
+                cache=cache if shape.window is None else LayerCache(),
+                is_windowed=shape.window is not None,
+                **sizes,
+            )
+            layouts.append(layout)
     return layouts

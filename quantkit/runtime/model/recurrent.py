@@ -25,7 +25,7 @@ class RecurrentMixer:
     Args:
         kind: how a token changes the state.
         layer: its number in the cache.
-        inputs: (T, hidden) -> (T, C + H P + H or 2 H): queries, keys, values; gate; numbers of each head.
+        qkv: (T, hidden) -> (T, C + H P + H or 2 H): queries, keys, values; gate; numbers of each head.
         output: (T, H P) -> (T, hidden).
         shape: of its state.
         conv, conv_bias: (W, C) and (C,) or None, float32.
@@ -37,7 +37,7 @@ class RecurrentMixer:
 
     kind: Literal["gated_delta", "mamba2"]
     layer: int
-    inputs: Linear
+    qkv: Linear
     output: Linear
     shape: StateShape
     conv: Tensor
@@ -50,19 +50,14 @@ class RecurrentMixer:
     eps: float
 
     @property
-    def qkv(self) -> Linear:
-        """The linear that reads the layer's input, as in `Attention`."""
-        return self.inputs
-
-    @property
     def linears(self) -> tuple[Linear, ...]:
         """See `AnyAttention`."""
-        return self.inputs, self.output
+        return self.qkv, self.output
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Mix tokens; see `Attention`."""
         shape, pool = self.shape, cache.states[self.layer]
-        projected = self.inputs(x)
+        projected = self.qkv(x)
         rest = projected.shape[1] - shape.channels - shape.values
         mixed, gate, numbers = projected.split((shape.channels, shape.values, rest), 1)  # type: ignore[no-untyped-call]
         outputs = []

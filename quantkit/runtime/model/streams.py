@@ -18,55 +18,65 @@ from quantkit.runtime.model.layers import AnyAttention, Norm
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class StreamMixture:
-    """Mixture of the streams that one half of a layer reads, and the weights of its output in them.
+class _Mixing:
+    """Weights that come from the streams (T, n, H) themselves.
 
     Args:
-        weight: ((2 + n) n, n H) float32, of n to read with, n to write with, (n, n) between old and new streams.
-        bias: ((2 + n) n,) float32, added to these.
-        scale: (3,) float32, of each kind.
-        rounds: in which rows and columns are made to sum to one.
+        weight: (N, n H) float32, of N numbers.
+        bias: (N,) float32, added to these.
+        scale: float32, of each kind of them.
         eps: of the norm; floor: added to what must not be zero.
     """
 
     weight: Tensor
     bias: Tensor
     scale: Tensor
-    rounds: int
     eps: float
     floor: float
+
+    def numbers(self, streams: Tensor) -> Tensor:
+        """(T, N), before scale and bias."""
+        x = streams.flatten(1).float()
+        return F.linear(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps), self.weight)
+
+    def read(self, streams: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """One stream (T, H) out of several, by numbers (T, n)."""
+        opened = torch.sigmoid(numbers * scale + bias) + self.floor
+        return (opened.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StreamMixture(_Mixing):
+    """Mixture of the streams that one half of a layer reads, and the weights of its output in them.
+
+    The numbers are n to read with, n to write with, and (n, n) between old and new streams.
+
+    Args:
+        rounds: in which rows and columns are made to sum to one.
+    """
+
+    rounds: int
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return of streams (T, n, H): the input (T, H), the weights of the output (T, n), the mix (T, n, H)."""
         count = streams.shape[1]
-        weights = F.linear(_unit(streams.flatten(1).float(), self.eps), self.weight)
+        weights = self.numbers(streams)
         sizes = (count, count, count * count)
         (read, write, mix), biases = (one.split(sizes, -1) for one in (weights, self.bias))  # type: ignore[no-untyped-call]
-        opened = torch.sigmoid(read * self.scale[0] + biases[0]) + self.floor
         written = 2 * torch.sigmoid(write * self.scale[1] + biases[1])
         square = (mix * self.scale[2] + biases[2]).unflatten(-1, (count, count)).softmax(-1) + self.floor
         square = square / (square.sum(-2, keepdim=True) + self.floor)
         for _ in range(self.rounds - 1):
             square = square / (square.sum(-1, keepdim=True) + self.floor)
             square = square / (square.sum(-2, keepdim=True) + self.floor)
-        entered = (opened.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
+        entered = self.read(streams, read, self.scale[0], biases[0])
         return entered, written.to(streams.dtype), square.to(streams.dtype).mT @ streams
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class StreamHead:
-    """Streams out of an embedding, and one out of the streams before the last norm.
+class StreamHead(_Mixing):
+    """Streams out of an embedding, and one out of the streams before the last norm."""
 
-    Args:
-        weight: (n, n H) float32; bias: (n,); scale: (1,).
-        eps, floor: see `StreamMixture`.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    scale: Tensor
-    eps: float
-    floor: float
+    __slots__ = ()
 
     def spread(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, n, H), all alike."""
@@ -74,13 +84,7 @@ class StreamHead:
 
     def __call__(self, streams: Tensor) -> Tensor:
         """(T, n, H) -> (T, H)."""
-        mixed = F.linear(_unit(streams.flatten(1).float(), self.eps), self.weight)
-        opened = torch.sigmoid(mixed * self.scale + self.bias) + self.floor
-        return (opened.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
-
-
-def _unit(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return self.read(streams, self.numbers(streams), self.scale, self.bias)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.linear import build_linear, can_stack, join, stack
 from quantkit.kernels.reference.block import CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU, clamped_swiglu, xielu
-from quantkit.kernels.reference.experts import choose_experts
+from quantkit.kernels.reference.experts import choose_experts, route
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear
 from quantkit.models.description import ExpertsShape
 from quantkit.models.layer_tensors import norm_names, per_head
@@ -67,11 +67,16 @@ class Weights:
     device: torch.device
     num_bytes: int = 0
     stored_bytes: int = 0
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)  # each once
     _local: dict[str, set[str]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._local = local_names(self.reader, manifest_of(self.config)[1])
+
+    def count(self, num_bytes: int, read: int | None = None) -> None:
+        """Count a part that a decode step reads as a whole, or so many bytes of it."""
+        self.num_bytes += num_bytes
+        self.stored_bytes += num_bytes if read is None else read
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that is never quantized, in the model's dtype unless another is given."""
@@ -88,11 +93,8 @@ class Weights:
         weight = parts[0] if len(parts) == 1 else torch.stack(parts)
         self.stored_bytes += weight.nbytes
         if self.config.family.norm == "layer":
-            return LayerNorm(
-                weight + self.config.norm_offset,
-                self.tensor(bias) if bias in self.reader else None,
-                eps,
-            )
+            shift = self.tensor(bias) if bias in self.reader else None
+            return LayerNorm(weight + self.config.norm_offset, shift, eps)
         return RMSNorm(weight, eps, self.config.norm_offset)
 
     def linear(
@@ -110,7 +112,8 @@ class Weights:
         biases = self.biases(names, weights)
         for number, name in enumerate(names):
             if (order := (orders or {}).get(name)) is not None:
-                weights[number] = _take_rows(weights[number], order)
+                weight = weights[number]
+                weights[number] = weight[order] if isinstance(weight, Tensor) else weight.take_rows(order)
                 if biases is not None:
                     biases[number] = biases[number][order]
         # No second references: what is joined or laid out must be freed as soon as it has been copied.
@@ -126,8 +129,7 @@ class Weights:
             weights.clear()
             bias = None if biases is None else torch.cat(biases)
             result = self.build(joined, bias, schemes[0])
-        self.num_bytes += result.stored_bytes
-        self.stored_bytes += round(result.stored_bytes * read_share)
+        self.count(result.stored_bytes, round(result.stored_bytes * read_share))
         return result
 
     def exact_linear(self, names: Sequence[str]) -> Linear:
@@ -135,8 +137,7 @@ class Weights:
         (name,) = names
         weight = self.reader.tensor(f"{name}.weight").to(self.device, torch.float32)
         result = build_linear(weight, dtype=torch.float32, device=self.device)
-        self.num_bytes += result.stored_bytes
-        self.stored_bytes += result.stored_bytes
+        self.count(result.stored_bytes)
         return WrappedLinear(result, Tensor.float)
 
     def dense(self, name: str) -> Tensor:
@@ -144,13 +145,10 @@ class Weights:
         weight, _ = self._read(name)
         if not isinstance(weight, Tensor):
             weight = weight.dequantize()
-            note = (
-                f"{name.rpartition('.')[2]} is dequantized at load: its parts are multiplied with queries and outputs"
-            )
-            self.notes += [note] if note not in self.notes else []
+            part = name.rpartition(".")[2]
+            self.notes[f"{part} is dequantized at load: its parts are multiplied with queries and outputs"] = None
         value = weight.to(self.device, self.dtype)
-        self.num_bytes += value.nbytes
-        self.stored_bytes += value.nbytes
+        self.count(value.nbytes)
         return value
 
     def build(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None = None) -> Linear:
@@ -182,10 +180,6 @@ class Weights:
         ]
 
 
-def _take_rows(weight: Weight, order: Tensor) -> Weight:
-    return weight[order] if isinstance(weight, Tensor) else weight.take_rows(order)
-
-
 def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
     """One decoder layer.
 
@@ -204,7 +198,8 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
         sparse = config.with_experts[index]
         mlp = build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated)
     if not config.only_mlp[index]:
-        attention = _build_mixer(weights, index, prefix)
+        latent = _build_attention if config.latent is None else _build_latent
+        attention = (_build_recurrent if config.recurrent[index] else latent)(weights, index, prefix)
     return Block(
         mlp=mlp,
         attention=attention,
@@ -216,13 +211,6 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
         scale=config.residual_scale,
         rope=None if rope is None else ropes.index(rope),
     )
-
-
-def _build_mixer(weights: Weights, index: int, prefix: str) -> AnyAttention:
-    """Build the layer that takes the place of attention."""
-    if weights.config.recurrent[index]:
-        return _build_recurrent(weights, index, prefix)
-    return (_build_attention if weights.config.latent is None else _build_latent)(weights, index, prefix)
 
 
 def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
@@ -304,7 +292,7 @@ def _build_recurrent(weights: Weights, index: int, prefix: str) -> RecurrentMixe
     return RecurrentMixer(
         kind=data.kind,
         layer=index,
-        inputs=weights.linear(names, {prefix + data.name(part): order for part, order in rows.items()}),
+        qkv=weights.linear(names, {prefix + data.name(part): order for part, order in rows.items()}),
         output=weights.linear([prefix + data.name("out_proj")]),
         shape=shape,
         conv=conv.mT.contiguous(),
@@ -361,14 +349,14 @@ def build_mixture(weights: Weights, prefix: str) -> Mixture:
             yield _build_mlp(weights, up, down, prefix, data.gated, config.num_chosen / config.num_experts)
 
     balance = None if data.balance is None else weights.tensor(prefix + data.balance, torch.float32).view(-1)
-    plain = balance is None and config.is_plain
+    choose = partial(choose_experts, experts=config, balance=balance)
+    if balance is None and config.is_plain:
+        choose = partial(route, num_chosen=config.num_chosen, normalize=config.normalize)
     return Mixture(
         router=(weights.exact_linear if data.exact else weights.linear)([prefix + data.router]),
         # A new iterator: the first may be partly used up when stacking turns out to be impossible.
         experts=(data.gated and _stack(weights, config, experts())) or tuple(experts()),
-        choose=None if plain else partial(choose_experts, experts=config, balance=balance),
-        num_chosen=config.num_chosen,
-        normalize=config.normalize,
+        choose=choose,
         shared=shared,
         shared_gate=shared_gate,
     )
@@ -379,18 +367,11 @@ def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> St
     if not can_stack(weights.device, weights.dtype):
         return None
     before = weights.num_bytes, weights.stored_bytes
-    stacked = stack(
-        ((expert.up, expert.down) for expert in experts),
-        count=config.num_experts,
-        activation=weights.config.activation,
-        num_chosen=config.num_chosen,
-        normalize=config.normalize,
-    )
+    pairs = ((expert.up, expert.down) for expert in experts)
+    stacked = stack(pairs, count=config.num_experts, activation=weights.config.activation)
     if not isinstance(stacked, str):
         return stacked
     # The experts are read once more, one by one, and must not be counted twice.
     weights.num_bytes, weights.stored_bytes = before
-    note = f"experts run one after another, as the host asks who is chosen: {stacked}"
-    if note not in weights.notes:
-        weights.notes.append(note)
+    weights.notes[f"experts run one after another, as the host asks who is chosen: {stacked}"] = None
     return None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -161,9 +162,8 @@ def test_experts(scheme, dtype):
             values = round_to_nearest(values.float(), WeightGrid(kind, dtype))
         decoded.append((values if scheme is None else values.dequantize()).double())
         pairs.append(build_linear(values, dtype=dtype, device=CUDA))
-    stacked = stack(
-        zip(pairs[::2], pairs[1::2], strict=True), count=count, activation="silu", num_chosen=picks, normalize=True
-    )
+    stacked = stack(zip(pairs[::2], pairs[1::2], strict=True), count=count, activation="silu")
+    choose = functools.partial(experts.route, num_chosen=picks, normalize=True)
     assert not isinstance(stacked, str), stacked
 
     def each(number):
@@ -176,7 +176,7 @@ def test_experts(scheme, dtype):
         weights, chosen = experts.route(scores, picks, True)
         every = [each(number) for number in range(count)]
         expected = experts.run_each(x.double(), chosen, weights, every, shared.double())
-        inputs = x.to(CUDA), scores.to(CUDA), shared.to(CUDA), None
+        inputs = x.to(CUDA), scores.to(CUDA), shared.to(CUDA), None, choose
         actual = stacked(*inputs)
         close = 2e-2 if dtype == torch.bfloat16 else 4e-3
         assert (actual.cpu().double() - expected).abs().max() < close * expected.abs().max(), tokens

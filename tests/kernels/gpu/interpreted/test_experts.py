@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -44,21 +46,14 @@ def linear(rows, width, kind, seed):
 class Experts:
     """Some experts of one kind, and what they should compute, in float64."""
 
-    def __init__(self, kind, *, count=4, hidden=128, width=128, num_chosen=2, normalize=True, activation=SILU):
+    def __init__(self, kind, *, count=4, hidden=128, width=128, num_chosen=2, activation=SILU):
         self.linears = [
             (linear(2 * width, hidden, kind, 2 * i), linear(hidden, width, kind, 2 * i + 1)) for i in range(count)
         ]
-        self.stacked = experts.stack(
-            iter(self.linears), count=count, activation=activation, num_chosen=num_chosen, normalize=normalize
-        )
+        self.stacked = experts.stack(iter(self.linears), count=count, activation=activation)
         assert isinstance(self.stacked, experts.TritonExperts)
-        self.activation, self.normalize, self.num_chosen, self.count, self.hidden = (
-            activation,
-            normalize,
-            num_chosen,
-            count,
-            hidden,
-        )
+        self.activation, self.count, self.hidden = activation, count, hidden
+        self.choose = partial(reference.route, num_chosen=num_chosen, normalize=True)
 
     def decoded(self, number):
         weights = []
@@ -133,9 +128,9 @@ def test_what_every_token_passes_is_added(tokens):
     weights, chosen = reference.route(scores, 2, True)
     alone = made.expected(x, chosen, weights)
     for score, expected in ((None, alone + shared), (gate, alone + shared.double() * gate.double().sigmoid())):
-        actual = made.stacked(x, scores, shared, score)
+        actual = made.stacked(x, scores, shared, score, made.choose)
         torch.testing.assert_close(actual.double(), expected, atol=4e-3, rtol=4e-3)
-    assert made.stacked(x[:0], scores[:0], None, None).shape == (0, made.hidden)
+    assert made.stacked(x[:0], scores[:0], None, None, made.choose).shape == (0, made.hidden)
 
 
 def test_whatever_the_scores_experts_exist():
@@ -149,7 +144,7 @@ def test_whatever_the_scores_experts_exist():
     assert weights[2].tolist() == [1.0, 0.0, 0.0]
     made = Experts(None, count=6, hidden=64, width=32, num_chosen=3)
     x = rows(6, made.hidden)
-    actual = made.stacked(x, torch.cat([scores, torch.zeros(2, 6)]), None, None)
+    actual = made.stacked(x, torch.cat([scores, torch.zeros(2, 6)]), None, None, made.choose)
     assert actual.isnan().all(1).tolist() == [True, True, False, True, False, False]
 
 
@@ -163,7 +158,7 @@ def test_pairs_by_expert(pairs):
 
 
 def stack(*linears, activation=SILU):
-    return experts.stack(iter(linears), count=len(linears), activation=activation, num_chosen=1, normalize=True)
+    return experts.stack(iter(linears), count=len(linears), activation=activation)
 
 
 def test_what_is_not_stacked():

@@ -62,7 +62,7 @@ def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch):
     )
     runner._graphs = graphs
     assert generate(again) == expected
-    assert graphs.num_graphs == 3  # of one, two and three sequences
+    assert len(graphs._steps) == 3  # of one, two and three sequences
     assert runner.graph_status == "yes"
 
 
