@@ -92,6 +92,13 @@ def run_measured(
     )
 
 
+def cpu_seconds(process: int, thread: int | None = None) -> float:
+    """CPU seconds of a process so far, its threads included, or of one of them."""
+    folder = f"/proc/{process}" if thread is None else f"/proc/{process}/task/{thread}"
+    fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _busy_seconds() -> float:
     """CPU seconds of the whole machine that were not idle; 0 where they are not told."""
     try:

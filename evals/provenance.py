@@ -237,3 +237,8 @@ def machine_class() -> str:
     # The name alone may be that of several generations, of which one multiplies twice as fast as the other.
     kind += f" {known['cpu family']}/{known['model']}" if {"cpu family", "model"} <= known.keys() else ""
     return f"{len(os.sched_getaffinity(0))} cores, {kind}, {best or 'no AVX2'}, {memory:.0f} GiB"
+
+
+def table_line(cells: Iterable[object]) -> str:
+    """One row of a table in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"

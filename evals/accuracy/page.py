@@ -12,7 +12,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import MARK
+from provenance import MARK, table_line
 from rows import METHODS, MODELS, NUMBERS, REASONS, Model, Wanted, peer_rows, recipe, wanted
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
@@ -80,7 +80,7 @@ def _methods() -> list[str]:
     lines = ["## quantkit's methods", "", "| method | steps of the recipe |", "|---|---|"]
     for name, steps in METHODS.items():
         text = yaml.safe_dump(steps, default_flow_style=True, width=1000).strip() if steps else "none"
-        lines.append(_line([name, f"`{text}`"]))
+        lines.append(table_line([name, f"`{text}`"]))
     return [*lines, ""]
 
 
@@ -203,7 +203,7 @@ def _summary(groups: list[Group]) -> list[str]:
             cells += [_mark(difference(best.kl, by_kl.kl))]
         else:
             cells += ["not measured", "", _thousandths(_kl(best)), "not measured", ""]
-        lines.append(_line(cells))
+        lines.append(table_line(cells))
     return lines
 
 
@@ -259,7 +259,7 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
     asked = _asked((*mine, *theirs))
     tasks = ["tasks"] if asked else []
     head = ["tool", "method", "perplexity", "", "KL x 1000", "", "same top token", *tasks, "CPU s", "peak MB"]
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines = [table_line(head), table_line(["---"] * len(head))]
     for row in sorted([*mine, *theirs], key=_kl):
         loss, kl = difference(row.nll, original.nll), interval(row.kl)
         reach = _perplexity(row) * (loss.high - loss.mean)
@@ -267,7 +267,7 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
         ppl_mark = _mark(difference(row.nll, by_ppl.nll)) if own and by_ppl else ""
         kl_mark = _mark(difference(row.kl, by_kl.kl)) if own and by_kl else ""
         lines.append(
-            _line(
+            table_line(
                 [
                     f"**{row.tool}**" if own else row.tool,
                     _method(row),
@@ -304,7 +304,7 @@ def _where(results: Path) -> list[str]:
                     runs.setdefault(key, Counter())[row.taken.commit] += 1
     lines = ["## Where and when", "", "| date | machine | versions | rows by commit |", "|---|---|---|---|"]
     for key, commits in sorted(runs.items()):
-        lines.append(_line([*key, ", ".join(f"{commit}: {count}" for commit, count in sorted(commits.items()))]))
+        lines.append(table_line([*key, ", ".join(f"{commit}: {count}" for commit, count in sorted(commits.items()))]))
     return [*lines, ""]
 
 
@@ -356,7 +356,3 @@ def _original_tasks(original: Row) -> str:
 
 def _accuracy(answers: Answers) -> float:
     return int(answers.right, 16).bit_count() / answers.count
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"

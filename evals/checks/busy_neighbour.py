@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from processes import Usage, run_measured
+from processes import Usage, cpu_seconds, run_measured
 
 CORES = len(os.sched_getaffinity(0))
 LIMIT_S = 120
@@ -104,19 +104,13 @@ def turns(
             words = command_line(command, threads, work)
             environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
             with neighbours(beside) as pids:
-                before, started = cpu_seconds(pids), time.monotonic()
+                before, started = sum(map(cpu_seconds, pids)), time.monotonic()
                 usage = run_measured(words, work / "log", environment=environment, folder=work, limit_s=LIMIT_S)
-                share = (cpu_seconds(pids) - before) / (time.monotonic() - started)
+                share = (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - started)
             if usage.code not in (0, -signal.SIGKILL):
                 raise SystemExit(f"{command}: exit code {usage.code}: {usage.said}")
             runs[code].append((usage, share / max(1, NEIGHBOURS[beside][1])))
     return runs
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """Of these processes together, so far."""
-    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

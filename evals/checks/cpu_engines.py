@@ -61,7 +61,8 @@ def main() -> None:
         row = {"case": name, **judge(answer, dense, json.loads(texts.read_text()))}
         rows.append({**row, "ours": f"{said.reads}: {said.reason}", "foretold": is_foretold(row, said)})
         print(json.dumps(rows[-1]), flush=True)
-        _write(options.engine, {"commit": provenance.commit(), "engine": _version(options)}, rows)
+        made = {"commit": provenance.commit(), "engine": _version(options)}
+        vllm_cpu.write_rows(RESULTS / f"{options.engine}.json", made, rows)
     sys.exit(not all(row["foretold"] for row in rows))
 
 
@@ -104,8 +105,7 @@ def _ask(options: argparse.Namespace, files: list[Path], output: Path) -> dict[s
                 subprocess.run(command, stdout=log, stderr=log, timeout=LIMIT_S, check=True)
         except subprocess.SubprocessError as error:
             output.write_text(json.dumps({"error": f"the process ended: {error}"[:300]}))
-    answer: dict[str, Any] = json.loads(output.read_text())
-    return answer
+    return json.loads(output.read_text())
 
 
 def judge(answer: dict[str, Any], dense: Path, texts: list[list[int]]) -> dict[str, Any]:
@@ -127,12 +127,6 @@ def is_foretold(row: dict[str, Any], said: EngineReading) -> bool:
     if row["verdict"] == "refused":
         return said.reads == "no" and bool(said.error) and said.error in row["reason"]
     return said.is_right if row["verdict"] == "agrees" else said.reads == "wrong"
-
-
-def _write(engine: str, made: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    lines = ",\n".join(map(json.dumps, rows))
-    (RESULTS / f"{engine}.json").write_text(f'{{"made": {json.dumps(made)},\n"rows": [\n{lines}\n]}}\n')
 
 
 def _version(options: argparse.Namespace) -> str:

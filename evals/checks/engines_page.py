@@ -36,7 +36,7 @@ SERVED = (
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+    return "\n".join(map(provenance.table_line, (head, ["---"] * len(head), *rows)))
 
 
 def rules() -> str:

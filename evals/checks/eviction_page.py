@@ -23,7 +23,6 @@ TASKS = {
     ("babyllama-361", "perplexity"): "perplexity, babyllama-361",
 }
 TYPES = {"bf16": "16 bit", "int8": "INT8", "int4": "INT4"}
-PRESS_BYTES = 2  # of an element: what a press keeps is counted as in a cache of 16 bits
 Row = dict[str, Any]
 
 

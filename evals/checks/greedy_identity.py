@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from quantkit.evaluate.fidelity import Texts, divergences
+
 TIE = 1e-4
 
 
@@ -98,31 +100,24 @@ def compare_recipes(options: argparse.Namespace, prompts: list[list[int]], work:
         found, stats = ours(out, prompts, options.new_tokens, {})
         if name.startswith(("w8a8", "fp8")):
             itself, _ = reference(out, prompts, options.new_tokens, use_cache=False)
-            print(f"{name:28} {count_same(found, wanted)} of {len(wanted)} identical; {agreement(found, wanted)}")
-            print(f"    transformers, no cache   {count_same(itself, wanted)} of {len(wanted)} identical; ", end="")
-            print(agreement(itself, wanted), flush=True)
+            print(f"{name:28} {agreement(found, wanted)}")
+            print(f"    transformers, no cache   {agreement(itself, wanted)}", flush=True)
         else:
             good &= report(name, found, stats, wanted, model, prompts)
     return good
 
 
-def count_same(found: list[list[int]], wanted: list[list[int]]) -> int:
-    """How many texts are equal."""
-    return sum(a == b for a, b in zip(found, wanted, strict=True))
-
-
-def agreement(found: list[list[int]], wanted: list[list[int]]) -> str:
-    """Mean number of tokens before the first that differs."""
-    lengths = [
-        next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-        for a, b in zip(found, wanted, strict=True)
-    ]
-    return f"{sum(lengths) / len(lengths):.0f} tokens agree on average"
+def agreement(found: Texts, wanted: Texts) -> str:
+    """How many texts are equal, and the mean number of tokens before the first that differs."""
+    parted = divergences(found, wanted)
+    lengths = [len(text) if at is None else at for at, text in zip(parted, wanted, strict=True)]
+    equal = f"{parted.count(None)} of {len(wanted)} identical"
+    return f"{equal}; {sum(lengths) / len(lengths):.0f} tokens agree on average"
 
 
 def ours(
     path: Path, prompts: list[list[int]], new_tokens: int, settings: dict[str, Any]
-) -> tuple[list[list[int]], dict[str, Any]]:
+) -> tuple[Texts, dict[str, Any]]:
     """New tokens of the bundled runtime, and its statistics; each prompt is given twice where pages are shared."""
     from quantkit import LLM, SamplingParams
 
@@ -130,13 +125,10 @@ def ours(
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     if settings.get("page_size") == 4:
         llm.generate(prompts, params)  # the second time finds the pages of the first
-    found = [list(done.token_ids) for done in llm.generate(prompts, params)]
-    return found, llm.stats()
+    return [done.token_ids for done in llm.generate(prompts, params)], llm.stats()
 
 
-def reference(
-    path: Path, prompts: list[list[int]], new_tokens: int, use_cache: bool = True
-) -> tuple[list[list[int]], Any]:
+def reference(path: Path, prompts: list[list[int]], new_tokens: int, use_cache: bool = True) -> tuple[Texts, Any]:
     """New tokens of transformers, and the model."""
     from transformers import AutoModelForCausalLM
 
@@ -153,29 +145,21 @@ def reference(
                 do_sample=False,
                 use_cache=use_cache,
             )
-        found.append(out[0, len(prompt) :].tolist())
+        found.append(tuple(out[0, len(prompt) :].tolist()))
     return found, model
 
 
-def report(
-    name: str,
-    found: list[list[int]],
-    stats: dict[str, Any],
-    wanted: list[list[int]],
-    model: Any,
-    prompts: list[list[int]],
-) -> bool:
+def report(name: str, found: Texts, stats: dict[str, Any], wanted: Texts, model: Any, prompts: list[list[int]]) -> bool:
     """One line, and one more per prompt that differs; whether all differences are ties."""
-    same = count_same(found, wanted)
+    parted = divergences(found, wanted)
     extra = {key: stats[key] for key in ("preemptions", "prefix_hit_tokens", "acceptance") if stats.get(key)}
-    print(f"{name:28} {same} of {len(wanted)} identical  {extra or ''}", flush=True)
+    print(f"{name:28} {parted.count(None)} of {len(wanted)} identical  {extra or ''}", flush=True)
     good = True
-    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        if a == b:
+    for number, (at, a, b) in enumerate(zip(parted, found, wanted, strict=True)):
+        if at is None:
             continue
-        at = next(index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
         with torch.no_grad():
-            logits = model(torch.tensor([prompts[number] + b[:at]])).logits[0, -1]
+            logits = model(torch.tensor([[*prompts[number], *b[:at]]])).logits[0, -1]
         gap = ((logits[b[at]] - logits[a[at]]) / logits.abs().max()).item()
         good &= gap < TIE
         print(f"    prompt {number}: token {at} is {a[at]} instead of {b[at]}, relative gap of their logits {gap:.1e}")

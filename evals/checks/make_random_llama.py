@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+_WIDE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32}  # TinyLlama-1.1B, of 22 layers
 SHAPES = {
     "tiny": {
         "hidden_size": 256,
@@ -22,29 +23,11 @@ SHAPES = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
-    "1b-1layer": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
+    **{
+        f"1b-{count}layer{'s' * (count > 1)}": {**_WIDE, "num_hidden_layers": count, "num_key_value_heads": 4}
+        for count in (1, 2, 8)
     },
-    "1b-2layers": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    # TinyLlama-1.1B cut to 8 of its 22 layers.
-    "1b-8layers": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
+    "1b": {**_WIDE, "num_hidden_layers": 22},
     "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
 }
 VOCABULARY = 32000

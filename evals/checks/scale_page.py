@@ -95,8 +95,7 @@ def speed_table() -> str:
 
 
 def _rows() -> dict[str, Row]:
-    rows: dict[str, Row] = json.loads((RESULTS / "ranks.json").read_text(encoding="utf-8"))
-    return rows
+    return json.loads((RESULTS / "ranks.json").read_text(encoding="utf-8"))
 
 
 def verify_table() -> str:

@@ -34,9 +34,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 import launch
 from make_random_llama import make
+from processes import cpu_seconds
 from record import about, save
 
 TOKENS = 64  # of a prompt and of an answer
@@ -54,13 +56,6 @@ class Cores:
         """Give a server's event loop, its main thread, the door's cores, and its other threads the engine's."""
         for task in Path(f"/proc/{process}/task").iterdir():
             os.sched_setaffinity(int(task.name), self.door if int(task.name) == process else self.engine)
-
-
-def cpu_seconds(process: int, thread: int | None = None) -> float:
-    """Of a process so far, its threads included, or of one of them."""
-    folder = f"/proc/{process}" if thread is None else f"/proc/{process}/task/{thread}"
-    fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def first_token_seconds(server: launch.Server) -> float:

@@ -318,14 +318,19 @@ def write(rows: list[dict[str, Any]], python: Path, name: str) -> None:
         "torch": torch_version,
         "reference": f"transformers {transformers.__version__}, compressed-tensors {compressed_tensors.__version__}",
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
     file = RESULTS / f"{vllm}-cpu-{name}.json"
     old = json.loads(file.read_text())["rows"] if file.exists() else []
     new = {
         (row["model"], row.get("breach", row["case"])): row
         for row in [*old, *({**row, "commit": commit} for row in rows)]
     }
-    lines = ",\n".join(json.dumps(new[key]) for key in sorted(new))
+    write_rows(file, made, [new[key] for key in sorted(new)])
+
+
+def write_rows(file: Path, made: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """What an engine did, a row in a line, and what it was made with."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
     file.write_text(f'{{"made": {json.dumps(made)},\n"rows": [\n{lines}\n]}}\n')
 
 

@@ -96,28 +96,26 @@ def _fill(model: Any) -> None:
 def make_checkpoint(source: Path, recipe: str, folder: Path) -> str:
     """Quantize; why it was refused, or "". A checkpoint that is there is kept."""
     from quantkit import api
-    from quantkit.errors import QuantkitError
 
-    if (folder / "config.json").exists():
-        return ""
     steps = {"steps": [{"autoround": {"iterations": 100}}]} if recipe == "autoround-int4" else {}
     changes = SAMPLES if api.load_recipe(recipe).calibration else {}
-    try:
-        api.quantize(source, recipe, folder, overrides={**changes, **steps}, device="cpu")
-    except QuantkitError as error:
-        return " ".join(str(error).split())
-    return ""
+    overrides = {**changes, **steps}
+    return _refusal(folder, lambda: api.quantize(source, recipe, folder, overrides=overrides, device="cpu"))
 
 
 def convert_to(checkpoint: Path, name: str, folder: Path) -> str:
     """The same codes in another format; why it was refused, or ""."""
     from quantkit.compress.convert import convert
+
+    return _refusal(folder, lambda: convert(str(checkpoint), name, str(folder)))
+
+
+def _refusal(folder: Path, make: Callable[[], object]) -> str:
     from quantkit.errors import QuantkitError
 
-    if (folder / "config.json").exists():
-        return ""
     try:
-        convert(str(checkpoint), name, str(folder))
+        if not (folder / "config.json").exists():
+            make()
     except QuantkitError as error:
         return " ".join(str(error).split())
     return ""

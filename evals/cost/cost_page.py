@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from measure_cost import BEFORE, RESULTS, changed, read_entries
-from provenance import MARK
+from provenance import MARK, table_line
 from works import OURS, WORKS, Work, key
 
 BUSY = 0.1  # of a row's own CPU seconds that other processes may take
@@ -58,7 +58,7 @@ def _section(entries: dict[str, Entry]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for work in WORKS:
-        lines += (_line(cells) for cells in _rows(work, entries))
+        lines += (table_line(cells) for cells in _rows(work, entries))
     return [*lines, *_notes(entries), *_arithmetic(entries), *_where(entries)]
 
 
@@ -168,7 +168,7 @@ def _arithmetic(entries: dict[str, Entry]) -> list[str]:
         "",
         "| work | TFLOP done | needed | done / needed | s in layers | of the matrix rate |",
         "|---|---|---|---|---|---|",
-        *(_line(_counted(work, entry)) for work, entry in counted),
+        *(table_line(_counted(work, entry)) for work, entry in counted),
     ]
 
 
@@ -186,7 +186,3 @@ def _where(entries: dict[str, Entry]) -> list[str]:
     stamps = [entry["taken"] for entry in entries.values()]
     taken = sorted({f"{each['date']} at {each['commit']}" for each in stamps})
     return ["", f"Taken {'; '.join(taken)}.", ""]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"

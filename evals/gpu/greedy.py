@@ -29,6 +29,7 @@ from results import Results
 import quantkit
 from quantkit.compress.recipe.load import build, load, shipped
 from quantkit.errors import RecipeError
+from quantkit.evaluate.fidelity import Texts, divergences
 from quantkit.runtime.types import SamplingParams
 
 # Imported late, when a checkpoint is written.
@@ -105,10 +106,10 @@ class Checkpoints:
         return self._work / f"{recipe}.log"
 
 
-def generate(llm: quantkit.LLM, num_tokens: int) -> list[list[int]]:
+def generate(llm: quantkit.LLM, num_tokens: int) -> Texts:
     """Tokens after each prompt."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    return [list(done.token_ids) for done in llm.generate(list(PROMPTS[:2] if num_tokens < 8 else PROMPTS), params)]
+    return [done.token_ids for done in llm.generate(list(PROMPTS[:2] if num_tokens < 8 else PROMPTS), params)]
 
 
 def open_llm(path: Path | None, device: str, kv: str, sequences: int, graphs: bool = True) -> quantkit.LLM:
@@ -130,10 +131,9 @@ def compare(
     llm = open_llm(path, device, kv, sequences, graphs)
     tokens = generate(llm, num_tokens)
     gaps = []
-    for prompt, ours, theirs in zip(PROMPTS, tokens, memory["tokens"], strict=False):
-        equal = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    for prompt, equal, theirs in zip(PROMPTS, divergences(tokens, memory["tokens"]), memory["tokens"], strict=False):
         if equal is not None:
-            gaps.append(_gap(memory["llm"], memory["llm"].encode(prompt) + theirs[:equal]))
+            gaps.append(_gap(memory["llm"], [*memory["llm"].encode(prompt), *theirs[:equal]]))
     return {
         "prompts": len(tokens),
         "same": len(tokens) - len(gaps),

@@ -28,6 +28,7 @@ _LLAMA: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
+_EXPERTS = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
         "hidden_size": 4096,
@@ -38,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
     "8x1B": {
+        **_EXPERTS,
         "hidden_size": 2048,
         "intermediate_size": 7168,
         "num_hidden_layers": 16,
@@ -56,8 +58,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 64,
     },
 }
-_EXPERTS = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-SHAPES["8x1B"] |= _EXPERTS
 SHAPES["tiny experts"] = {**SHAPES["tiny"], **_EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2}
 # Linears of the blocks, and of the head, by name of the whole; None = bf16.
 WEIGHTS: dict[str, tuple[str | None, str | None]] = {

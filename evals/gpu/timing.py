@@ -26,6 +26,7 @@ from results import Results
 
 import quantkit.kernels.gpu as kernels
 from quantkit.kernels import ops
+from quantkit.registry import installed_version
 
 ROOT = Path(__file__).resolve().parents[2]
 _measuring = contextlib.ExitStack()  # for as long as the process lives
@@ -99,21 +100,11 @@ def is_lost() -> bool:
 
 def describe(device: str) -> dict[str, Any]:
     """Machine, versions and commit, and what a copy reaches in this process."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = "absent"
-    meta: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
-    meta["commit"] = commit()
+    meta: dict[str, Any] = {"torch": torch.__version__, "triton": installed_version("triton", "absent")}
+    meta |= {"python": platform.python_version(), "commit": commit()}
     if device != "cuda":
-        return {
-            **meta,
-            "device": platform.processor() or "cpu",
-            "rehearsal": True,
-            "copy_bandwidth": copy_bandwidth(1 << 20, device),
-        }
+        meta |= {"device": platform.processor() or "cpu", "rehearsal": True}
+        return {**meta, "copy_bandwidth": copy_bandwidth(1 << 20, device)}
     properties = torch.cuda.get_device_properties(0)
     meta["copy_bandwidth"] = copy_bandwidth()
     torch.cuda.empty_cache()  # of which the part may need all
@@ -129,11 +120,11 @@ def describe(device: str) -> dict[str, Any]:
 
 def commit() -> str:
     """Of the sources; without git, or outside a clone, what the environment says."""
-    try:
+    said = ""
+    with contextlib.suppress(OSError):
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT)
-    except OSError:
-        return os.environ.get("QUANTKIT_COMMIT", "unknown")
-    return done.stdout.strip() or os.environ.get("QUANTKIT_COMMIT", "unknown")
+        said = done.stdout.strip()
+    return said or os.environ.get("QUANTKIT_COMMIT", "unknown")
 
 
 def copy_bandwidth(num_bytes: int = 4 << 30, device: str = "cuda") -> float:

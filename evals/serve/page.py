@@ -7,10 +7,12 @@ What has not been measured is said in a sentence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from provenance import table_line
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "evals/results/serve"
@@ -66,7 +68,7 @@ def _cost(data: dict[str, Any]) -> Iterator[str]:
         spent = (_figure(ours, f"{who}_us_per_token") for who in CPU_OF)
         cpu.append([*name, _figure(inside, "cpu_us_per_token"), *spent])
     for columns, rows in ((SPEED, speed), (CPU, cpu)):
-        yield from map(_line, (["model", "streams", *columns], ["---"] * (len(columns) + 2), *rows))
+        yield from map(table_line, (["model", "streams", *columns], ["---"] * (len(columns) + 2), *rows))
         yield ""
     yield f"The door's part of TTFT is the client's less the server's own, means. {_origin(data)}"
 
@@ -109,14 +111,10 @@ PARTS = {"cost": _cost, "clients": _clients, "peers": _peers, "soak": _soak}
 def _table(rows: list[dict[str, Any]], who: str) -> Iterator[str]:
     """A line per row; only the columns that rows have."""
     shown = {key: name for key, name in COLUMNS.items() if key in rows[0]}
-    yield _line(["streams", who, *shown.values()])
+    yield table_line(["streams", who, *shown.values()])
     yield "|" + "---|" * (len(shown) + 2)
     for row in rows:
-        yield _line([row["streams"], row[who], *(f"{row[key]:.3g}" for key in shown)])
-
-
-def _line(cells: Iterable[Any]) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+        yield table_line([row["streams"], row[who], *(f"{row[key]:.3g}" for key in shown)])
 
 
 def _versions(several: dict[str, str]) -> str:
