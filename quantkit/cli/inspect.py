@@ -73,9 +73,8 @@ def _difference(difference: CheckpointDifference) -> Table | str:
 
 
 def _overview(summary: CheckpointSummary) -> Table:
-    from quantkit.results import describe_caches, describe_experts
+    from quantkit.report.tables import storage_rows
 
-    bits = summary.bits_per_weight
     return facts(
         [
             ("checkpoint", summary.path),
@@ -84,10 +83,7 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("recipe", summary.recipe),
             ("parameters", f"{summary.num_parameters:,}"),
             ("size", byte_size(summary.num_bytes)),
-            ("bits per weight", None if bits is None else f"{bits:.3f} (quantized linears)"),
-            ("towers", summary.tower.describe() if summary.tower else None),
-            ("KV cache", describe_caches(summary.layers)),
-            ("experts", describe_experts(summary.layers)),
+            *storage_rows(summary.bits_per_weight, summary),
         ]
     )
 

@@ -162,7 +162,7 @@ def _show(output_to: Output, result: CompressionResult) -> None:
 
 
 def _summary(result: CompressionResult) -> Table:
-    from quantkit.results import describe_caches, describe_experts
+    from quantkit.report.tables import storage_rows
 
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
     layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.ignored)} ignored"
@@ -175,10 +175,7 @@ def _summary(result: CompressionResult) -> Table:
             ("layers", layers),
             ("quantized", _share(result)),
             ("calibration", result.calibration.describe() if result.calibration else None),
-            ("towers", result.tower.describe() if result.tower else None),
-            ("bits per weight", f"{result.bits_per_weight:.3f}" if result.num_quantized else None),
-            ("KV cache", describe_caches(result.layers)),
-            ("experts", describe_experts(result.layers)),
+            *storage_rows(result.bits_per_weight, result),
             ("size", f"{byte_size(result.source_bytes)} → {byte_size(result.output_bytes)} ({ratio:.2f}x smaller)"),
             ("time", _times(result)),
             ("peak memory", byte_size(result.peak_bytes)),

@@ -9,12 +9,14 @@ from quantkit.report.table import Column, Table, facts
 from quantkit.results import (
     CheckpointSummary,
     Comparison,
+    CompressionResult,
     EngineReading,
     FidelityResult,
     GateResult,
     Report,
     SensitivityMap,
 )
+from quantkit.results.compression import describe_caches, describe_experts
 from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND
 from quantkit.results.statistics.summary import median
 
@@ -300,6 +302,24 @@ def environment_table(report: Report) -> Table:
     return facts([*rows, ("made", env.created)], title="Environment")
 
 
+def storage_rows(
+    bits: float | None, made: CheckpointSummary | CompressionResult | None
+) -> list[tuple[str, str | None]]:
+    """Facts about how weights and cache are stored, for tables of facts.
+
+    Args:
+        bits: per weight, of the quantized linears; None or 0 without any.
+        made: the rest; None where nothing is known.
+    """
+    tower, layers = (made.tower, made.layers) if made else (None, ())
+    return [
+        ("bits per weight", f"{bits:.3f} (quantized linears)" if bits else None),
+        ("towers", tower.describe() if tower else None),
+        ("KV cache", describe_caches(layers)),
+        ("experts", describe_experts(layers)),
+    ]
+
+
 def making_table(report: Report) -> Table:
     """Table of the checkpoint's facts and how it was made."""
     model, made = report.model, report.compression
@@ -310,10 +330,9 @@ def making_table(report: Report) -> Table:
         ("format", model.format),
         ("architecture", model.architecture),
         ("parameters", f"{model.num_parameters:,}" if model.num_parameters else ""),
-        ("bits per weight", f"{model.bits_per_weight:.3f} (quantized linears)" if model.bits_per_weight else ""),
+        *storage_rows(model.bits_per_weight, made),
         ("size", byte_size(model.num_bytes or None)),
         ("calibration", made.calibration.describe() if made and made.calibration else ""),
-        ("towers", made.tower.describe() if made and made.tower else ""),
         ("ignored", ", ".join(made.ignored) if made else ""),
         ("time to make", f"{sum(made.seconds.values()):,.0f} s" if made and made.seconds else ""),
         ("peak memory", byte_size(made.peak_bytes) if made and made.peak_bytes else ""),

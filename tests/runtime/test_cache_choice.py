@@ -219,7 +219,8 @@ def test_the_planned_size_on_disk_is_that_of_the_file(made, tmp_path, granularit
 
 
 def test_the_summary_says_which_layers_differ(made):
-    from quantkit.results import LayerRecord, describe_caches
+    from quantkit.results import LayerRecord
+    from quantkit.results.compression import describe_caches
 
     layers = json.loads((made("int4", **CACHES["int4"]) / "quantkit.json").read_text())["result"]["layers"]
     records = [LayerRecord.from_dict(layer) for layer in layers]
