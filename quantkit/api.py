@@ -107,14 +107,15 @@ def verify(
         QuantkitError: see `quantkit.errors`; a gate that does not hold raises nothing.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.evaluate.verify.pair import check_output, check_pair, write_files
+    from quantkit.evaluate.verify.pair import check_output, check_pair
     from quantkit.evaluate.verify.run import verify_pair
+    from quantkit.report.files import write_report
 
     if output is not None:
         check_output(Path(output))
     report = verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
     if output is not None:
-        write_files(report, Path(output))
+        write_report(report, Path(output))
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from quantkit.runtime.types import SamplingParams
 
 if TYPE_CHECKING:
     from quantkit.runtime.llm import LLM
+    from quantkit.server.client import Remote
 
 Messages = list[dict[str, Any]]
 Answer = Callable[[Messages], Iterator[str]]  # pieces of text, as they come
@@ -158,21 +159,19 @@ def _from_server(url: str, sampling: dict[str, Any]) -> Answer:
     body = {"temperature": 0.0, **sampling}
 
     def answer(messages: Messages) -> Iterator[str]:
-        loop = asyncio.new_event_loop()
         pieces = _pieces(Remote(url), {**body, "messages": messages})
-        try:
-            while True:
-                yield loop.run_until_complete(anext(pieces))
-        except StopAsyncIteration:
-            return
-        finally:
-            loop.run_until_complete(pieces.aclose())
-            loop.close()
+        with asyncio.Runner() as runner:  # which closes the pieces, and with them the connection
+            while (piece := runner.run(_next(pieces))) is not None:
+                yield piece
 
     return answer
 
 
-async def _pieces(remote: Any, body: dict[str, Any]) -> Any:
+async def _next(pieces: AsyncIterator[str]) -> str | None:
+    return await anext(pieces, None)
+
+
+async def _pieces(remote: Remote, body: dict[str, Any]) -> AsyncIterator[str]:
     async with remote:
         async for part in remote.stream("/v1/chat/completions", body):
             for choice in part.get("choices") or ():

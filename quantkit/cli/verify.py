@@ -103,23 +103,17 @@ def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     }
 
 
-def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Table | str | None]]:
+def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Any]]:
     """Return the texts and tables to print, the verdict first; the report has the same tables."""
-    from quantkit.report import speed_tables, tables
+    from quantkit.report.files import report_tables
     from quantkit.report.tables import gate_lines, headline
 
-    runs = list(speed_tables.report_runs(report))
     folders = sorted({str(path.parent) for path in files.values()})
     names = ", ".join(path.name for path in files.values())
     return [
         lambda: headline(report),
         lambda: "\n".join(gate_lines(report.gates)) or None,
-        lambda: tables.comparison_table(report.comparisons),
-        lambda: tables.fidelity_table(report.fidelity, report.noise_fidelity),
-        lambda: tables.worst_groups_table(report.sensitivity) if report.sensitivity else None,
-        lambda: speed_tables.latency_table(runs),
-        lambda: speed_tables.throughput_table(runs),
-        lambda: speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
+        *(lambda table=table: table for table in report_tables(report)),
         lambda: "\n".join([*report.notes, f"written to {', '.join(folders)}: {names}"]),
     ]
 
@@ -157,8 +151,9 @@ def verify_result(
     Raises:
         GateFailure: it failed.
     """
-    from quantkit.evaluate.verify.pair import check_pair, set_aside, write_files
+    from quantkit.evaluate.verify.pair import check_pair, set_aside
     from quantkit.evaluate.verify.run import verify_pair
+    from quantkit.report.files import write_report
 
     path = Path(result.output)
     pair = check_pair(path, model, gates)
@@ -168,7 +163,7 @@ def verify_result(
         # Renamed first, so that the report is written into the checkpoint that it is about.
         report, path = set_aside(report, path)
         output_to.tell(f"the checkpoint failed and is kept as {path}")
-    files, problem = write_files(report, path)
+    files, problem = write_report(report, path)
     if not output_to.as_json:  # there it is one object, together with the report's
         output_to.result(dict, summary, lambda: "")
     finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})
@@ -218,8 +213,9 @@ def command(
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
     from quantkit.distributed import is_writer
-    from quantkit.evaluate.verify.pair import check_output, check_pair, write_files
+    from quantkit.evaluate.verify.pair import check_output, check_pair
     from quantkit.evaluate.verify.run import check_options, verify_pair
+    from quantkit.report.files import write_report
 
     options = verify_options(**what)
     check_options(options)
@@ -227,5 +223,5 @@ def command(
     folder = pair.path if output is None else Path(output)
     check_output(folder)
     report = verify_pair(pair, options, progress=output_to.tell)
-    files, problem = write_files(report, folder) if is_writer() else ({}, "")
+    files, problem = write_report(report, folder) if is_writer() else ({}, "")
     finish(output_to, report, files, problem)

@@ -27,9 +27,9 @@ from quantkit.runtime.model.loader import find_format
 from quantkit.runtime.model.model import NativeModel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedGroup:
-    """One fused group that is quantized.
+    """One fused group that is quantized; equal only to itself.
 
     Args:
         layer: its number.

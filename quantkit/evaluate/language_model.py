@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from quantkit.checkpoints.tokenizer import render_chat
@@ -230,34 +231,28 @@ class _Generation:
     """One task's generation options as sampling parameters."""
 
     def __init__(self, options: dict[str, Any], model: QuantkitLM) -> None:
-        until = options.get("until") or []
-        self.stops = [until] if isinstance(until, str) else list(until)
-        aliases = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-        given = [options[name] for name in aliases if options.get(name) is not None]
-        self.max_tokens = int(given[0]) if given else model.max_gen_toks
+        given: Any = normalize_gen_kwargs(options, model.max_gen_toks)
+        self.max_tokens: int = given["max_gen_toks"]
         if self.max_tokens >= model.max_length:
             raise RequestError(
                 f"the task generates {self.max_tokens} tokens, but the model's context is {model.max_length}; lower "
                 "max_gen_toks in the task's generation_kwargs (lm-eval: --gen_kwargs max_gen_toks=...)"
             )
-        temperature = float(options.get("temperature") or 0.0)
-        samples = bool(options.get("do_sample", temperature > 0)) and temperature > 0
-        drawn = ("top_p", "top_k", "min_p", "seed") if samples else ()
+        temperature = float(given.get("temperature", 0.0)) if given["do_sample"] else 0.0
+        drawn = ("top_p", "top_k", "min_p", "seed") if temperature > 0 else ()
         self.params = SamplingParams(
             max_tokens=self.max_tokens,
-            temperature=temperature if samples else 0.0,
-            repetition_penalty=float(options.get("repetition_penalty") or 1.0),
-            stop=tuple(text for text in self.stops if text),
-            **{name: options[name] for name in drawn if options.get(name) is not None},
+            temperature=temperature,
+            repetition_penalty=float(given.get("repetition_penalty") or 1.0),
+            stop=tuple(filter(None, given["until"])),
+            **{name: given[name] for name in drawn if given.get(name) is not None},
         )
         # As HFLM the text of EOS stops too; the engine needs no such text, since it ends at the token itself.
-        self.stops.append(model.tokenizer.decode(model.eot_token_id))
+        self.stops = handle_stop_sequences(given["until"], eos=model.tokenizer.decode(model.eot_token_id))
 
     def cut(self, text: str) -> str:
         """The text before the first stop text."""
-        for stop in filter(None, self.stops):
-            text = text.split(stop)[0]
-        return text
+        return str(postprocess_generated_text(text, self.stops, None))
 
 
 def make_vllm_model(llm: VllmLLM, *, add_bos_token: bool | None) -> Any:

@@ -8,9 +8,8 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -59,7 +58,7 @@ def evaluate(
     options = replace(options or EvaluationOptions(suite=None if given else "quick"), **given)
     say = progress or (lambda _: None)
     began = time.perf_counter()
-    asked, seed = _asked(llm, options)
+    asked, seed, left_out = _asked(llm, options)
     if not (asked.tasks or asked.perplexity or asked.long_context):
         raise DataError("nothing to evaluate: give tasks, texts or a suite")
     # Texts are read before anything is computed.
@@ -73,7 +72,7 @@ def evaluate(
         arithmetic=llm.arithmetic,
         tasks=tasks,
         perplexity=tuple(measured),
-        settings=_settings(llm, asked, options, seed),
+        settings={**_settings(llm, asked, options, seed), **left_out},
         seconds=time.perf_counter() - began,
     )
 
@@ -91,8 +90,8 @@ def check_evaluation(options: EvaluationOptions) -> None:
     check_tasks(options.tasks, options)
 
 
-def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int]:
-    """The suite's part for this model with what the options add and replace; and the seed."""
+def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict[str, str]]:
+    """The suite's part for this model with what the options add and replace; the seed; and what the engine lacks."""
     suite = None if options.suite is None else load_suite(options.suite)
     part = Asked() if suite is None else suite.part(speaks_demo(llm))
     read: dict[str, Any] = {"window": options.window, "stride": options.stride, "through": options.through}
@@ -100,28 +99,18 @@ def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int]:
         stride = options.stride or min(options.window or DEFAULT_WINDOW, llm.capacity)
         read["max_windows"] = -(-int(options.text_tokens) // stride)
     texts = (Text.model_validate({"text": text, **read}) for text in options.texts)
+    kept, left_out = part.perplexity, {}
+    if not llm.scores_decode and any("decode" in text.through for text in kept):
+        kept = tuple(text.model_copy(update={"through": ("prefill",)}) for text in kept if "prefill" in text.through)
+        left_out = {"left out": "perplexity through decode, which vLLM does not compute"}
     asked = Asked(
         tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
         limit=options.limit if options.limit is not None else part.limit,
-        perplexity=(*(part.perplexity if llm.scores_decode else _through_prefill(part.perplexity)), *texts),
+        perplexity=(*kept, *texts),
         long_context=part.long_context,
     )
-    return asked, options.seed if options.seed is not None else (0 if suite is None else suite.seed)
-
-
-def _leaves_out(llm: Evaluated, options: EvaluationOptions) -> bool:
-    """Whether the suite asks for perplexity through decode of an engine that scores prompts in prefills only."""
-    if llm.scores_decode or options.suite is None:
-        return False
-    return any("decode" in part.through for part in load_suite(options.suite).part(speaks_demo(llm)).perplexity)
-
-
-def _through_prefill(parts: Iterable[Text]) -> Iterator[Text]:
-    """A suite's texts for an engine that scores prompts in prefills only."""
-    for part in parts:
-        through = tuple(way for way in part.through if way == "prefill")
-        if through:
-            yield part.model_copy(update={"through": through})
+    seed = 0 if suite is None else suite.seed
+    return asked, seed if options.seed is None else options.seed, left_out
 
 
 def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:
@@ -136,7 +125,6 @@ def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: in
         "BOS": "added" if bos else "not added",
         "KV cache": llm.kv_type,
         "seed": str(seed),
-        **({"left out": "perplexity through decode, which vLLM does not compute"} if _leaves_out(llm, options) else {}),
     }
 
 
@@ -146,6 +134,10 @@ def _perplexities(
     for through in part.through:
         subject = f"perplexity of {part.text}, {through}"
         say(subject)
+
+        def tell(line: str, subject: str = subject) -> None:
+            say(f"{subject}: {line}")
+
         yield perplexity(
             llm,
             text,
@@ -156,12 +148,8 @@ def _perplexities(
             through=through,
             max_windows=part.max_windows,
             add_bos=options.add_bos,
-            say=partial(_say_of, say, subject),
+            say=tell,
         )
-
-
-def _say_of(say: Progress, subject: str, line: str) -> None:
-    say(f"{subject}: {line}")
 
 
 def _long_context(llm: Evaluated, part: LongContext, seed: int, say: Progress) -> tuple[TaskResult, ...]:

@@ -49,7 +49,7 @@ class Replay:
 
     def __init__(self, llm: LLM) -> None:
         self._model = llm.model if isinstance(llm.model, NativeModel) and llm.model.device.type == "cpu" else None
-        self._last: Forms | None = None
+        self._last: Forms = ()
         self._kept: Forms = ()  # of the layers before the one that `_states` enter
         self._states: States = []
 
@@ -65,9 +65,9 @@ class Replay:
             return
         blocks = self._model.blocks
         forms = tuple(tuple(group for group in groups if group.layer == index) for index in range(len(blocks)))
-        first = len(self._kept) if _same(self._kept, forms) else 0
+        first = len(self._kept) if self._kept == forms[: len(self._kept)] else 0
         # Where this measurement parts from the last, the next one will part from it, or later.
-        parting = _shared(self._last, forms)
+        parting = next((i for i, (a, b) in enumerate(zip(self._last, forms, strict=False)) if a != b), len(self._last))
         recorded: States = []
         running: list[Any] = [_Replayed(self._states), *blocks[first:]] if first else list(blocks)
         if first < parting < len(blocks):
@@ -80,16 +80,6 @@ class Replay:
         self._last = forms
         if recorded:
             self._kept, self._states = forms[:parting], recorded
-
-
-def _same(kept: Forms, forms: Forms) -> bool:
-    return _shared(kept, forms) == len(kept)
-
-
-def _shared(one: Forms | None, other: Forms) -> int:
-    """Layers at the beginning that have the very same groups."""
-    pairs = enumerate(zip(one or (), other, strict=False))
-    return next((i for i, (a, b) in pairs if list(map(id, a)) != list(map(id, b))), len(one or ()))
 
 
 class _Recorded:
@@ -222,15 +212,15 @@ def propose(
     Returns:
         the proposal, or None when only ignoring everything would do.
     """
-    gain = {id(group): record.kl for group, record in zip(groups, measured.records, strict=True)}
+    gain = {group: record.kl for group, record in zip(groups, measured.records, strict=True)}
     # Greedy, as for a knapsack: what a group mends for each byte that it costs.
-    order = sorted(groups, key=lambda group: gain[id(group)] / max(1, _extra_bytes(group)), reverse=True)
+    order = sorted(groups, key=lambda group: gain[group] / max(1, _extra_bytes(group)), reverse=True)
     # The parts seldom add up exactly; the whole is taken to shrink in proportion to their sum.
     scale = measured.total_kl / measured.sum_kl if measured.sum_kl > 0 else 1.0
     rest = measured.sum_kl
     # Without the last group: a model that ignores every group is not compressed.
     for count, group in enumerate(order[:-1], start=1):
-        rest -= gain[id(group)]
+        rest -= gain[group]
         if rest * scale > MARGIN * goal.kl:
             continue  # far from the goal: not worth measuring
         distance = measure(order[count:])

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -54,15 +54,6 @@ def render_markdown(report: Report) -> str:
         source = f"[{source}](https://huggingface.co/{original.hub_id})"
     gates = [f"- {plain(line)}" for line in gate_lines(report.gates)]
     known = model.license or (original.license if original else None)
-    runs = list(speed_tables.report_runs(report))
-    results = [
-        tables.comparison_table(report.comparisons),
-        tables.length_table(report.comparisons),
-        tables.fidelity_table(report.fidelity, report.noise_fidelity),
-        speed_tables.latency_table(runs),
-        speed_tables.throughput_table(runs),
-        speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
-    ]
     # The hub resolves `base_model`: a local name there points at a stranger's model or at none.
     origin = {"base_model": original and original.hub_id, "license": known}
     parts = [
@@ -71,7 +62,7 @@ def render_markdown(report: Report) -> str:
         plain(f"{model.scheme or model.format} version of {source}, made with quantkit. {headline(report)}"),
         "\n".join(["## Gates", "", *gates]) if gates else "",
         "## Results",
-        *(markdown_table(table) for table in results if table is not None),
+        *map(markdown_table, report_tables(report)),
         "" if report.evaluation or report.benchmark or report.fidelity else "Nothing was measured.",
         "## How it was made",
         markdown_table(tables.making_table(report)),
@@ -82,6 +73,21 @@ def render_markdown(report: Report) -> str:
         else "Unknown: the original's license applies, see its model card.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def report_tables(report: Report) -> list[Table]:
+    """Return the results that were measured, as the card and the terminal show them."""
+    runs, sensitivity = list(speed_tables.report_runs(report)), report.sensitivity
+    measured = (
+        tables.comparison_table(report.comparisons),
+        tables.length_table(report.comparisons),
+        tables.fidelity_table(report.fidelity, report.noise_fidelity),
+        tables.worst_groups_table(sensitivity) if sensitivity else None,
+        speed_tables.latency_table(runs),
+        speed_tables.throughput_table(runs),
+        speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
+    )
+    return [table for table in measured if table is not None]
 
 
 def plain(text: str) -> str:
@@ -194,36 +200,26 @@ def json_ready(value: Any) -> Any:
 
 def render_junit(report: Report) -> str:
     """Gates and comparisons of a report as test suites."""
-    root = ElementTree.Element("testsuites", name=f"quantkit verify {report.model.name}")
-    _gates(root, report)
-    _comparisons(root, report)
-    suites = list(root)
-    for key in ("tests", "failures"):
-        root.set(key, str(sum(int(suite.get(key, "0")) for suite in suites)))
-    ElementTree.indent(root)
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
-
-
-def _gates(root: ElementTree.Element, report: Report) -> None:
-    failed = sum(not gate.held for gate in report.gates)
-    suite = ElementTree.SubElement(root, "testsuite", name="gates", tests=str(len(report.gates)), failures=str(failed))
+    gates, comparisons, add = len(report.gates), len(report.comparisons), ElementTree.SubElement
+    failed = str(sum(not gate.held for gate in report.gates))
+    # The name comes first: by that a file of quantkit's is known, see `SIGNS`.
+    name = f"quantkit verify {report.model.name}"
+    root = ElementTree.Element("testsuites", {"name": name, "tests": str(gates + comparisons), "failures": failed})
+    suite = add(root, "testsuite", {"name": "gates", "tests": str(gates), "failures": failed})
     for gate in report.gates:
-        case = ElementTree.SubElement(suite, "testcase", classname="quantkit.results.gates", name=gate.gate)
-        if not gate.held:
-            failure = ElementTree.SubElement(case, "failure", message=gate.explanation, type="gate")
-            failure.text = gate.remedy
+        case = add(suite, "testcase", classname="quantkit.results.gates", name=gate.gate)
+        if gate.held:
+            add(case, "system-out").text = gate.explanation
         else:
-            ElementTree.SubElement(case, "system-out").text = gate.explanation
-
-
-def _comparisons(root: ElementTree.Element, report: Report) -> None:
-    count = str(len(report.comparisons))
-    suite = ElementTree.SubElement(root, "testsuite", name="comparisons", tests=count, failures="0")
+            add(case, "failure", message=gate.explanation, type="gate").text = gate.remedy
+    suite = add(root, "testsuite", {"name": "comparisons", "tests": str(comparisons), "failures": "0"})
     for comparison in report.comparisons:
-        case = ElementTree.SubElement(suite, "testcase", classname="quantkit.comparisons", name=comparison.subject)
+        case = add(suite, "testcase", classname="quantkit.comparisons", name=comparison.subject)
         values = f"{comparison.metric}: {number(comparison.baseline, 4)} before, {number(comparison.value, 4)} now"
         text = f"{values}; recovery {recovery_text(comparison)}; {VERDICTS[comparison.verdict]}"
-        ElementTree.SubElement(case, "system-out").text = text
+        add(case, "system-out").text = text
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
 
 # By name, words that every such file of quantkit's has near its beginning.
@@ -232,6 +228,14 @@ SIGNS = {
     "junit.xml": 'testsuites name="quantkit ',
     "README.md": "with quantkit",
     "report.html": '<meta name="generator" content="quantkit">',
+}
+
+
+FILES: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "json": ("report.json", dumps),
+    "junit": ("junit.xml", render_junit),
+    "card": ("README.md", render_markdown),
+    "html": ("report.html", render_html),
 }
 
 
@@ -244,20 +248,24 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
     Returns:
         file by kind ("json", "junit", "card", "html"), and why there is no page: it needs packages that not everybody
         has; empty where it was written.
+    Raises:
+        OutputError, ResourceError: the place cannot be written.
     """
+    from quantkit.output.writer import write_text, writing  # with torch, which readers of a report do not wait for
+
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
-        files = {
-            "json": _write(directory / "report.json", dumps(report)),
-            "junit": _write(directory / "junit.xml", render_junit(report)),
-            "card": _write(directory / "README.md", render_markdown(report)),
-        }
-        # The page comes last, because it alone may fail for want of a package.
-        try:
-            return {**files, "html": _write(directory / "report.html", render_html(report))}, ""
-        except ReportError as error:
-            return files, str(error)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with _alone(directory):
+            files, problem = {}, ""
+            # The page comes last, because it alone may fail for want of a package.
+            for kind, (name, render) in FILES.items():
+                try:
+                    write_text(directory / name, render(report))
+                    files[kind] = directory / name
+                except ReportError as error:
+                    problem = str(error)
+            return files, problem
 
 
 @contextmanager
@@ -271,11 +279,3 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _write(path: Path, text: str) -> Path:
-    """Whole or not at all: a reader never sees half a file."""
-    # In the same directory: a rename is atomic within one file system only.
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(path)

@@ -6,7 +6,7 @@ that more samples are needed to be sure. A number that was not measured fails it
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import GateError, suggestion
@@ -185,11 +185,6 @@ def parse_gate(text: str) -> Gate:
     # Written anew from what was read, so that equal gates are equal texts.
     plain = f"{name}[{subject}]" if subject else name
     return Gate(text=f"{plain}{sign}{limit:g}", metric=name, subject=subject, operator=sign, limit=limit)
-
-
-def parse_gates(texts: Iterable[str]) -> tuple[Gate, ...]:
-    """Read several gates; see `parse_gate`."""
-    return tuple(parse_gate(text) for text in texts)
 
 
 def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:

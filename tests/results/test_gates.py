@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import GateError
 from quantkit.results import Diagnosis, ModelFacts, Report
-from quantkit.results.gates import METRICS, evaluate_gates, gate_numbers, parse_gate, parse_gates
+from quantkit.results.gates import METRICS, evaluate_gates, gate_numbers, parse_gate
 from tests.report.synthetic import GATES, make_report
 
 
@@ -48,7 +48,7 @@ REFUSED = [
 @pytest.mark.parametrize(("text", "message"), REFUSED)
 def test_what_is_no_gate_is_refused_with_what_to_write(text, message):
     with pytest.raises(GateError, match=message):
-        parse_gates([text])
+        parse_gate(text)
 
 
 def test_gates_are_judged_in_order(report):

@@ -18,7 +18,7 @@ from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
-from quantkit.results.gates import parse_gates
+from quantkit.results.gates import parse_gate
 from quantkit.safety.untrusted import parse_yaml, read_text, shorten
 
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
@@ -126,7 +126,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         calibration = _calibration(document, steps, reads_data or (activation is not None and activation.is_calibrated))
         source["calibration"] = None if calibration is None else calibration.plain
         with as_recipe_error("gates"):
-            gates = tuple(gate.text for gate in parse_gates(document.gates))
+            gates = tuple(gate.text for gate in map(parse_gate, document.gates))
         return Recipe(
             name=document.name,
             description=" ".join(document.description.split()),

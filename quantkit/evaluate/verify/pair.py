@@ -17,6 +17,7 @@ import torch
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.algorithms.base import moves_scales
+from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
@@ -27,9 +28,9 @@ from quantkit.machine.devices import processor_name
 from quantkit.output.staging import MANIFEST, check_text, open_stage
 from quantkit.output.writer import writing
 from quantkit.registry import installed_version
-from quantkit.report.files import SIGNS, write_report
+from quantkit.report.files import SIGNS
 from quantkit.results import CompressionResult, Environment, ModelFacts, Report
-from quantkit.results.gates import parse_gates
+from quantkit.results.gates import parse_gate
 from quantkit.safety.untrusted import shorten
 
 RUN = "quantkit-run.json"
@@ -121,7 +122,7 @@ def check_gates(gates: Iterable[str]) -> tuple[str, ...]:
     Raises:
         GateError: one that cannot be read, or two of the same number that cannot both hold.
     """
-    read = parse_gates(gates)
+    read = list(map(parse_gate, gates))
     for one in read:
         for other in read:
             same = (one.metric, one.subject) == (other.metric, other.subject)
@@ -211,9 +212,6 @@ def check_output(path: Path) -> None:
                 check_text(path / name, sign)
 
 
-_PACKAGES = ("quantkit", "torch", "transformers", "safetensors", "lm-eval", "compressed-tensors")
-
-
 def model_facts(path: Path, name: str) -> ModelFacts:
     """Sizes and number types of a model.
 
@@ -258,8 +256,9 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
     hashes = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in hashed.items()}
     if isinstance(pair.manifest.get("identity_sha256"), str):
         hashes["made from"] = pair.manifest["identity_sha256"]
+    tasks = installed_version("lm-eval", "")
     return Environment(
-        versions=_versions(),
+        versions={"python": platform.python_version(), **describe_versions(), **({"lm-eval": tasks} if tasks else {})},
         platform=f"{platform.system()} {platform.machine()}",
         cpu=processor_name() or platform.processor(),
         num_threads=torch.get_num_threads(),
@@ -268,29 +267,12 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
     )
 
 
-def _versions() -> dict[str, str]:
-    installed = {name: installed_version(name, "") for name in _PACKAGES}
-    return {"python": platform.python_version(), **{name: number for name, number in installed.items() if number}}
-
-
 def _license(path: Path) -> str | None:
     """Return the license that the model's own card names; None without one that can be read."""
     with contextlib.suppress(ModelError, OSError):
         name = card_entries(path).get("license")
         return name if isinstance(name, str) and name else None
     return None
-
-
-def write_files(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
-    """Write all files of a report.
-
-    Args, Returns:
-        see `write_report`.
-    Raises:
-        OutputError, ResourceError: the place cannot be written.
-    """
-    with writing(directory):
-        return write_report(report, directory)
 
 
 def set_aside(report: Report, path: Path) -> tuple[Report, Path]:

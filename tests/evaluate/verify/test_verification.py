@@ -13,10 +13,10 @@ from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.sensitivity import Goal, repair_goal
-from quantkit.evaluate.verify.pair import check_gates, check_pair, set_aside, write_files
+from quantkit.evaluate.verify.pair import check_gates, check_pair, set_aside
 from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
 from quantkit.kernels import cpu
-from quantkit.report.files import read_report
+from quantkit.report.files import read_report, write_report
 from quantkit.results import Report
 from quantkit.results.gates import evaluate_gates
 from tests import fake_vllm
@@ -83,7 +83,7 @@ def test_models_are_counted_and_a_text_that_is_read_in_part_is_noted(models):
 
 
 def test_it_survives_the_file(report, tmp_path):
-    files, problem = write_files(report, tmp_path / "new")
+    files, problem = write_report(report, tmp_path / "new")
     assert set(files) >= {"json", "junit", "card"}
     assert problem == "" or "html" not in files
     assert read_report(tmp_path / "new").to_dict() == report.to_dict()
