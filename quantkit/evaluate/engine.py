@@ -1,9 +1,8 @@
 """Engines under evaluation: ours, set up so that nobody waits for single answers and pages share more; or vLLM."""
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
@@ -15,39 +14,15 @@ from quantkit.runtime.engine.threads import choose_threads
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.cache_schemes import follows_checkpoint
 from quantkit.runtime.model.loader import read_headers
-from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText
+from quantkit.runtime.vllm_engine import VllmLLM
 from quantkit.safety.untrusted import read_object
 
 MAX_SEQUENCES, TOKEN_BUDGET, PAGE_SIZE = 64, 1024, 16
 _LOGIT_BYTES, _LEAST_BUDGET = 256 << 20, 256  # of a step's logits in float32; tokens that keep a CPU busy
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")
 
-
-class Evaluated(Protocol):
-    """A model that can be asked: `LLM` and `VllmLLM`, where each of these is described."""
-
-    path: Path
-    tokenizer: Any
-    scores_decode: bool
-
-    @property
-    def engine_name(self) -> str: ...
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def arithmetic(self) -> str: ...
-    @property
-    def kv_type(self) -> str: ...
-    def generate(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]: ...
-    def score_tokens(
-        self,
-        texts: Sequence[ScoredText],
-        *,
-        chunk_size: int | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[PromptScores]: ...
+Evaluated = LLM | VllmLLM
+"""A model that can be asked, whichever engine computes."""
 
 
 def load_llm(path: str | None = None, **settings: Any) -> LLM:
