@@ -88,7 +88,7 @@ def fit_table(fits: Iterable[tuple[str, PolynomialFit | None]]) -> Table | None:
         terms = [f"{number(scale * value)} ± {number(scale * error, 2)}" for scale, value, error in scaled]
         stalls = f"{fit.num_dropped} of {fit.num_points + fit.num_dropped}"
         rows.append((label, *terms, *[None] * (size - len(terms)), stalls))
-    titles = (*("a, ms", "b, per 1,000", "c, per 1,000²")[:size], "stalls left out")
+    titles = (*("a, ms", "b, ms/1,000", "c, ms/1,000²")[:size], "stalls left out")
     return Table(
         title="Latency = a + b * tokens + c * tokens², ± one standard error",
         columns=(Column(), *(Column(title, str) for title in titles)),
