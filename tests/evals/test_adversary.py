@@ -34,7 +34,7 @@ def test_a_run_leaves_what_the_next_draws_from_as_it_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runs", [40])
+@pytest.mark.parametrize("runs", [24])
 def test_nothing_is_found_in_some_runs(runs):
     code, (*findings, summary) = attack("--commands", QUICK, "--runs", str(runs), "--seed", "300")
     assert (code, findings, summary["runs"]) == (0, [], runs)

@@ -10,6 +10,7 @@ import yaml
 
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError
+from quantkit.evaluate import tasks
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.tasks import Suite, load_suite, load_tasks, suites
 
@@ -63,6 +64,20 @@ REQUESTS = {
     "gsm8k": ["Question: 1+1?\nAnswer:"],
 }
 TARGETS = {"winogrande": 1, "arc_easy": 1, "arc_challenge": 0, "openbookqa": 0, "sciq": 3, "copa": 0, "boolq": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_of_lm_eval():
+    """Of lm-eval's 14,000 files those of one task, as to read all takes a quarter of a minute; its command does."""
+    from lm_eval.tasks import __file__ as own
+    from lm_eval.tasks._index import TaskIndex
+
+    found, folder = TaskIndex._iter_yaml_files, Path(own).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskIndex, "_iter_yaml_files", lambda root: found(root / "piqa" if root == folder else root))
+        tasks._all_of_lm_eval.cache_clear()
+        yield
+    tasks._all_of_lm_eval.cache_clear()
 
 
 @pytest.fixture(scope="module")

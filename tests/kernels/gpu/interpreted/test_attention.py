@@ -45,9 +45,9 @@ def test_paged_attention(kind, option, monkeypatch):
     for implementation in IMPLEMENTATIONS:
         monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         caches.append(made.cache())
-        out = made.step(caches[-1], [(0, 0, 14), (1, 0, 30)], **options)
-        for i in range(3):
-            out += made.step(caches[-1], [(0, 14 + i, 15 + i), (1, 30 + i, 31 + i)], **options)
+        out = made.step(caches[-1], [(0, 0, 15), (1, 0, 31)], **options)
+        for i in range(2):
+            out += made.step(caches[-1], [(0, 15 + i, 16 + i), (1, 31 + i, 32 + i)], **options)
         out += made.step(caches[-1], [(1, 33, 34), (0, 17, 20)], **options)
         outputs.append(out + made.step(caches[-1], [(1, 34, 60)], **options))
     for actual, expected in zip(outputs[1], outputs[0], strict=True):
@@ -107,8 +107,7 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
         caches.append(made.cache())
         outputs.append([])
         for spans in (
-            [(0, 0, 14), (1, 0, 30)],
-            [(0, 14, 15), (1, 30, 31)],
+            [(0, 0, 15), (1, 0, 31)],
             [(0, 15, 16), (1, 31, 32)],
             [(1, 32, 33), (0, 16, 20)],
             [(1, 33, 40)],

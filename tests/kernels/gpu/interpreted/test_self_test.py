@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -44,7 +45,7 @@ def test_one_number_that_is_wrong_is_found(monkeypatch, family):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, wrong)
-        assert not first_run.error_of(case, CPU) <= TOLERANCE
+        assert not first_run.error_of(lambda *where: itertools.islice(case(*where), 1), CPU) <= TOLERANCE
     assert first_run.error_of(case, CPU) < TOLERANCE / 10
 
 
