@@ -27,11 +27,10 @@ import click
 
 from quantkit.distributed import is_writer
 from quantkit.errors import GateFailure, InputError, QuantkitError, ResourceError, is_panic
+from quantkit.report.table import Table, printable, terminal_table
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from quantkit.report.table import Table
+    from rich.console import Console
 
 _LONGEST_LINE = 2000
 INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell says of what SIGINT and SIGPIPE end
@@ -51,7 +50,7 @@ def open_streams() -> None:
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a line on stderr; ignore it when nobody reads stderr, since that is no reason to end hours of work."""
     with contextlib.suppress(OSError):
-        click.echo(text, file=stream or sys.stderr)
+        click.echo(printable(text), file=stream or sys.stderr)
 
 
 def end_output() -> BaseException | None:
@@ -149,7 +148,7 @@ def _one_line(text: str) -> str:
     """Shorten a text to one line of a few screens, without control characters."""
     # Cut before it is split: a message may quote megabytes of a file.
     line = " ".join(text[: 2 * _LONGEST_LINE].split())
-    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+    shown = printable(line)
     return shown if len(shown) <= _LONGEST_LINE else f"{shown[: _LONGEST_LINE - 3]}..."
 
 
@@ -177,7 +176,7 @@ class Output:
         if self.shows_progress:
             say(text, self.stream)
 
-    def result(self, data: Callable[[], Any], *shown: Callable[[], Table | RenderableType | None]) -> None:
+    def result(self, data: Callable[[], Any], *shown: Callable[[], Table | str | None]) -> None:
         """Print a result, as JSON or for people; of several processes one does.
 
         Args:
@@ -189,12 +188,10 @@ class Output:
         if self.as_json:
             click.echo(json.dumps(data(), ensure_ascii=False))
             return
-        from quantkit.report.table import Table, terminal_table
-
         console = plain_console()
         parts = [part for build in shown if (part := build()) is not None]
         for position, part in enumerate(parts):
-            drawn = terminal_table(part, console) if isinstance(part, Table) else part
+            drawn = terminal_table(part, console) if isinstance(part, Table) else printable(part)
             console.print(*([""] if position else []), drawn, sep="\n")
 
     def require(self, held: bool, failure: Callable[[], str]) -> None:

@@ -13,6 +13,7 @@ from quantkit.cli._output import Output, plain_console, say
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.machine.memory import resident_bytes
 from quantkit.quantities import byte_size, elapsed
+from quantkit.report.table import printable
 from quantkit.results import LayerRecord
 
 
@@ -76,10 +77,10 @@ class Bar(Listener):
         self._show(record.name)
 
     def warning(self, text: str) -> None:
-        self.progress.console.print(f"warning: {text}", style="yellow")
+        self.progress.console.print(printable(f"warning: {text}"), style="yellow")
 
     def _show(self, description: str) -> None:
-        self.progress.update(self._task, description=description, memory=byte_size(resident_bytes() or 0))
+        self.progress.update(self._task, description=printable(description), memory=byte_size(resident_bytes() or 0))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from quantkit.errors import ReportError, located
 from quantkit.quantities import number
 from quantkit.report import speed_tables, tables
 from quantkit.report.page import render_html
-from quantkit.report.table import Table
+from quantkit.report.table import Table, printable
 from quantkit.report.tables import VERDICTS, engine_table, gate_lines, headline, recovery_text
 from quantkit.results import EngineReading, Report
 from quantkit.results.gates import gate_numbers
@@ -219,7 +219,8 @@ def render_junit(report: Report) -> str:
         text = f"{values}; recovery {recovery_text(comparison)}; {VERDICTS[comparison.verdict]}"
         add(case, "system-out").text = text
     ElementTree.indent(root)
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+    # Most control characters are none of XML's.
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{printable(ElementTree.tostring(root, encoding="unicode"))}\n'
 
 
 # By name, words that every such file of quantkit's has near its beginning.

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
+def printable(text: str) -> str:
+    """A text of somebody else with what a terminal would obey written out: escape sequences, reversed directions."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column.
@@ -32,9 +37,9 @@ class Column:
 
     def cell(self, value: Any) -> str:
         """A value as text; a dash for what is not known."""
-        if value is None or isinstance(value, str):
-            return MISSING if value is None else value
-        return str(value) if self.show is None else self.show(value)
+        if value is None:
+            return MISSING
+        return printable(str(value) if self.show is None or isinstance(value, str) else self.show(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +97,14 @@ def terminal_table(table: Table, console: Console) -> RenderableType:
     if console.measure(drawn, options=console.options.update(max_width=_UNBOUNDED)).maximum > console.width:
         drawn = _drawn(table, [position for position in every if not table.columns[position].detail])
     # A note may be wider than its table, so it is none of rich's captions.
-    return Group(drawn, Text(table.note, style="dim")) if table.note else drawn
+    return Group(drawn, Text(printable(table.note), style="dim")) if table.note else drawn
 
 
 def _drawn(table: Table, positions: Sequence[int]) -> RenderableType:
     from rich.table import Table as RichTable
 
     drawn = RichTable(
-        title=table.title or None,
+        title=printable(table.title) or None,
         title_justify="left",
         title_style="",
         show_header=table.has_header,
@@ -109,7 +114,7 @@ def _drawn(table: Table, positions: Sequence[int]) -> RenderableType:
     for position in positions:
         column, names_rows = table.columns[position], position == 0 and not table.has_header
         drawn.add_column(
-            column.title,
+            printable(column.title),
             justify="left" if column.is_text else "right",
             # A number that is broken over two lines is misread; text may wrap.
             no_wrap=not column.is_text or names_rows,

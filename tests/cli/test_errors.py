@@ -15,7 +15,7 @@ import click
 import pytest
 
 from quantkit.cli import main
-from quantkit.cli._output import explain
+from quantkit.cli._output import Output, explain, say
 from quantkit.compress import pipeline
 from quantkit.errors import AuditError, ModelError, ResourceError
 
@@ -136,3 +136,11 @@ def test_a_file_that_another_user_put_where_torch_keeps_its_cache_is_no_obstacle
         "import torch._dynamo"  # as transformers does
     )
     assert piped(f"export {place}; {shlex.quote(sys.executable)} -c {shlex.quote(code)}") == (0, "")
+
+
+def test_names_of_strangers_do_not_steer_the_terminal(capsys):
+    Output(as_json=False, quiet=False).result(dict, lambda: "a\x1b[2J\nb")
+    say("c\x1b]0;title\x07")
+    out, err = capsys.readouterr()
+    assert out == "a\\x1b[2J\nb\n"
+    assert err == "c\\x1b]0;title\\x07\n"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
-from quantkit.report.files import render_markdown
+from quantkit.report.files import render_junit, render_markdown
 from quantkit.report.page import keep_together, render_html, report_sections
 from quantkit.report.plots import heat_edges, heat_labels, heat_step, short_number
 from quantkit.report.svg import COLOURS, new_figure, to_svg
@@ -120,13 +121,14 @@ FEW_WORDS = ("mode", "phase", "through", "verdict", "action")
 
 def test_a_report_of_a_stranger_brings_no_element_and_no_formula(report):
     """Mathematics between dollar signs ended the drawing of a plot with matplotlib's own error."""
-    nasty = """<b>&\"'><img src=x onerror=alert(1)><script>alert(1)</script>$x_{$ $\\frac{$"""
+    nasty = """<b>&\"'><img src=x onerror=alert(1)><script>alert(1)</script>$x_{$ $\\frac{$\x1b[2J"""
     read = Report.from_dict(forged(report.to_dict(), nasty))
     page = Page(render_html(read))
     assert not {"b", "img", "script"} & {tag for tag, _ in page.tags}
     assert not [given for _, given in page.tags if "onerror" in given]
     card = render_markdown(read).split("---\n", 2)[2]
     assert not re.search("<(b|img|script)", card)
+    assert ElementTree.fromstring(render_junit(read).encode()).get("name").endswith(r"\x1b[2J")
 
 
 SECTIONS = ["accuracy", "fidelity", "sensitivity", "diagnosis", "speed", "memory", "roofline", "making", "terms"]

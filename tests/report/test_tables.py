@@ -122,3 +122,13 @@ def test_a_perplexity_of_zero_has_no_ratio():
     )
     report = Report(model=ModelFacts(name="m"), comparisons=(found,))
     assert key_figures(report) == [("Perplexity", "-", "0 before, 2.00 now: noise")]
+
+
+def test_what_a_terminal_would_obey_is_written_out():
+    columns = (Column("name\x1b[2J"), Column("size", str))
+    table = Table(title="a\x1b[2J", columns=columns, rows=(("b\x1b]0;title\x07", 3),), note="c\x9b2J \u202e")
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, markup=False)
+    console.print(terminal_table(table, console))
+    drawn = console.file.getvalue()
+    assert not any(sign in drawn for sign in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"))
+    assert all(text in drawn for text in (r"a\x1b[2J", r"name\x1b[2J", r"b\x1b]0;title\x07", r"c\x9b2J \u202e"))
