@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from quantkit.benchmark.ceilings import break_even_rows
 from quantkit.benchmark.compare import Ratio, compare_results
 from quantkit.benchmark.cost import Cost
-from quantkit.benchmark.serving_rules import busy, goodput, queue, stalls
 from quantkit.benchmark.steps import decode_steps, fit_itl
 from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
@@ -21,6 +20,9 @@ _PAYS = 0.6  # of the tokens per second that a batch would bring if its steps to
 _BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
+_BUSY = 0.5  # p75 - p25 over p50 of ITL
+_STALL = 3.0  # p99 over p50 of ITL
+_QUEUE = 2.0  # TTFT under load over TTFT alone
 _SMALL_CACHES = ("int8", "fp8", "int4")
 
 
@@ -39,14 +41,14 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
         alone = min(runs, key=lambda run: run.workload.concurrency or 1_000_000)
         decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
         prefill = next((r for r in result.roofline if r.phase == "prefill"), None)
-        findings += [*busy(alone), *_start_or_stream(alone, prefill, cost.product)]
+        findings += [*_busy(alone), *_start_or_stream(alone, prefill, cost.product)]
         if decode:
             small, large = decode[0], decode[-1]
             findings.append(_decode_binding(small, cost, result.kv_cache))
             findings += [*_weight_only_payoff(small, cost), *_cache_weight(large, cost, result)]
             findings += _batching(small, large, result.runs)
         for run in runs:
-            findings += [*stalls(run), *queue(run, alone), *goodput(run)]
+            findings += [*_stalls(run), *_queue(run, alone), *_goodput(run)]
     return Diagnosis(findings=tuple(findings))
 
 
@@ -280,3 +282,72 @@ def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
         return 1.0, 1.0
     low, middle, high = (percentile(seconds, at) for at in (25, 50, 75))
     return middle / high, middle / low
+
+
+def _busy(run: BenchmarkRun) -> Iterator[Finding]:
+    """Gaps of a request that had the engine to itself differ where nothing of ours differs."""
+    gaps = run.inter_token_s
+    if run.workload.concurrency != 1 or len(gaps) < 20:
+        return
+    low, middle, high = (percentile(gaps, at) for at in (25, 50, 75))
+    if middle <= 0 or high - low < _BUSY * middle:
+        return
+    yield Finding(
+        statement=f"The machine was busy: the middle half of the gaps of {run.workload.name} differ by "
+        f"{as_percent((high - low) / middle)}, and shares of its limits are as uncertain.",
+        evidence=f"ITL p25 {duration(low)}, p50 {duration(middle)}, p75 {duration(high)}, {len(gaps)} gaps",
+        advice="Measure again when nothing else runs.",
+    )
+
+
+def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
+    """The tail of ITL lies far above its median."""
+    gaps = run.inter_token_s
+    # Below, the 99th percentile lies between the two largest gaps: a single stall decides.
+    if len(gaps) < 100:
+        return
+    middle, tail = percentile(gaps, 50), percentile(gaps, 99)
+    if middle <= 0 or tail < _STALL * middle:
+        return
+    alone = run.workload.concurrency == 1
+    yield Finding(
+        statement=f"Streaming stalls in {run.workload.name}: one gap in a hundred is {times(tail / middle)} the usual.",
+        evidence=f"ITL p50 {duration(middle)}, p99 {duration(tail)}, {len(gaps)} gaps",
+        advice="Nothing else ran in the engine: look for other work on this machine."
+        if alone
+        else "Prompts of newcomers are computed between tokens: a smaller token budget makes the pieces smaller.",
+    )
+
+
+def _queue(run: BenchmarkRun, alone: BenchmarkRun) -> Iterator[Finding]:
+    """Requests that arrive by chance wait for those before them."""
+    if run.workload.rate_per_s is None or run is alone:
+        return
+    here, single = statistics.median(run.ttft_s), statistics.median(alone.ttft_s)
+    if here < _QUEUE * single:
+        return
+    done = run.requests_per_s or 0.0
+    yield Finding(
+        statement=f"Requests queue at {run.workload.rate_per_s:g} per second: TTFT is {times(here / single)} that of a "
+        "request alone.",
+        evidence=f"median TTFT {duration(here)} against {duration(single)}; {done:.2g} requests/s answered",
+        advice=f"Offer less than {done:.2g} requests per second, or add a machine.",
+    )
+
+
+def _goodput(run: BenchmarkRun) -> Iterator[Finding]:
+    """Requests miss the limits, and which."""
+    met, answered = run.goodput_per_s, run.requests_per_s
+    if met is None or not answered or met >= 0.995 * answered:
+        return
+    limits = {"TTFT": run.workload.ttft_limit_s, "TPOT": run.workload.tpot_limit_s}
+    missed = [
+        f"{name} above {duration(limit)} in {count} of {len(run.latencies[name])} requests"
+        for name, limit in limits.items()
+        if limit is not None and (count := sum(value > limit for value in run.latencies[name]))
+    ]
+    yield Finding(
+        statement=f"Only {as_percent(met / answered)} of the requests of {run.workload.name} keep the limits.",
+        evidence="; ".join(missed),
+        advice="Lower the concurrency or rate until goodput stops growing.",
+    )

@@ -20,6 +20,7 @@ from quantkit.machine.devices import pick_device, processor_name
 from quantkit.quantities import dtype_name
 from quantkit.results import BenchmarkResult, BenchmarkRun
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.vllm_engine import VllmLLM
 
 Progress = Callable[[str], None]
 
@@ -120,6 +121,49 @@ def measure_targets(
         progress=progress,
     )
     return [_finish(target, options, tuple(own_runs), ceilings) for target, own_runs in zip(targets, runs, strict=True)]
+
+
+def measure_served(
+    path: str | Path | None,
+    options: BenchmarkOptions,
+    vllm: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress = lambda _: None,
+) -> BenchmarkResult:
+    """Load a model into vLLM, measure every workload by the same requests and the same clock, and let go of it.
+
+    Memory and ceilings are not set beside it: what vLLM reserves says nothing of what a model needs.
+
+    Args:
+        path: directory or hub id; None = the demo model.
+        options: what to measure.
+        vllm: vLLM's own settings.
+        settings: of `EngineConfig`.
+        progress: called with what is going on.
+    Raises:
+        QuantkitError: as `VllmLLM`; the prompts are too long.
+    """
+    name = _name(path)
+    progress(f"loading {name} into vLLM")
+    # The same prompts come again in every round, which a prefix cache would not compute a second time.
+    with VllmLLM(path, options={"enable_prefix_caching": False, **vllm}, **(settings or {})) as llm:
+        check_capacity(options.workloads(), llm.capacity, f"the context of {name}")
+        avoid = () if llm.tokenizer is None else tuple(llm.tokenizer.all_special_ids)
+        (runs,) = measure_rounds(
+            options,
+            [name],
+            lambda _, load: run_load(llm, load),
+            vocab_size=llm.vocab_size,
+            avoid=avoid,
+            progress=progress,
+        )
+        return BenchmarkResult(
+            model=name,
+            runs=tuple(runs),
+            kv_cache=llm.kv_type,
+            device=llm.device_name or processor_name() or "CPU",
+            settings={"engine": llm.engine_name, "computed in": llm.arithmetic, **{k: str(v) for k, v in vllm.items()}},
+        )
 
 
 def _finish(

@@ -95,7 +95,7 @@ def _bench_models(
 ) -> None:
     """One model, or two: in turns in our engine, one after the other in vLLM."""
     from quantkit.benchmark.compare import compare_results
-    from quantkit.benchmark.served import measure_served
+    from quantkit.benchmark.run import measure_served
 
     details: list[Callable[[], Table | None]] = []
     if vllm is None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.served import measure_served
+from quantkit.benchmark.run import measure_served
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError, ModelError, RequestError
 from quantkit.evaluate.fidelity import fidelity, fixed_windows, read_top, top_fidelity

@@ -17,8 +17,7 @@ from typing import Any
 
 from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_targets
-from quantkit.benchmark.served import measure_served
+from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_served, measure_targets
 from quantkit.demo import GENERAL_TEXT
 from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError, RequestError, first_line
