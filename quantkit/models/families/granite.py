@@ -1,4 +1,4 @@
-"""Granite: Llama with constant multipliers."""
+"""Granite: Llama with constant multipliers; and Bamba, hybrid like Granite 4."""
 
 from dataclasses import replace
 
@@ -73,5 +73,18 @@ FAMILIES = {
         parts=Parts(attention_norm="post_norm1", output_norm="post_norm2"),
         multipliers=replace(GRANITE.multipliers, logits="logits_scaling", logits_divisor=None),
         defaults=dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
+    ),
+    # Bamba: Mamba 2 in most layers, attention with half of each head rotated in those that are listed.
+    "bamba": Family(
+        hf_names=("BambaForCausalLM",),
+        final_norm="model.final_layernorm",
+        parts=Parts(
+            mlp_norm="pre_ff_layernorm",
+            up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+        ),
+        recurrent=MAMBA,
+        rope=Rope(partial=0.5),
+        defaults={**MAMBA_DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     ),
 }

@@ -15,6 +15,9 @@ LLAMA = Family(
 )
 # Mistral: Llama with an optional sliding window; the linears are the same.
 MISTRAL = replace(LLAMA, hf_names=("MistralForCausalLM",), window=Window(rule="all"), defaults={"sliding_window": 4096})
+_SETS = Family().sets
+_JOINT = Family(parallel=True, parts=Parts(mlp_norm=None)).sets[0]
+_PARALLEL, _IN_TURN = (("use_parallel_residual", True),), (("use_parallel_residual", False),)
 
 FAMILIES = {
     "llama": LLAMA,
@@ -148,5 +151,30 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
+    ),
+    # StableLM: layer norms, a quarter of each head rotated; by switches a norm for every head and a parallel residual.
+    "stablelm": Family(
+        hf_names=("StableLmForCausalLM",),
+        # With a parallel residual one norm feeds both attention and MLP.
+        linear_sets=(
+            replace(_SETS[0], when=_IN_TURN),
+            replace(_SETS[2], when=_IN_TURN),
+            replace(_JOINT, when=_PARALLEL),
+            _SETS[1],
+            _SETS[3],
+        ),
+        parts=Parts(parallel_mlp_norm=False),
+        norm="layer",
+        qk_norm=QueryKeyNorm(
+            over="heads",
+            switch="qk_layernorm",
+            bias=False,
+            query="self_attn.q_layernorm.norms.{head}",
+            key="self_attn.k_layernorm.norms.{head}",
+        ),
+        parallel="use_parallel_residual",
+        rope=Rope(partial=0.25),
+        defaults={"qk_layernorm": False, "use_parallel_residual": False, "layer_norm_eps": 1e-5},
+        biases=Biases(qkv="use_qkv_bias", output=False),
     ),
 }
