@@ -2,11 +2,18 @@
 
 Rules over measured numbers, nothing learned. Each finding carries the numbers it rests on; an expected gain is what the
 bytes or operations saved would take at the speed that was reached, so it is an upper bound unless it says otherwise.
+The sentences are in `findings.yaml`.
 """
 
+import functools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+import string
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from quantkit.benchmark.ceilings import break_even_rows
 from quantkit.benchmark.compare import Ratio, compare_results
@@ -26,6 +33,35 @@ _QUEUE = 2.0  # TTFT under load over TTFT alone
 _SMALL_CACHES = ("int8", "fp8", "int4")
 
 
+_UNITS: dict[str, Callable[[float], str]] = {
+    "percent": as_percent,
+    "duration": duration,
+    "times": times,
+    "bytes": decimal_bytes,
+    "count": rounded_count,
+    "giga": lambda value: f"{value / 1e9:.0f}",
+}
+
+
+class _Sentences(string.Formatter):
+    """Writes numbers as people read them: `{seconds:duration}`."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        unit = _UNITS.get(format_spec)
+        return str(super().format_field(value, format_spec) if unit is None else unit(value))
+
+
+@functools.cache
+def _texts() -> dict[str, dict[str, str]]:
+    texts: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text("utf-8"))
+    return texts
+
+
+def _finding(name: str, **values: Any) -> Finding:
+    """The sentences of this name with these values in them."""
+    return Finding(**{part: _Sentences().format(text, **values) for part, text in _texts()[name].items()})
+
+
 def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | None = None) -> Diagnosis:
     """Findings about one model, most important first.
 
@@ -34,7 +70,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
         cost: of the model's steps.
         baseline: of another that was measured in turns with it; how the two compare comes first.
     """
-    findings = [] if baseline is None else _compared(result, baseline)
+    findings = [] if baseline is None else list(_compared(result, baseline))
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
     if runs:
         # Arrivals by chance have no concurrency; they stand for the request alone only where there is nothing else.
@@ -52,24 +88,19 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
     return Diagnosis(findings=tuple(findings))
 
 
-def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Finding]:
+def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> Iterator[Finding]:
     """Compare two models that were measured in turns, beside what their bytes would allow."""
-    findings = []
     for ratio in compare_results(result, baseline):
-        if ratio.metric not in ("TTFT", "ITL"):
-            continue
-        verb = "start" if ratio.metric == "TTFT" else "stream"
-        evidence = (
-            f"median {ratio.metric} {duration(ratio.value)} against {duration(ratio.baseline)}, ratio "
-            f"{ratio.ratio:.2f}, by round {ratio.low:.2f} to {ratio.high:.2f}, noise {as_percent(ratio.noise)}"
-            f"{_allowed(result, baseline, ratio)}"
-        )
-        factor = times(1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio)
-        statement = f"In {ratio.workload} {result.model} {verb}s {factor} {ratio.verdict} than {baseline.model}."
-        if ratio.verdict == "noise":
-            statement = f"In {ratio.workload} both {verb} alike, within the noise."
-        findings.append(Finding(statement=statement, evidence=evidence))
-    return findings
+        if ratio.metric in ("TTFT", "ITL"):
+            yield _finding(
+                "alike" if ratio.verdict == "noise" else "compared",
+                ratio=ratio,
+                verb="start" if ratio.metric == "TTFT" else "stream",
+                factor=1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio,
+                model=result.model,
+                other=baseline.model,
+                allowed=_allowed(result, baseline, ratio),
+            )
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
@@ -92,86 +123,55 @@ def _start_or_stream(run: BenchmarkRun, prefill: RooflineRecord | None, product:
     first = statistics.median(run.ttft_s)
     rest = statistics.median((t.latency_s or 0.0) - (t.ttft_s or 0.0) for t in run.requests if t.token_s)
     share = first / (first + rest)
-    sizes = f"{run.workload.prompt_tokens} prompt and {run.workload.new_tokens} new tokens"
-    evidence = f"median TTFT {duration(first)}, then {duration(rest)} of streaming ({run.workload.name}, {sizes})"
-    if share < 0.5:
-        yield Finding(
-            statement=f"Slow to stream rather than to start: {as_percent(1 - share)} of a request is streaming.",
-            evidence=evidence,
-            advice="Look at what binds decoding, below; a faster prefill would not be noticed.",
-        )
-        return
-    yield Finding(
-        statement=f"Slow to start rather than to stream: {as_percent(share)} of a request passes before the first "
-        "token.",
-        evidence=evidence,
-        advice="Turn the prefix cache on where prompts begin alike.",
-        expected_gain=f"up to {duration(first)} per request whose beginning is known",
-    )
-    if prefill is not None:
+    name = "slow to stream" if share < 0.5 else "slow to start"
+    yield _finding(name, starting=share, streaming=1 - share, first=first, rest=rest, work=run.workload)
+    if share >= 0.5 and prefill is not None:
         yield _prefill_binding(prefill, product)
 
 
 def _prefill_binding(record: RooflineRecord, product: str) -> Finding:
     reached = record.floor_s / record.seconds
-    gain = f"{times(1 / reached)} at most"
+    name = "prefill, bound"
     if reached < _BOUND:
-        statement = "Neither arithmetic nor memory explains the prefill: overhead or slow kernels do."
-        advice = "Try longer prompts or a larger token budget per step; check --threads."
+        name = "prefill, overhead"
     elif record.bound_by == "compute" and product != "int8":
-        statement = "Arithmetic binds the prefill; fewer bits per weight do not help it."
-        advice = "Quantize the activations too (recipes with 8-bit activations): integers multiply faster."
-        gain = f"about 2x of {duration(record.seconds)} where INT8 products run at twice the rate"
-    else:
-        binding = "memory" if record.bound_by == "memory" else "arithmetic"
-        statement, advice = f"The prefill runs at {as_percent(reached)} of what {binding} allows.", ""
-        gain += ", by better kernels"
-    evidence = (
-        f"{record.num_tokens} tokens in {duration(record.seconds)}: {as_percent(record.mfu)} of the measured "
-        f"{record.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({product}), floor {duration(record.floor_s)}"
-    )
-    return Finding(statement=statement, evidence=evidence, advice=advice, expected_gain=gain)
+        name = "prefill, arithmetic"
+    binding = "memory" if record.bound_by == "memory" else "arithmetic"
+    return _finding(name, record=record, product=product, reached=reached, most=1 / reached, binding=binding)
 
 
 def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Finding:
     """Name the resource that binds a decode step of the smallest batch."""
-    batch, moved, reached = record.batch, record.bytes_moved, record.floor_s / record.seconds
-    weights = cost.weight_bytes(batch)
-    evidence = (
-        f"batch {batch}, context {record.context}: {decimal_bytes(moved)} per step (weights "
-        f"{as_percent(weights / moved)}, KV {as_percent((moved - weights) / moved)}) in {duration(record.seconds)} = "
-        f"{moved / record.seconds / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
-        f"floor {duration(record.floor_s)}"
-    )
+    moved, reached = record.bytes_moved, record.floor_s / record.seconds
+    weights, more, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
     if record.in_caches and record.mbu <= 1:
-        evidence += "; so few bytes may partly come from the processor's caches, which are faster"
+        more = "; so few bytes may partly come from the processor's caches, which are faster"
     # First: where a step takes far longer than its floor, neither ceiling explains it.
     if reached < _BOUND:
-        statement = (
-            f"Overhead binds decoding at batch {batch}: memory and arithmetic explain only {as_percent(reached)} of a "
-            "step."
-        )
-        advice = "Batch more requests, or speculate: both share the overhead. Fewer bits will bring little."
-        gain = f"{times(record.seconds / record.floor_s)} at most"
+        name = "decode, overhead"
     elif record.bound_by == "compute":
-        statement = f"Arithmetic binds decoding at batch {batch}."
-        evidence += f"; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s"
-        advice = "Quantize the activations too, so that products are made of 8-bit integers."
-        gain = f"{times(record.seconds / (moved / record.copy_bytes_per_s))} at most"
+        name = "decode, arithmetic"
+        more += f"; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s"
     elif record.mbu > 1 and not record.in_caches:
-        statement = (
-            f"Memory traffic binds decoding at batch {batch}; what share of the bandwidth it uses is not known: the "
-            "machine was busier while that was measured."
-        )
-        advice, gain = "Measure again when nothing else runs.", ""
+        name = "decode, busy"
     else:
-        where, used = "Memory traffic", as_percent(record.mbu)
-        if record.mbu > 1:
-            where, used = "Reading the weights from the processor's caches, not from memory,", "more than all"
-        statement = f"{where} binds decoding at batch {batch}: {used} of the bandwidth is used."
-        advice, saved = _fewer_bytes(cost, weights, moved - weights, kv_cache)
-        gain = f"about {times(moved / (moved - saved))} at batch {batch}" if saved else ""
-    return Finding(statement=statement, evidence=evidence, advice=advice, expected_gain=gain)
+        name = "decode, caches" if record.mbu > 1 else "decode, memory"
+        smaller, saved = _fewer_bytes(cost, weights, moved - weights, kv_cache)
+        gain = f"about {times(moved / (moved - saved))} at batch {record.batch}" if saved else ""
+    return _finding(
+        name,
+        record=record,
+        reached=reached,
+        weights=weights / moved,
+        cached=(moved - weights) / moved,
+        speed=moved / record.seconds / 1e9,
+        bandwidth=record.copy_bytes_per_s / 1e9,
+        most=1 / reached,
+        by_memory=record.seconds / (moved / record.copy_bytes_per_s),
+        more=more,
+        smaller=smaller,
+        gain=gain,
+    )
 
 
 def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tuple[str, float]:
@@ -201,19 +201,15 @@ def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]
     size, weights = 4 if cost.product == "float32" else 2, cost.parameters + cost.head_parameters
     full = break_even_rows(size * weights, 2 * weights, *speeds)
     shrinks = break_even_rows(min(cost.read_bytes, _INT4_BYTES * weights), 2 * weights, *speeds)
-    if full < 1:
-        statement = "Weight-only quantization does not pay here: products take longer than reading the weights."
-    else:
-        statement = (
-            f"Weight-only quantization stops paying at batch {rounded_count(math.ceil(full))}: from there on products "
-            f"take longer than reading {8 * size}-bit weights; with 4 bits the gain shrinks from batch "
-            f"{rounded_count(max(1, math.ceil(shrinks)))} on."
-        )
-    yield Finding(
-        statement=statement,
-        evidence=f"a large {cost.product} product runs at {speeds[1] / 1e9:.0f} GFLOP/s, memory at "
-        f"{speeds[0] / 1e9:.3g} GB/s: {speeds[1] / speeds[0]:.0f} operations per byte, two per weight and row",
-        advice="For larger batches take 8-bit activations, whose products are faster too, or a quantized KV cache.",
+    yield _finding(
+        "weight-only, never" if full < 1 else "weight-only, until",
+        record=record,
+        product=cost.product,
+        bandwidth=speeds[0] / 1e9,
+        intensity=speeds[1] / speeds[0],
+        bits=8 * size,
+        full=math.ceil(full),
+        shrinks=max(1, math.ceil(shrinks)),
     )
 
 
@@ -222,26 +218,22 @@ def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -
     if not cost.kv_token_bytes:
         return
     share = 1 - cost.weight_bytes(record.batch) / record.bytes_moved
-    fitted = fit_itl(result)
-    evidence = f"{decimal_bytes(cost.kv_token_bytes)} per token beside {decimal_bytes(cost.read_bytes)} of weights"
+    fitted, grows = fit_itl(result), ""
     if fitted is not None:
         slope, error = fitted.coefficients[1], fitted.standard_errors[1]
-        grows = f"{duration(1000 * slope)} (+/- {duration(1000 * error)}) per 1,000 tokens of context"
+        by = f"grows by {duration(1000 * slope)} (+/- {duration(1000 * error)}) per 1,000 tokens of context"
         # Two standard errors: about where the 95 % interval of the slope excludes zero.
-        evidence += f"; ITL grows by {grows}" if slope > 2 * error else "; ITL does not measurably grow with context"
-    read = f"{as_percent(share)} of what a step reads at batch {record.batch}"
-    if share < 0.3:
-        tokens = rounded_count(cost.read_bytes / cost.kv_token_bytes)
-        statement = (
-            f"The KV cache is the small part: {read}; it weighs as much as the weights at batch x context = {tokens} "
-            "tokens."
-        )
-        advice = gain = ""
-    else:
-        statement = f"The KV cache is {read}, context {record.context}."
-        advice = "Take --kv-cache int4." if result.kv_cache in _SMALL_CACHES else "Quantize it: --kv-cache int8."
-        gain = f"{times(1 / (1 - 0.48 * share))} at most in that step, and twice the tokens in the same memory"
-    yield Finding(statement=statement, evidence=evidence, advice=advice, expected_gain=gain)
+        grows = f"; ITL {by if slope > 2 * error else 'does not measurably grow with context'}"
+    yield _finding(
+        "cache, small" if share < 0.3 else "cache, large",
+        share=share,
+        record=record,
+        cost=cost,
+        tokens=cost.read_bytes / cost.kv_token_bytes,
+        grows=grows,
+        smaller="Take --kv-cache int4." if result.kv_cache in _SMALL_CACHES else "Quantize it: --kv-cache int8.",
+        most=1 / (1 - 0.48 * share),
+    )
 
 
 def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
@@ -250,28 +242,12 @@ def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[Bench
         return
     ideal, slower = large.batch / small.batch, large.seconds / small.seconds
     gain = ideal / slower
-    evidence = (
-        f"a step takes {duration(small.seconds)} at batch {small.batch} and {duration(large.seconds)} at batch "
-        f"{large.batch}; its floor {duration(small.floor_s)} and {duration(large.floor_s)}"
-    )
     (slowest, fastest), (slow, fast) = _spread(runs, large.batch), _spread(runs, small.batch)
     least, most = gain * slowest / fast, gain * fastest / slow
-    brings = f"{times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
     # No verdict where the spread of the steps includes both answers.
-    if least <= _PAYS * ideal < most:
-        statement = (
-            f"Whether batching pays is not known: {times(least)} to {times(most)} the tokens per second at batch "
-            f"{large.batch}, the machine was too busy to say."
-        )
-        evidence += "; the middle half of the steps gives this range"
-        advice = "Measure again when nothing else runs, or with --rounds 4."
-    elif gain > _PAYS * ideal:
-        statement = f"Batching pays: {brings}"
-        advice = "Raise the batch further while ITL stays within what users accept."
-    else:
-        statement = f"Batching pays little: {brings}"
-        advice = "Work per row binds there: look for slow kernels at more than one row, or a large KV cache."
-    yield Finding(statement=statement, evidence=evidence, advice=advice)
+    unknown = least <= _PAYS * ideal < most
+    name = "batching, unknown" if unknown else "batching, pays" if gain > _PAYS * ideal else "batching, little"
+    yield _finding(name, small=small, large=large, least=least, most=most, gain=gain, slower=slower)
 
 
 def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
@@ -290,14 +266,9 @@ def _busy(run: BenchmarkRun) -> Iterator[Finding]:
     if run.workload.concurrency != 1 or len(gaps) < 20:
         return
     low, middle, high = (percentile(gaps, at) for at in (25, 50, 75))
-    if middle <= 0 or high - low < _BUSY * middle:
-        return
-    yield Finding(
-        statement=f"The machine was busy: the middle half of the gaps of {run.workload.name} differ by "
-        f"{as_percent((high - low) / middle)}, and shares of its limits are as uncertain.",
-        evidence=f"ITL p25 {duration(low)}, p50 {duration(middle)}, p75 {duration(high)}, {len(gaps)} gaps",
-        advice="Measure again when nothing else runs.",
-    )
+    if middle > 0 and high - low >= _BUSY * middle:
+        spread = (high - low) / middle
+        yield _finding("busy", work=run.workload, spread=spread, low=low, middle=middle, high=high, count=len(gaps))
 
 
 def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
@@ -307,16 +278,9 @@ def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
     if len(gaps) < 100:
         return
     middle, tail = percentile(gaps, 50), percentile(gaps, 99)
-    if middle <= 0 or tail < _STALL * middle:
-        return
-    alone = run.workload.concurrency == 1
-    yield Finding(
-        statement=f"Streaming stalls in {run.workload.name}: one gap in a hundred is {times(tail / middle)} the usual.",
-        evidence=f"ITL p50 {duration(middle)}, p99 {duration(tail)}, {len(gaps)} gaps",
-        advice="Nothing else ran in the engine: look for other work on this machine."
-        if alone
-        else "Prompts of newcomers are computed between tokens: a smaller token budget makes the pieces smaller.",
-    )
+    if middle > 0 and tail >= _STALL * middle:
+        name = "stalls, alone" if run.workload.concurrency == 1 else "stalls, together"
+        yield _finding(name, work=run.workload, factor=tail / middle, middle=middle, tail=tail, count=len(gaps))
 
 
 def _queue(run: BenchmarkRun, alone: BenchmarkRun) -> Iterator[Finding]:
@@ -324,15 +288,9 @@ def _queue(run: BenchmarkRun, alone: BenchmarkRun) -> Iterator[Finding]:
     if run.workload.rate_per_s is None or run is alone:
         return
     here, single = statistics.median(run.ttft_s), statistics.median(alone.ttft_s)
-    if here < _QUEUE * single:
-        return
-    done = run.requests_per_s or 0.0
-    yield Finding(
-        statement=f"Requests queue at {run.workload.rate_per_s:g} per second: TTFT is {times(here / single)} that of a "
-        "request alone.",
-        evidence=f"median TTFT {duration(here)} against {duration(single)}; {done:.2g} requests/s answered",
-        advice=f"Offer less than {done:.2g} requests per second, or add a machine.",
-    )
+    if here >= _QUEUE * single:
+        done = run.requests_per_s or 0.0
+        yield _finding("queue", work=run.workload, factor=here / single, here=here, single=single, done=done)
 
 
 def _goodput(run: BenchmarkRun) -> Iterator[Finding]:
@@ -346,8 +304,4 @@ def _goodput(run: BenchmarkRun) -> Iterator[Finding]:
         for name, limit in limits.items()
         if limit is not None and (count := sum(value > limit for value in run.latencies[name]))
     ]
-    yield Finding(
-        statement=f"Only {as_percent(met / answered)} of the requests of {run.workload.name} keep the limits.",
-        evidence="; ".join(missed),
-        advice="Lower the concurrency or rate until goodput stops growing.",
-    )
+    yield _finding("goodput", work=run.workload, share=met / answered, missed="; ".join(missed))
