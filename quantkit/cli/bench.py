@@ -122,7 +122,6 @@ def _measure(
     """Results of our engine; further numbers of each model; further tables of the first."""
     from quantkit.benchmark import run as benchmark
     from quantkit.benchmark.diagnosis import diagnose
-    from quantkit.benchmark.steps import fit_itl, fit_ttft
 
     for model in models:  # all of them before the first is loaded
         benchmark.check_target(model, options, engine)

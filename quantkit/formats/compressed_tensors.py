@@ -29,9 +29,8 @@ from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._compressed_tensors_config import compressed_tensors_section, read_compressed_tensors_section
 from quantkit.formats._compressed_tensors_layout import PACKED, check_compressed_model, find_layout
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
-from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats._unpacked import decode_microscaling, encode_microscaling, encode_unpacked, with_scales
-from quantkit.formats.base import Format, Read, Shapes, matrix_shape
+from quantkit.formats.base import Format, Read, Shapes, matrix_shape, take, take_matrix
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.errors import CheckpointError, ModelError
@@ -31,14 +32,10 @@ def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelS
     """
     embedding = model.vocab_size * model.hidden_size
     return ModelShape(
-        name=name,
-        family=model.family,
-        model_type=_model_type(model),
+        **_facts(model, name),
         counted_from=counted_from,
         dtype=_stored_dtype(model),
-        hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
-        max_length=model.entries.optional_count("max_position_embeddings"),
         layers=tuple(map(model.tensors, range(model.num_layers))),
         prefix=model.family.layers,
         embedding=embedding,
@@ -84,15 +81,11 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
     remarks = [f"{extra} more layers in the shards (MTP) are not counted"] if extra > 0 else []
     remarks += [TOWERS] if wrapped else []
     return ModelShape(
-        name=name,
-        family=model.family,
-        model_type=_model_type(model),
+        **_facts(model, name),
         counted_from="shard headers",
         dtype=_main_dtype(model, tensors),
-        hidden_size=model.hidden_size,
         # From the table, which may be padded to more rows than config.json names.
         vocab_size=embedding // model.hidden_size,
-        max_length=model.entries.optional_count("max_position_embeddings"),
         layers=layers,
         prefix=prefix,
         embedding=embedding,
@@ -101,6 +94,13 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
         stored_bytes=sum(stored.num_bytes for stored in tensors.values()),
         remarks=tuple(remarks),
     )
+
+
+def _facts(model: ModelDescription, name: str) -> dict[str, Any]:
+    """Fields of a `ModelShape` that only config.json tells."""
+    length = model.entries.optional_count("max_position_embeddings")
+    sizes = {"hidden_size": model.hidden_size, "max_length": length}
+    return {"name": name, "family": model.family, "model_type": _model_type(model), **sizes}
 
 
 def _model_type(model: ModelDescription) -> str:

@@ -38,14 +38,14 @@ class ModelShape:
     """
 
     name: str
-    family: Family | None
-    model_type: str
+    family: Family | None = None
+    model_type: str = "unknown"
     counted_from: str
-    dtype: str
-    hidden_size: int
-    vocab_size: int
-    max_length: int | None
-    layers: tuple[LayerTensors, ...]
+    dtype: str = "bfloat16"
+    hidden_size: int = 0
+    vocab_size: int = 0
+    max_length: int | None = None
+    layers: tuple[LayerTensors, ...] = ()
     prefix: str = "model.layers"
     embedding: int = 0
     head: int = 0

@@ -84,14 +84,7 @@ def from_parameters(text: str) -> ModelShape:
     total, active = parse_parameters(text)
     return ModelShape(
         name=f"{scaled_count(total)} parameters",
-        family=None,
-        model_type="unknown",
         counted_from="parameter count",
-        dtype="bfloat16",
-        hidden_size=0,
-        vocab_size=0,
-        max_length=None,
-        layers=(),
         other=round(total),
         active_total=round(active),
         remarks=("only the weights are known: give a config.json or --shape for the cache and for what fits",),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.benchmark import ceilings
+from quantkit.benchmark.ceilings import fit_itl, fit_ttft
 from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import (
@@ -14,7 +15,6 @@ from quantkit.benchmark.run import (
     load_target,
     measure_targets,
 )
-from quantkit.benchmark.steps import fit_itl, fit_ttft
 from quantkit.errors import ModelError, RequestError
 from quantkit.results import BenchmarkResult
 from quantkit.runtime.types import SamplingParams
