@@ -19,7 +19,7 @@ from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES, find_dtype
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.planning.weights import from_linear
+from quantkit.planning.memory import from_linear
 
 FINE = 32  # groups of this many beside those of the base recipe, where its own are larger
 SKIP = "skip"

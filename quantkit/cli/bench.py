@@ -121,6 +121,7 @@ def _measure(
 ) -> tuple[list[BenchmarkResult], list[dict[str, Any]], list[Callable[[], Table | None]]]:
     """Results of our engine; further numbers of each model; further tables of the first."""
     from quantkit.benchmark import run as benchmark
+    from quantkit.benchmark.ceilings import fit_itl, fit_ttft
     from quantkit.benchmark.diagnosis import diagnose
 
     for model in models:  # all of them before the first is loaded

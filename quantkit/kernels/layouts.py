@@ -24,10 +24,11 @@ from torch import Tensor
 from quantkit.errors import SchemeError, suggestion
 from quantkit.models.attention_shape import AttentionShape, StateShape
 from quantkit.models.cache import (
-    KV_FORMS,
+    KV_TYPES,
     KVForm,
     PageArray,
     Side,
+    form_of_schemes,
     padded_bytes,
     page_arrays,
     residual_tokens,
@@ -47,7 +48,7 @@ from quantkit.numerics.scheme import CacheScheme, KVScheme
 
 SCALE_DTYPE = torch.float16
 
-_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SCHEMES = {
     "fp8": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR),
     "int8": KVScheme(key=INT8_TOKEN, value=INT8_TOKEN),
@@ -274,8 +275,7 @@ class EntryLayout:
     @property
     def form(self) -> KVForm:
         """The layout in the form that predictions of bytes read."""
-        number = self.scheme.key.dtype
-        return KV_FORMS["fp32" if self.dtype.itemsize == 4 else "bf16"] if number is None else KV_FORMS[number.name]
+        return form_of_schemes("", [self.scheme], self.dtype.itemsize)
 
     @property
     def page_bytes(self) -> int:
@@ -299,9 +299,10 @@ def kv_scheme(name: str) -> KVScheme:
     Raises:
         SchemeError: no such name.
     """
-    names = (*_DTYPES, *_SCHEMES)
-    if name not in names:
-        raise SchemeError(f"unknown KV cache type {name!r}{suggestion(name, names)}; there are: {', '.join(names)}")
+    if name not in KV_TYPES:
+        raise SchemeError(
+            f"unknown KV cache type {name!r}{suggestion(name, KV_TYPES)}; there are: {', '.join(KV_TYPES)}"
+        )
     return _SCHEMES.get(name, _UNQUANTIZED.scheme)
 
 

@@ -33,6 +33,8 @@ MAX_ROLLBACK = 16
 """Tokens of the last step that a sequence may take back, e.g. rejected drafts."""
 
 SCALE_BYTES = 2
+KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
+"""Names by which users ask for number types of the cache; the runtime keeps the first four as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

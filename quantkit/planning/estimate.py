@@ -12,7 +12,7 @@ from quantkit.engines.devices import Device
 from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.models.kv_budget import KVBudget, fitting_page_size
-from quantkit.planning import memory, weights
+from quantkit.planning import memory
 from quantkit.planning.limits import (
     EVERYTHING,
     STEP_TOKENS,
@@ -31,7 +31,7 @@ from quantkit.results import EngineReading
 from quantkit.runtime.cache import policies
 
 DEFAULT_CONTEXT = 4096
-HEADS = {"int8": weights.INT8_WEIGHTS, "int4": weights.INT4_WEIGHTS}
+HEADS = {"int8": memory.INT8_WEIGHTS, "int4": memory.INT4_WEIGHTS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,7 +280,7 @@ def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) 
             yield f"{device.title} has no {compute} units: products are made in 16 bits"
 
 
-def _head(name: str | None, shape: ModelShape) -> weights.WeightForm | None:
+def _head(name: str | None, shape: ModelShape) -> memory.WeightForm | None:
     if name is None:
         return None
     if name not in HEADS:
@@ -291,7 +291,7 @@ def _head(name: str | None, shape: ModelShape) -> weights.WeightForm | None:
     return form
 
 
-def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: weights.WeightForm | None) -> RecipePlan:
+def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: memory.WeightForm | None) -> RecipePlan:
     if not shape.layers:
         raise InputError("a recipe needs the model's layers; give a config.json or --shape instead of --params")
     from quantkit.compress.recipe import load
@@ -303,24 +303,24 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: weights.W
     return plan
 
 
-def _schemes(shape: ModelShape, plan: RecipePlan | None, head: weights.WeightForm | None) -> list[memory.WeightChoice]:
+def _schemes(shape: ModelShape, plan: RecipePlan | None, head: memory.WeightForm | None) -> list[memory.WeightChoice]:
     stored = memory.everywhere(None, head)
     if plan is not None:
         return [stored, plan.scheme]
     if shape.quantized:
         return [stored]
     if not shape.layers:
-        plain = (weights.FP32_WEIGHTS, weights.BF16_WEIGHTS, *weights.UNSCALED_WEIGHTS)
-        return [memory.everywhere(form) for form in (*plain, *weights.COMPARED_WEIGHTS[2:])]
-    wide = [memory.everywhere(weights.BF16_WEIGHTS, head)] if shape.dtype_bytes > 2 else []
-    return [stored, *wide, *(memory.everywhere(form, head) for form in weights.COMPARED_WEIGHTS)]
+        plain = (memory.FP32_WEIGHTS, memory.BF16_WEIGHTS, *memory.UNSCALED_WEIGHTS)
+        return [memory.everywhere(form) for form in (*plain, *memory.COMPARED_WEIGHTS[2:])]
+    wide = [memory.everywhere(memory.BF16_WEIGHTS, head)] if shape.dtype_bytes > 2 else []
+    return [stored, *wide, *(memory.everywhere(form, head) for form in memory.COMPARED_WEIGHTS)]
 
 
 def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> list[memory.WeightChoice]:
     """Schemes worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
     if plan is not None or len(schemes) < 4:
         return list(schemes)
-    names = ("as stored", weights.INT8_WEIGHTS.name, weights.INT4_WEIGHTS.name)
+    names = ("as stored", memory.INT8_WEIGHTS.name, memory.INT4_WEIGHTS.name)
     return [scheme for scheme in schemes if scheme.name in names]
 
 

@@ -13,9 +13,8 @@ from quantkit.errors import InputError
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.families import UNKNOWN
 from quantkit.planning.counting import TOWERS
-from quantkit.planning.memory import WeightChoice
+from quantkit.planning.memory import WeightChoice, WeightForm, from_linear
 from quantkit.planning.shape import ModelShape
-from quantkit.planning.weights import WeightForm, from_linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

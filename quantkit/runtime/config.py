@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
-from quantkit.models.cache import DEFAULT_PAGE_SIZE
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, KV_TYPES
 from quantkit.models.kv_budget import kept_tokens
 from quantkit.quantities import parse_budget, parse_bytes
 from quantkit.runtime.cache import policies
@@ -19,7 +19,6 @@ from quantkit.settings import setting
 if TYPE_CHECKING:
     import torch
 
-KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
 HEAD_TYPES = ("int8", "int4")
 DTYPES_BY_SHORT_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

@@ -15,6 +15,8 @@ from quantkit.models.cache import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
 from quantkit.planning.limits import RESERVE, decode_floor, device_fit
 from quantkit.planning.memory import (
+    BF16_WEIGHTS,
+    INT4_WEIGHTS,
     everywhere,
     kv_allocated_bytes,
     kv_bytes,
@@ -23,7 +25,6 @@ from quantkit.planning.memory import (
 )
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import KEYS, from_parameters, from_shape_file
-from quantkit.planning.weights import BF16_WEIGHTS, INT4_WEIGHTS
 from quantkit.quantities import (
     parse_bytes,
     parse_flops,

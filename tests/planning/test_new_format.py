@@ -6,7 +6,7 @@ import pytest
 
 import quantkit.formats
 from quantkit.errors import SchemeError
-from quantkit.planning.weights import from_linear
+from quantkit.planning.memory import from_linear
 from quantkit.registry import Registry
 from tests.formats.schemes import SCHEMES
 

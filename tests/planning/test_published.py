@@ -9,6 +9,12 @@ from quantkit.models.cache import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.models.families.deepseek_v4 import published_names
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
 from quantkit.planning.memory import (
+    BF16_WEIGHTS,
+    FP32_WEIGHTS,
+    INT4_WEIGHTS,
+    INT8_WEIGHTS,
+    UNSCALED_WEIGHTS,
+    WeightForm,
     everywhere,
     kv_allocated_bytes,
     kv_bytes,
@@ -17,14 +23,6 @@ from quantkit.planning.memory import (
     planned_weight_bytes,
 )
 from quantkit.planning.source import from_parameters
-from quantkit.planning.weights import (
-    BF16_WEIGHTS,
-    FP32_WEIGHTS,
-    INT4_WEIGHTS,
-    INT8_WEIGHTS,
-    UNSCALED_WEIGHTS,
-    WeightForm,
-)
 from tests.planning.shapes import shape_of
 
 GIB = 2**30
