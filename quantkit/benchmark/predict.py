@@ -1,15 +1,16 @@
 """Bytes of a model before it is loaded: config.json and shard headers say what the weights will be laid out as.
 
 The model is put together as the loader does it, of weights of which only headers are read; what their layouts take is
-arithmetic of its own. That prediction and observation agree, to the byte for weights and cache, is what shows that both
-are understood. Activations are an estimate, and say so.
+asked of the kernels, for a few rows. Prediction and observation agree to the byte for weights and cache. Activations
+are an estimate, and say so.
 N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import page_bytes, residual_bytes
+from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import Linear, LinearFacts
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import manifest_of, stored_scheme
@@ -30,8 +33,7 @@ from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, 
 from quantkit.runtime.model.model import config_layouts
 from quantkit.runtime.model.weights import Weights
 
-_PANEL = 64  # outputs that the native kernels lay out together
-_TORCH_GROUPS = (32, 64, 128, 256)
+_ROWS = 256  # multiples of it are laid out alike, so the bytes of more are those of a few times so many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +105,7 @@ def predict(
     """
     target = torch.device(device)
     on_cpu = target.type == "cpu" and cpu.library() is not None
+    _laid_out_bytes.cache_clear()  # which kernels there are may have changed
     try:
         reader = CheckpointReader(Path(path))
         config, format_, scheme = read_headers(reader)
@@ -115,7 +118,8 @@ def predict(
             scheme=scheme,
             dtype=chosen,
             device=torch.device("cpu"),
-            kernels=LinearKernels(device=target, dtype=chosen, native=on_cpu),
+            target=target,
+            native=on_cpu,
         )
         build_parts(weights)
         weights.head(head_dtype)
@@ -141,30 +145,17 @@ def max_length(model: Path | str | None) -> int | None:
     return None if prediction is None else prediction.config.max_length
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearKernels:
-    """The kernels that run linears.
-
-    Args:
-        device: of the model.
-        dtype: of the computation.
-        native: by the kernels compiled from C.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    native: bool
-
-
 @dataclass(kw_only=True, slots=True)
 class _HeaderWeights(Weights):
     """Weights of which only headers are read: what they would take is counted. *Mutable*.
 
     Args:
-        kernels: that would run the linears.
+        target: where the model would run.
+        native: by the kernels compiled from C.
     """
 
-    kernels: LinearKernels
+    target: torch.device
+    native: bool
     _sizes: dict[str, tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,16 +176,14 @@ class _HeaderWeights(Weights):
         for group in [names] if len(set(kinds)) == 1 else [[name] for name in names]:
             rows, width = sum(self._sizes[name][0] for name in group), self._sizes[group[0]][1]
             scheme, stored = kinds[names.index(group[0])]
-            if scheme is None:
-                self.num_bytes += dense_bytes(rows, width, bias, stored, self.kernels)
-            else:
-                scale = self.stored(f"{group[0]}.weight_scale", torch.float16)
-                self.num_bytes += quantized_bytes(rows, width, scheme, bias, scale, self.kernels)
+            if scheme is not None:
+                stored = self.stored(f"{group[0]}.weight_scale", torch.float16)
+            self._add(rows, width, scheme, bias, stored)
         return _COUNTED
 
     def exact_linear(self, names: Sequence[str]) -> Linear:
         rows, width = self._sizes[names[0]]
-        self.num_bytes += dense_bytes(rows, width, False, torch.float32, replace(self.kernels, dtype=torch.float32))
+        self.num_bytes += _laid_out_bytes(rows, width, None, False, torch.float32, torch.float32, self.target)
         return _COUNTED
 
     def dense(self, name: str) -> Tensor:
@@ -213,11 +202,14 @@ class _HeaderWeights(Weights):
         if head_dtype is not None:
             scheme, bias = LinearScheme(weight=head_scheme(head_dtype, width)), f"{name}.bias" in self.reader
             stored = table if tied else self.stored(f"{name}.weight")
-            self.num_bytes += quantized_bytes(rows, width, scheme, bias, stored, self.kernels)
+            self._add(rows, width, scheme, bias, stored)
         elif not tied:
             self.linear([name])
-        elif self.kernels.native or table != self.dtype:
-            self.num_bytes += dense_bytes(rows, width, False, table, self.kernels)
+        elif self.native or table != self.dtype:
+            self._add(rows, width, None, False, table)
+
+    def _add(self, rows: int, width: int, scheme: LinearScheme | None, bias: bool, stored: torch.dtype) -> None:
+        self.num_bytes += _laid_out_bytes(rows, width, scheme, bias, stored, self.dtype, self.target)
 
     def _scheme(self, name: str) -> LinearScheme | None:
         """Scheme of a linear that is stored as codes; None = it is stored as values."""
@@ -227,62 +219,39 @@ class _HeaderWeights(Weights):
 _COUNTED = cast(Linear, LinearFacts((0, 0), 0, "counted"))
 
 
-def dense_bytes(rows: int, width: int, bias: bool, stored: torch.dtype, kernels: LinearKernels) -> int:
-    """A linear (N, K) whose weight is values, of dtype `stored` in the checkpoint."""
-    if not kernels.native:
-        return rows * (width + bias) * kernels.dtype.itemsize
-    size = 2 if torch.bfloat16 in (kernels.dtype, stored) else 4
-    return padded(rows, _PANEL) * (padded(width, 2) * size + 4 * bias)
-
-
-def quantized_bytes(
-    rows: int, width: int, scheme: LinearScheme, bias: bool, scale_dtype: torch.dtype, kernels: LinearKernels
+@functools.cache
+def _laid_out_bytes(
+    rows: int,
+    width: int,
+    scheme: LinearScheme | None,
+    bias: bool,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
-    """Codes, scales, zero points and bias of a linear (N, K).
+    """Bytes of a linear (N, K), asked of the kernel that a smaller one of zeros is laid out for.
 
     Args:
         rows, width: N and K.
-        scheme: how it is stored.
+        scheme: how it is stored; None = as values.
         bias: whether it has one.
-        scale_dtype: of the scales in the checkpoint.
-        kernels: that run it.
+        stored: dtype in the checkpoint, of the scales where it has codes.
+        dtype, device: of the computation.
     """
-    if scheme.activation is not None and not scheme.activation.is_per_token:
-        scheme = replace(scheme, activation=None)  # rounded before the product, not by its kernel
-    groups = scheme.weight.num_groups(width)
-    group, kind = width // groups, scheme.weight.dtype
-    if not kernels.native:
-        return _torch_bytes(rows, width, scheme, bias, kernels)
-    # Native kernels read inputs in pairs; an odd group splits one between two scales, so they keep values instead.
-    if groups > 1 and group % 2:
-        return dense_bytes(rows, width, bias, kernels.dtype, kernels)
-    integer = kind.name == "int8" and scheme.activation is not None and scheme.activation.dtype.name == "int8"
-    integer = integer and (groups == 1 or group % 4 == 0)
-    codes = padded(width, 4 if integer else 2) * (4 if kind.kind == "int" and kind.bits <= 4 else 8) // 8
-    scales = groups * (2 if scale_dtype == torch.bfloat16 else 4)
-    zeros = 0 if scheme.weight.symmetric else groups
-    return padded(rows, _PANEL) * (codes + scales + zeros + 4 * bias)
-
-
-def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, kernels: LinearKernels) -> int:
-    """Bytes in the layout of torch's own kernels where they take the scheme, else as the values it decodes to."""
-    groups = scheme.weight.num_groups(width)
-    on_cpu, in_bf16 = kernels.device.type == "cpu", kernels.dtype == torch.bfloat16
-    kind = scheme.weight.dtype
-    inputs = None if scheme.activation is None else scheme.activation.dtype.name
-    if kind.kind == "int" and kind.bits <= 4 and inputs is None:
-        divides = rows % 64 == 0 and width % 32 == 0 if on_cpu else rows % 8 == 0 and width % 128 == 0
-        if divides and in_bf16 and width // groups in _TORCH_GROUPS:
-            return rows * (width // 2 + 4 * groups + 2 * bias)
-    eights = on_cpu or (rows % 8 == 0 and width % 8 == 0)
-    if kind.name == inputs == "int8" and groups == 1 and eights:
-        return rows * (width + 4 + 4 * bias)
-    sixteens = rows % 16 == 0 and width % 16 == 0
-    if kind.name == inputs == "fp8" and groups == 1 and not on_cpu and in_bf16 and sixteens:
-        return rows * (width + 4 + 2 * bias)
-    return dense_bytes(rows, width, bias, kernels.dtype, kernels)
-
-
-def padded(count: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-count // multiple) * multiple
+    if rows >= 3 * _ROWS:
+        few, rest = _ROWS + rows % _ROWS, (width, scheme, bias, stored, dtype, device)
+        less, more = _laid_out_bytes(few, *rest), _laid_out_bytes(few + _ROWS, *rest)
+        return less + (rows - few) // _ROWS * (more - less)
+    where: dict[str, Any] = {"bias": torch.zeros(rows, dtype=dtype) if bias else None, "dtype": dtype, "device": device}
+    if scheme is None:
+        return build_linear(torch.zeros(rows, width, dtype=stored), **where).stored_bytes
+    weight, groups = scheme.weight, scheme.weight.num_groups(width)
+    tensor = QuantizedTensor(
+        codes=torch.zeros(rows, width, dtype=weight.dtype.storage),
+        # Microscaling types have bytes, which are numbers once they are decoded.
+        scale=torch.ones(rows, groups, dtype=stored if stored.itemsize > 1 else torch.float32),
+        zero_point=None if weight.symmetric else torch.zeros(rows, groups, dtype=torch.int8),
+        scheme=weight,
+        input_scale=torch.ones(1),
+    )
+    return build_linear(tensor, activation=scheme.activation, **where).stored_bytes
