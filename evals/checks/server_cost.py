@@ -79,7 +79,7 @@ def summarize(run: Any, **seconds: float) -> Figures:
 
 def run_behind_a_step(engine: Any, load: Any) -> Any:
     """`run_load` with clients elsewhere: what they send on the news of a step comes when the next one has begun."""
-    from quantkit.benchmark.latency import Driver
+    from quantkit.benchmark.workload import Driver
     from quantkit.results import BenchmarkRun
 
     driver, requests = Driver(engine), deque(zip(load.prompts, load.new_tokens, strict=True))
@@ -95,8 +95,7 @@ def run_behind_a_step(engine: Any, load: Any) -> Any:
 def measure_model(model: str | None, shown: str, streams: list[int], rounds: int) -> list[dict[str, Any]]:
     """A row for each number of streams."""
     from quantkit.benchmark import http
-    from quantkit.benchmark.latency import run_load
-    from quantkit.benchmark.workload import Load, closed_loop, make_load
+    from quantkit.benchmark.workload import Load, closed_loop, make_load, run_load
     from quantkit.runtime.llm import LLM
     from quantkit.server.client import Remote
 

@@ -57,7 +57,7 @@ def measure_server(
 
 
 async def run_load(remote: Remote, load: Load) -> BenchmarkRun:
-    """Send the requests of a load and time them; see `benchmark.latency.run_load`."""
+    """Send the requests of a load and time them; see `benchmark.workload.run_load`."""
     workload, first = load.workload, load.workload.num_warmup
     requests = list(zip(load.prompts, load.new_tokens, strict=True))
     await asyncio.gather(*(_timed(remote, number, *request) for number, request in enumerate(requests[:first])))

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from quantkit.planning.estimate import CacheRow, DeviceRow, Estimate, WeightRow
+from quantkit.planning.estimate import DeviceRow, Estimate
 from quantkit.planning.limits import RESERVE, STEP_TOKENS, Floor
 from quantkit.planning.recipes import RecipePlan
 from quantkit.planning.shape import ModelShape
@@ -26,8 +26,14 @@ def to_document(plan: Estimate) -> dict[str, Any]:
             "step_tokens": STEP_TOKENS,
             "reserve_share": RESERVE,
         },
-        "weights": [_weights(row) for row in plan.weights],
-        "kv_cache": [_cache(row) for row in plan.caches],
+        "weights": [
+            {"scheme": row.scheme.name, **(asdict(row.size) if row.problem is None else {}), "problem": row.problem}
+            for row in plan.weights
+        ],
+        "kv_cache": [
+            {"type": row.form.name, "bytes_per_token": row.per_token, "bytes_per_sequence": row.per_sequence}
+            for row in plan.caches
+        ],
         "activation_bytes": plan.activations,
         "device": _device(plan),
         "fits": [_fits(row, plan.batch) for row in plan.on_device],
@@ -50,15 +56,6 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "attention": shape.attention_kinds,
         "max_length": shape.max_length,
     }
-
-
-def _weights(row: WeightRow) -> dict[str, Any]:
-    sizes = asdict(row.size) if row.problem is None else {}
-    return {"scheme": row.scheme.name, **sizes, "problem": row.problem}
-
-
-def _cache(row: CacheRow) -> dict[str, Any]:
-    return {"type": row.form.name, "bytes_per_token": row.per_token, "bytes_per_sequence": row.per_sequence}
 
 
 def _device(plan: Estimate) -> dict[str, Any] | None:

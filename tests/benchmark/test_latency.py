@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from quantkit.benchmark.latency import run_load
-from quantkit.benchmark.workload import closed_loop, make_load, poisson
+from quantkit.benchmark.workload import closed_loop, make_load, poisson, run_load
 from quantkit.errors import RequestError
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams

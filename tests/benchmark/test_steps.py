@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.benchmark.ceilings import DecodeStep, decode_steps, fit_itl, fit_ttft, typical_step
-from quantkit.benchmark.latency import run_load
-from quantkit.benchmark.workload import closed_loop, make_load
+from quantkit.benchmark.workload import closed_loop, make_load, run_load
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming, Workload
 from tests.benchmark.fakes import Clock, FakeEngine
 
