@@ -142,15 +142,15 @@ def _prefill_binding(record: RooflineRecord, product: str) -> Finding:
 def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Finding:
     """Name the resource that binds a decode step of the smallest batch."""
     moved, reached = record.bytes_moved, record.floor_s / record.seconds
-    weights, more, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
+    weights, note, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
     if record.in_caches and record.mbu <= 1:
-        more = "; so few bytes may partly come from the processor's caches, which are faster"
+        note = "; so few bytes may partly come from the processor's caches, which are faster"
     # First: where a step takes far longer than its floor, neither ceiling explains it.
     if reached < _BOUND:
         name = "decode, overhead"
     elif record.bound_by == "compute":
         name = "decode, arithmetic"
-        more += f"; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s"
+        note += f"; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s"
     elif record.mbu > 1 and not record.in_caches:
         name = "decode, busy"
     else:
@@ -167,7 +167,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
         bandwidth=record.copy_bytes_per_s / 1e9,
         most=1 / reached,
         by_memory=record.seconds / (moved / record.copy_bytes_per_s),
-        more=more,
+        note=note,
         smaller=smaller,
         gain=gain,
     )

@@ -240,8 +240,8 @@ def _laid_out_bytes(
     """
     if rows >= 3 * _ROWS:
         few, rest = _ROWS + rows % _ROWS, (width, scheme, bias, stored, dtype, device)
-        less, more = _laid_out_bytes(few, *rest), _laid_out_bytes(few + _ROWS, *rest)
-        return less + (rows - few) // _ROWS * (more - less)
+        small, large = _laid_out_bytes(few, *rest), _laid_out_bytes(few + _ROWS, *rest)
+        return small + (rows - few) // _ROWS * (large - small)
     where: dict[str, Any] = {"bias": torch.zeros(rows, dtype=dtype) if bias else None, "dtype": dtype, "device": device}
     if scheme is None:
         return build_linear(torch.zeros(rows, width, dtype=stored), **where).stored_bytes
