@@ -19,7 +19,7 @@ from quantkit.compress.recipe import load, shipped
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.inputs import fake_quantize_inputs
-from tests.helpers import FAMILIES, edit_config, edit_tensors, load_tensors, make_model, transformers_logits
+from tests.helpers import edit_config, edit_tensors, load_tensors, make_model, one_of_each, transformers_logits
 
 IDS = torch.arange(2, 62).view(2, 30)
 
@@ -92,18 +92,10 @@ def test_every_shipped_recipe_loads_in_transformers(tiny_llama, tmp_path, text_f
     assert 0 < (actual - original).norm() / original.norm() < 0.6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", ["awq-int4", "gptq-int4"])
-def test_every_family(tmp_path, text_file, family, recipe):
-    model = make_model(tmp_path / "model", family)
-    run(model, recipe, tmp_path / "out", text_file)
-    torch.testing.assert_close(
-        transformers_logits(tmp_path / "out", IDS), decoded_logits(model, tmp_path / "out"), rtol=0, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("recipe", ["awq-int4", "gptq-int4", "w8a8-int8", "fp8-dynamic"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    one_of_each(["awq-int4", "gptq-int4", "w8a8-int8", "fp8-dynamic"], [torch.bfloat16, torch.float16]),
+)
 def test_sixteen_bit_models_keep_their_dtype(tmp_path, text_file, dtype, recipe):
     model = make_model(tmp_path / "model", dtype=dtype)
     run(model, recipe, tmp_path / "out", text_file)
