@@ -27,9 +27,7 @@ DEFINITIONS = (
     ("Noise", "How far the original strays from itself when it computes in another arithmetic. A difference within it "
      "is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
-    ("TTFT", "Time to first token: from a request's arrival to its first token."),
-    ("ITL", "Inter-token latency: every gap between successive tokens, pooled over requests. Its tail shows stalls."),
-    ("TPOT", "Time per output token: (last - first token) / (tokens - 1), one number per request."),
+    *((name, f"{meaning.capitalize()}: {text}") for name, (meaning, text) in speed_tables.LATENCIES.items()),
     ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
     ("MBU, MFU", "Model bandwidth utilization and model FLOP utilization: the share of the copy bandwidth, and of the "
      "rate of a large matrix product, that a step reached."),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantkit.quantities import byte_size, number, percent
+from quantkit.report.speed_tables import LATENCIES
 from quantkit.report.svg import BAD, HEAT, INK, LINE, MODEL, MUTED, ORIGINAL, new_figure, to_svg
 from quantkit.results import BenchmarkResult, BenchmarkRun, Report, RooflineRecord, SensitivityMap
 from quantkit.results.statistics.comparison import ANSWER_LENGTH
@@ -12,7 +13,6 @@ from quantkit.results.statistics.summary import fit_gaps, percentile
 
 LEGEND: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "handlelength": 1.6, "columnspacing": 1.4}
 CONTEXT_BINS = 12
-LATENCIES = {"TTFT": "time to first token", "ITL": "inter-token latency"}
 
 Style = tuple[str, str, str]  # colour, dash and mark: original and model differ in all three, not in colour alone
 STYLES: tuple[Style, Style] = (ORIGINAL, "--", "s"), (MODEL, "-", "o")
@@ -94,7 +94,7 @@ def latency_plot(report: Report, quantity: str) -> str | None:
         report: what was measured.
         quantity: "TTFT" or "ITL".
     """
-    meaning, runs = LATENCIES[quantity], _first_runs(report)
+    meaning, runs = LATENCIES[quantity][0], _first_runs(report)
     sides = [(label, sorted(times), style) for label, run, style in runs if (times := run.latencies[quantity])]
     if not sides:
         return None

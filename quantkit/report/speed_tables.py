@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from quantkit.benchmark.compare import Ratio
     from quantkit.benchmark.no_cache import CacheComparison
 
-DEFINITIONS = (
-    "TTFT: request arrived to first token.\n"
-    "ITL: every gap between successive tokens, pooled over requests; shows stalls.\n"
-    "TPOT: (last token - first) / (tokens - 1), one per request; averages them out."
-)
+LATENCIES = {
+    "TTFT": ("time to first token", "request arrived to first token."),
+    "ITL": ("inter-token latency", "every gap between successive tokens, pooled over requests; shows stalls."),
+    "TPOT": ("time per output token", "(last token - first) / (tokens - 1), one per request; averages them out."),
+}
+DEFINITIONS = "\n".join(f"{name}: {text}" for name, (_, text) in LATENCIES.items())
 
 Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, of which model
 
