@@ -33,7 +33,7 @@ from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, 
 from quantkit.runtime.model.model import config_layouts
 from quantkit.runtime.model.weights import Weights
 
-_ROWS = 256  # multiples of it are laid out alike, so the bytes of more are those of a few times so many
+_ROWS = 128  # multiples of it are laid out alike, so the bytes of more are those of a few times so many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
