@@ -56,9 +56,10 @@ def test_every_setting_is_described_and_what_a_flag_accepts_is_known():
         assert field.metadata.keys() <= {"text", "flag", "metavar", "choices", "minimum", "shown"}, field.name
 
 
-def test_memory_is_bytes_afterwards_and_what_is_unknown_is_refused():
-    assert EngineConfig(memory="2KiB").memory_bytes == EngineConfig(memory=2048).memory_bytes == 2048
-    assert EngineConfig().memory_bytes is None
+def test_what_is_no_memory_and_what_is_unknown_is_refused():
+    assert EngineConfig(memory="2KiB").memory == "2KiB"
+    with pytest.raises(InputError, match="memory 'much' is not an amount"):
+        EngineConfig(memory="much")
     with pytest.raises(TypeError, match="max_lenght"):
         EngineConfig(max_lenght=3)
 
