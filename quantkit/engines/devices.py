@@ -6,9 +6,12 @@ the peak. Give measured ones with --bandwidth and --peak. A test checks that eve
 
 from dataclasses import dataclass, replace
 
-from quantkit.engines.rules import AMX, CPU, OTHER
 from quantkit.errors import InputError, suggestion
 
+CPU, AMX, OTHER = 0, 1, -1
+"""Stand in place of a compute capability: any CPU, a CPU with AMX tiles, and a device that no rule is about."""
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+"""Compute capabilities of NVIDIA GPUs times ten that rules tell apart."""
 MIB, GB, TFLOP = 2**20, 10**9, 10**12
 
 
