@@ -66,54 +66,42 @@ Value = Callable[[torch.device], Any]
 
 
 class _Kept:
-    """Kept tensors of one batch: outputs of modules, and inputs of the linears that modules end in. *Mutable*.
+    """Kept tensors of one batch by module: its output, or the input of the linear that it ends in. *Mutable*.
 
     They are kept on disk where there is a folder for it: those of all batches take much more than the layer does.
 
     Args:
         store: of the hidden states.
         number: of the batch.
+    Attributes:
+        values: of each module, and the linear whose input is kept; None = the output is.
     """
 
     def __init__(self, store: ActivationStore | None, number: int) -> None:
         self._store, self._number = store, number
-        self.outputs: dict[str, Value] = {}
-        self.inputs: dict[str, Value] = {}
+        self.values: dict[str, tuple[Value, str | None]] = {}
 
-    @property
-    def _folder(self) -> Path | None:
-        beside = None if self._store is None else self._store.beside
-        return None if beside is None else beside / str(self._number)
-
-    def keep_output(self, module: str, output: Any) -> None:
-        """Keep the output of a module."""
-        self.outputs[module] = self._saved(f"output-{module}", output)
-
-    def keep_input(self, module: str, value: Tensor) -> None:
-        """Keep the input of the linear that a module ends in."""
-        self.inputs[module] = self._saved(f"input-{module}", value)
-
-    def _saved(self, name: str, value: Any) -> Value:
-        folder = self._folder
-        if folder is None:
-            return partial(_copied, _copied(value, "cpu"))
-        folder.mkdir(parents=True, exist_ok=True)
+    def keep(self, module: str, value: Any, linear: str | None = None) -> None:
+        """Keep the output of a module, or the input of the linear that it ends in."""
+        if self._store is None or self._store.beside is None:
+            self.values[module] = partial(_copied, _copied(value, "cpu")), linear
+            return
+        path = self._path(self._store.beside, module)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Of a view, the whole of what it is a view of would be written.
         own = tree_map_only(Tensor, lambda x: x.to("cpu", copy=x.untyped_storage().nbytes() > x.nbytes), value)
-        torch.save(own, folder / name)
-        return partial(_loaded, folder / name)
+        torch.save(own, path)
+        self.values[module] = partial(_loaded, path), linear
 
     def prune(self) -> None:
         """Drop what is inside of what is kept."""
-        self._drop("input", self.inputs, [n for n in self.inputs if _is_in_any(n, self.outputs, itself=True)])
-        around = (*self.outputs, *self.inputs)
-        self._drop("output", self.outputs, [name for name in self.outputs if _is_in_any(name, around)])
+        for module in [name for name in self.values if _is_in_any(name, self.values)]:
+            del self.values[module]
+            if self._store is not None and self._store.beside is not None:
+                self._path(self._store.beside, module).unlink()
 
-    def _drop(self, kind: str, kept: dict[str, Value], modules: Collection[str]) -> None:
-        for module in modules:
-            del kept[module]
-            if self._folder is not None:
-                (self._folder / f"{kind}-{module}").unlink()
+    def _path(self, folder: Path, module: str) -> Path:
+        return folder / str(self._number) / f"kept-{module}"
 
 
 class Stream:
@@ -185,7 +173,7 @@ class Stream:
         kept, structure = self._kept.setdefault(number, _Kept(self.store, number)), self.structure or NOTHING
         ends = _next_ends(structure, linears, changing)
         # What is in a module of which the end's input will be kept is not needed after this run.
-        known = {*kept.outputs, *linears}
+        known = {*(name for name, (_, linear) in kept.values.items() if linear is None), *linears}
         to_keep = [
             name
             for name in structure.without({*changing, *needed})
@@ -195,11 +183,11 @@ class Stream:
 
         def keep_output(name: str, output: Any) -> None:
             if final:
-                kept.keep_output(name, output)
+                kept.keep(name, output)
 
         def keep_input(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             if final:
-                kept.keep_input(ends[name], args[0])
+                kept.keep(ends[name], args[0], name)
 
         def change(*_: object) -> None:
             nonlocal final
@@ -218,13 +206,10 @@ class Stream:
         """While open, the layer gives back what is kept of a batch, but where that would hide one of these linears."""
         kept, ends = self._kept.get(number), (self.structure or NOTHING).ends
         with ExitStack() as stack:
-            for name, output in kept.outputs.items() if kept else ():
-                if not any(_is_inside(linear, name) or linear == name for linear in linears):
-                    stack.enter_context(self._replaced(name, output))
-            for name, value in kept.inputs.items() if kept else ():
-                end = ends[name]
-                if not any(_is_inside(linear, name) and linear != end.linear for linear in linears):
-                    stack.enter_context(self._replaced(name, partial(self._end, end, value)))
+            for name, (value, end) in kept.values.items() if kept else ():
+                if not any((_is_inside(linear, name) or linear == name) and linear != end for linear in linears):
+                    given = value if end is None else partial(self._end, ends[name], value)
+                    stack.enter_context(self._replaced(name, given))
             yield
 
     def forget(self) -> None:
@@ -238,7 +223,8 @@ class Stream:
 
     def drop_complete(self) -> None:
         """Drop the weights of modules whose outputs for all of this process's batches are kept: nothing needs them."""
-        counts = Counter(name for kept in self._kept.values() for name in kept.outputs)
+        whole = (name for kept in self._kept.values() for name, (_, linear) in kept.values.items() if linear is None)
+        counts = Counter(whole)
         for name, count in counts.items():
             if self.store is not None and count == len(self.store.own):
                 self.block.get_submodule(name).to("meta")
@@ -343,5 +329,5 @@ def _is_inside(name: str, module: str) -> bool:
     return name != module and (not module or name.startswith(f"{module}."))
 
 
-def _is_in_any(name: str, modules: Collection[str], *, itself: bool = False) -> bool:
-    return any(_is_inside(name, module) or (itself and name == module) for module in modules)
+def _is_in_any(name: str, modules: Collection[str]) -> bool:
+    return any(_is_inside(name, module) for module in modules)

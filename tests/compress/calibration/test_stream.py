@@ -53,7 +53,7 @@ def test_with_a_folder_nothing_is_kept_in_memory(make_layer, tmp_path):
     on_disk = calibrated(make_layer(), make_layer(), tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(in_memory, on_disk, strict=True))
     # What is no longer needed is gone from there.
-    kept = {"own": {"output-self_attn", "input-mlp"}, "original": {"output-"}}
+    kept = {"own": {"kept-self_attn", "kept-mlp"}, "original": {"kept-"}}
     for store, files in kept.items():
         for number in range(4):
             assert {path.name for path in (tmp_path / store / "beside" / str(number)).iterdir()} == files
