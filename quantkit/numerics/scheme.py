@@ -1,6 +1,6 @@
 """Number types of a stored model: per weight, activation and module. Other modules choose the numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -230,7 +230,7 @@ class Scheme:
             self._answers[name] = self._search(name)
         return self._answers[name]
 
-    def unmatched(self, names: Sequence[str]) -> Iterator[Rule]:
+    def unmatched(self, names: Collection[str]) -> Iterator[Rule]:
         """The rules that match none of these names.
 
         Raises:

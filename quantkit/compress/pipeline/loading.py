@@ -5,17 +5,17 @@ audit, which compares a checkpoint with the plan.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress.recipe.assignment import Assigned, LayerLinears, Schemes
 from quantkit.errors import GateFailure, ModelError
 from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import Format
@@ -28,74 +28,95 @@ _NOT_CHECKED = "not checked whether transformers loads the result"
 _SAMPLE = 128  # rows and columns of a sample at least
 
 
-class Unloadable:
-    """Problems that transformers would have with a model's planned checkpoint.
+def keep_loadable(
+    reader: ModelReader,
+    format_: Format,
+    layers: Sequence[LayerLinears],
+    ignored: Callable[[Sequence[Schemes]], Sequence[str]],
+    assigned: Sequence[Schemes],
+) -> Assigned:
+    """Take out of a model's schemes what transformers could not load.
 
     Args:
         reader: of the source; told which tensors have to be written in the form that the model has.
         format_: of the checkpoint.
-        linears: scheme of each quantized linear by full name.
-        ignored: the other linears.
-    Attributes:
-        modules: full names of linears that are to be left as they are, and why.
-        dequantize: whether the loader has to decode the weights; see `Family.decode_at_load`.
-        note: why nothing is known, if so.
-        obstacle: what would not load though nothing of it is quantized, and why; empty if all would.
+        layers: of the model.
+        ignored: gives the full names of the linears that some schemes ignore.
+        assigned: the schemes.
+    Raises:
+        ModelError: nothing is left, or what is not quantized would not load beside the codes.
     """
+    parts = list(zip(layers, assigned, strict=True))
+    linears = {f"{part.name}.{name}": scheme for part, of in parts for name, scheme in of.items() if scheme}
+    left, others = dict(linears), ignored(assigned)
+    refused: dict[str, str] = {}  # with the reason
+    notes, dequantize = [], False
+    # What is left out changes what the others are loaded with, so it is asked again until nothing is left out.
+    while left:
+        try:
+            problems, dequantize = _ask(reader, format_, left, [*others, *refused], dequantize)
+        except CannotLoad as error:
+            refused |= dict.fromkeys(left, str(error))
+            break
+        except ModelError as error:
+            notes.append(f"{_NOT_CHECKED}: {error}")
+            break
+        written, bad = reader.write_converted(problems.sources), _with_siblings(problems.modules, left)
+        refused |= bad
+        left = {name: scheme for name, scheme in left.items() if name not in bad}
+        if not bad and not written:
+            for name, why in problems.unconverted.items():
+                raise ModelError(
+                    f"{reader.path}: beside these codes transformers would not load {name} ({why}); take fp8-dynamic, "
+                    "or set format=dense"
+                )
+            break
+    if refused:
+        name, why = next(iter(refused.items()))
+        if len(refused) == len(linears):
+            raise ModelError(
+                f"{reader.path}: transformers would load none of its linears as {format_.name}, e.g. {name} ({why}); "
+                "set format=dense"
+            )
+        notes.append(
+            f"left as they are, because transformers would not load them as {format_.name}: {len(refused)} linears "
+            f"like {name} ({why})"
+        )
+    kept = [{name: s if f"{part.name}.{name}" not in refused else None for name, s in of.items()} for part, of in parts]
+    return Assigned(kept, tuple(notes), dequantize)
 
-    def __init__(
-        self, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str]
-    ) -> None:
-        self.modules: dict[str, str] = {}
-        self.dequantize, self.note, self.obstacle = False, "", ""
-        left = dict(linears)
-        # What is left out changes what the others are loaded with, so it is asked again until nothing is left out.
-        while left:
-            try:
-                problems = self._ask(reader, format_, left, [*ignored, *self.modules])
-            except CannotLoad as error:
-                self.modules |= dict.fromkeys(left, str(error))
-                return
-            except ModelError as error:
-                self.note = f"{_NOT_CHECKED}: {error}"
-                return
-            written = reader.write_converted(problems.sources)
-            bad = _with_siblings(problems.modules, left)
-            self.modules |= bad
-            left = {name: scheme for name, scheme in left.items() if name not in bad}
-            if not bad and not written:
-                self.obstacle = "".join(f"{name} ({why})" for name, why in list(problems.unconverted.items())[:1])
-                return
 
-    def _ask(
-        self, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str]
-    ) -> Problems:
-        def section() -> dict[str, Any]:
-            config = format_.config(linears, ignored, decode_at_load=self.dequantize)
-            return config.get("quantization_config") or {}
+def _ask(
+    reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str], dequantize: bool
+) -> tuple[Problems, bool]:
+    """Problems of transformers' loader with a planned checkpoint, and whether it has to decode the weights."""
 
-        loader = HfLoader(reader, section())
-        if loader.touches_weights and format_.decode_key and not self.dequantize:
-            self.dequantize = True
-            loader = HfLoader(reader, section())
-        codes = {name: _encoded(format_, scheme)[0] for name, scheme in linears.items()}
-        if apart := [name for name, leaves in codes.items() if not _together(reader, name, leaves)]:
-            return Problems(modules=dict.fromkeys(apart, "its files call the weight by another name than a linear's"))
-        quantized = {f"{name}.weight" for name in linears}
-        owners = {reader.stored_name(f"{name}.{leaf}"): name for name, leaves in codes.items() for leaf in leaves}
-        tensors = {stored: Stored(module=name, kind=str(linears[name])) for stored, name in owners.items()}
-        others = reader.written_shapes(quantized)
-        tensors |= {name: Stored(shape=shape) for name, shape in others.items()}
+    def open_loader() -> HfLoader:
+        config = format_.config(linears, ignored, decode_at_load=dequantize)
+        return HfLoader(reader, config.get("quantization_config") or {})
 
-        def sample(name: str) -> Tensor:
-            if name in owners:
-                return codes[owners[name]][name.rpartition(".")[2]]
-            return torch.ones(others[name])
+    loader = open_loader()
+    if loader.touches_weights and format_.decode_key and not dequantize:
+        dequantize = True
+        loader = open_loader()
+    codes = {name: _encoded(format_, scheme)[0] for name, scheme in linears.items()}
+    if apart := [name for name, leaves in codes.items() if not _together(reader, name, leaves)]:
+        why = "its files call the weight by another name than a linear's"
+        return Problems(modules=dict.fromkeys(apart, why)), dequantize
+    owners = {reader.stored_name(f"{name}.{leaf}"): name for name, leaves in codes.items() for leaf in leaves}
+    tensors = {stored: Stored(module=name, kind=str(linears[name])) for stored, name in owners.items()}
+    others = reader.written_shapes({f"{name}.weight" for name in linears})
+    tensors |= {name: Stored(shape=shape) for name, shape in others.items()}
 
-        def decoded(module: str) -> tuple[str, Tensor]:
-            return reader.stored_name(f"{module}.weight"), _encoded(format_, linears[module])[1]
+    def sample(name: str) -> Tensor:
+        if name in owners:
+            return codes[owners[name]][name.rpartition(".")[2]]
+        return torch.ones(others[name])
 
-        return loader.check(tensors, sample, decoded)
+    def decoded(module: str) -> tuple[str, Tensor]:
+        return reader.stored_name(f"{module}.weight"), _encoded(format_, linears[module])[1]
+
+    return loader.check(tensors, sample, decoded), dequantize
 
 
 def _together(reader: ModelReader, module: str, leaves: Iterable[str]) -> bool:

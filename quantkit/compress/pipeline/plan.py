@@ -1,8 +1,8 @@
 """Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -15,9 +15,9 @@ from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kept import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
-from quantkit.compress.pipeline.loading import Unloadable
+from quantkit.compress.pipeline.loading import keep_loadable
 from quantkit.compress.recipe import Recipe
-from quantkit.compress.recipe.assignment import LayerLinears, Reader, Schemes, fit
+from quantkit.compress.recipe.assignment import Assigned, LayerLinears, Schemes, fit
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
@@ -28,7 +28,7 @@ from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
-from quantkit.numerics.scheme import LinearScheme, Rule
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import check_apart
 
 
@@ -111,22 +111,26 @@ def build_plan(
     dtype = _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
     skeleton.check_tensors()
-    parts = _decoder_linears(skeleton)
-    if discovery is not None and skeleton.tower_linears() and any(_elsewhere(recipe, parts)):
+    parts = [
+        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
+        for i in range(skeleton.num_layers)
+    ]
+    inside = {f"{part.name}.{name}" for part in parts for name in part.shapes}
+    if discovery is not None and skeleton.tower_linears() and any(recipe.scheme.unmatched(inside)):
         reader, skeleton = _open_towers(source, skeleton)
         family, parts = skeleton.family, [*parts, *_tower_linears(skeleton, reader)]
     format_ = FORMATS.load(recipe.format)
-    leave = None if discovery is None else _Unloadable(reader, skeleton, family, format_, parts)
-    served_by = Reader(engine=engine, hidden_size=skeleton.hidden_size)
-    recipe, assigned, warnings = fit(recipe, family, parts, _stored_in(reader), leave, reader=served_by)
-    if leave is not None:
-        family = replace(family, decode_at_load=family.decode_at_load or leave.dequantize)
-    layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
+    ignored = partial(_all_ignored, skeleton, parts)
+    leave = Assigned if discovery is None else partial(keep_loadable, reader, format_, parts, ignored)
+    stored = partial(_stored_in, reader)
+    recipe, made = fit(recipe, family, parts, stored, leave, engine=engine, hidden_size=skeleton.hidden_size)
+    if made.dequantize:
+        family = replace(family, decode_at_load=True)
+    layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in made.schemes]
     by_part = list(zip(parts, layers, strict=True))
     linears = {f"{part.name}.{n}": scheme for part, layer in by_part for n, scheme in layer.items()}
-    inside = [f"{part.name}." for part in parts if not part.beside]
-    kept = check_kept(recipe, reader, format_, {n: s for n, s in linears.items() if n.startswith(tuple(inside))})
-    warnings = (*warnings, *reader.notes, *kept)
+    kept = check_kept(recipe, reader, format_, {n: scheme for n, scheme in linears.items() if n in inside})
+    warnings = (*made.warnings, *reader.notes, *kept)
     return Plan(
         model=name,
         reader=reader,
@@ -138,62 +142,11 @@ def build_plan(
         layers=tuple(layer for part, layer in by_part if not part.beside),
         linears=linears,
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
-        ignored=_all_ignored(skeleton, parts, assigned),
+        ignored=ignored(made.schemes),
         source_dtype=dtype,
         output=_target(model, source, recipe, output),
         discovery=discovery,
     )
-
-
-@dataclass(slots=True)
-class _Unloadable:
-    """Takes out of a recipe's schemes what transformers could not load. *Mutable*.
-
-    Args:
-        reader, skeleton, family, format_, parts: of the plan.
-        dequantize: of the last schemes, whether the loader must dequantize all of it.
-    """
-
-    reader: ModelReader
-    skeleton: Skeleton
-    family: Family
-    format_: Format
-    parts: Sequence[LayerLinears]
-    dequantize: bool = False
-
-    def __call__(self, assigned: Sequence[Schemes]) -> tuple[list[Schemes], tuple[str, ...]]:
-        """The schemes of what can be loaded, and notes on the rest.
-
-        Raises:
-            ModelError: that is nothing, or what is not quantized would not load beside the codes.
-        """
-        layers = list(zip(self.parts, assigned, strict=True))
-        linears = {f"{part.name}.{name}": scheme for part, layer in layers for name, scheme in layer.items() if scheme}
-        ignored = _all_ignored(self.skeleton, self.parts, assigned)
-        unloadable = Unloadable(self.reader, self.format_, linears, ignored)
-        self.dequantize = unloadable.dequantize
-        notes = [unloadable.note] if unloadable.note else []
-        if unloadable.modules:
-            name, why = next(iter(unloadable.modules.items()))
-            if len(unloadable.modules) == len(linears):
-                raise ModelError(
-                    f"{self.reader.path}: transformers would load none of its linears as {self.format_.name}, e.g. "
-                    f"{name} ({why}); set format=dense"
-                )
-            notes.append(
-                f"left as they are, because transformers would not load them as {self.format_.name}: "
-                f"{len(unloadable.modules)} linears like {name} ({why})"
-            )
-        if unloadable.obstacle:
-            raise ModelError(
-                f"{self.reader.path}: beside these codes transformers would not load {unloadable.obstacle}; take "
-                "fp8-dynamic, or set format=dense"
-            )
-        kept = [
-            {name: None if f"{part.name}.{name}" in unloadable.modules else scheme for name, scheme in schemes.items()}
-            for part, schemes in layers
-        ]
-        return kept, tuple(notes)
 
 
 def _check_calibration(source: CheckpointReader, discovery: Discovery | None, recipe: Recipe) -> None:
@@ -214,9 +167,9 @@ def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output:
     return target
 
 
-def _stored_in(reader: ModelReader) -> Callable[[str], LinearScheme | None]:
-    """The scheme of the codes that the source has of a linear, by full name."""
-    return lambda name: reader.stored_scheme(f"{name}.weight")
+def _stored_in(reader: ModelReader, name: str) -> LinearScheme | None:
+    """The scheme of the codes that the source has of a linear."""
+    return reader.stored_scheme(f"{name}.weight")
 
 
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
@@ -246,18 +199,6 @@ def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described
                 )
             return step.open(source, family)
     return ModelReader.of(source, family)
-
-
-def _decoder_linears(skeleton: Skeleton) -> list[LayerLinears]:
-    return [
-        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
-        for i in range(skeleton.num_layers)
-    ]
-
-
-def _elsewhere(recipe: Recipe, layers: Sequence[LayerLinears]) -> Iterator[Rule]:
-    """Rules that name nothing in the decoder layers."""
-    return recipe.scheme.unmatched([f"{layer.name}.{name}" for layer in layers for name in layer.shapes])
 
 
 def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelReader, Skeleton]:

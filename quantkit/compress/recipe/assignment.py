@@ -22,7 +22,23 @@ Schemes = dict[str, LinearScheme | None]
 """Of the linears of a layer by relative name; None = ignored."""
 
 Stored = Callable[[str], LinearScheme | None]  # by full name
-Leave = Callable[[Sequence[Schemes]], tuple[list[Schemes], tuple[str, ...]]]
+
+
+class Assigned(NamedTuple):
+    """Schemes of a model's linears.
+
+    Args:
+        schemes: of each layer.
+        warnings: one sentence each.
+        dequantize: whether loaders must dequantize the weights, see `Family.decode_at_load`.
+    """
+
+    schemes: Sequence[Schemes]
+    warnings: tuple[str, ...] = ()
+    dequantize: bool = False
+
+
+Leave = Callable[[Sequence[Schemes]], Assigned]
 
 
 class LayerLinears(NamedTuple):
@@ -158,23 +174,10 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
     return asked
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reader:
-    """Engine that is to read the result.
-
-    Args:
-        engine: its name, or `vllm:h100`; None = transformers where a recipe leaves something open, and nobody else.
-        hidden_size: of the model, which kernels of experts mind; None = not known.
-    """
-
-    engine: str | None = None
-    hidden_size: int | None = None
-
-
 def fit(
-    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave | None = None,
-    *, unlisted: bool = False, reader: Reader = Reader(),
-) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:  # fmt: skip
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave = Assigned,
+    *, unlisted: bool = False, engine: str | None = None, hidden_size: int | None = None,
+) -> tuple[Recipe, Assigned]:  # fmt: skip
     """A recipe on a model, checked.
 
     Args:
@@ -182,28 +185,28 @@ def fit(
         family: of the model.
         layers: of it.
         stored: see `assign`.
-        leave: takes schemes away from linears that loaders could not read, and says so; None = there are none.
+        leave: takes schemes away from linears that loaders could not read, and says so.
         unlisted: see `conflicts`.
-        reader: who is to read the result.
+        engine: that is to read the result, such as `vllm:h100`; None = transformers where a recipe leaves something
+            open, and nobody else.
+        hidden_size: of the model, which kernels of experts mind; None = not known.
     Returns:
-        the recipe with nothing left open, the schemes of each layer, and warnings, one sentence each.
+        the recipe with nothing left open, and what it gives the model.
     Raises:
         InputError: the first reason why it cannot be used.
     """
-    model = _Model(family, layers, stored, leave, unlisted, reader)
-    asked = recipe
-    recipe, assigned, warnings = model.settle_groups(recipe)
-    warnings = (*group_notes(asked, layers, assigned), *warnings)
-    if reader.engine is None:
-        return recipe, assigned, warnings
-    reading = model.reading(recipe, assigned)
-    text = (
-        f"{reading.engine} {reading.release}: {', '.join(filter(None, (reading.reads, reading.reason, reading.cache)))}"
-    )
-    if not reading.is_right:
-        is_for = "is not known to work in" if reading.reads == UNKNOWN else "does not work in"
-        raise SchemeError(f"the result of recipe {recipe.name!r} {is_for} {text}")
-    return recipe, assigned, (text, *warnings)
+    model = _Model(family, layers, stored, leave, unlisted, engine, hidden_size)
+    chosen, made = model.settle_groups(recipe)
+    warnings = (*group_notes(recipe, layers, made.schemes), *made.warnings)
+    if engine is not None:
+        reading = model.reading(chosen, made)
+        said = ", ".join(filter(None, (reading.reads, reading.reason, reading.cache)))
+        text = f"{reading.engine} {reading.release}: {said}"
+        if not reading.is_right:
+            is_for = "is not known to work in" if reading.reads == UNKNOWN else "does not work in"
+            raise SchemeError(f"the result of recipe {recipe.name!r} {is_for} {text}")
+        warnings = (text, *warnings)
+    return chosen, made._replace(warnings=warnings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +216,12 @@ class _Model:
     family: Family
     layers: Sequence[LayerLinears]
     stored: Stored
-    leave: Leave | None
+    leave: Leave
     unlisted: bool
-    reader: Reader
+    engine: str | None
+    hidden_size: int | None
 
-    def settle_groups(self, recipe: Recipe) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+    def settle_groups(self, recipe: Recipe) -> tuple[Recipe, Assigned]:
         """`settle`, with groups of one size in the whole model where format or reader do not take several.
 
         Loaders of compressed-tensors take zero points with one size only, which are worth more than larger groups.
@@ -232,58 +236,58 @@ class _Model:
                 return self.settle(alike)
             raise
         with suppress(InputError):
-            other = self.settle(alike)
-            return max(made, other, key=self._merit)  # the first of equals
+            return max(made, self.settle(alike), key=lambda one: self._merit(*one))  # the first of equals
         return made
 
-    def _merit(self, made: tuple[Recipe, list[Schemes], tuple[str, ...]]) -> tuple[bool, int]:
+    def _merit(self, recipe: Recipe, made: Assigned) -> tuple[bool, int]:
         """Whether who is named reads it, and how many linears have zero points."""
-        reads = self.reader.engine is None or self.reading(*made[:2]).is_right
-        return reads, sum(not scheme.weight.symmetric for of in made[1] for scheme in of.values() if scheme)
+        reads = self.engine is None or self.reading(recipe, made).is_right
+        return reads, sum(not scheme.weight.symmetric for of in made.schemes for scheme in of.values() if scheme)
 
-    def settle(self, recipe: Recipe) -> tuple[Recipe, list[Schemes], tuple[str, ...]]:
+    def settle(self, recipe: Recipe) -> tuple[Recipe, Assigned]:
         """`fit`, whoever reads it: with zero points where they are left open and nothing speaks against them."""
         first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
         if first is recipe:
-            return recipe, *self.checked(recipe)
+            return recipe, self.checked(recipe)
+        made, is_right = Assigned(()), None
+        failure = InputError()
         try:
-            assigned, warnings = self.checked(first)
-            reading = self.reading(first, assigned)
-            reason = "fewer of them would be loaded with zero points"
+            made = self.checked(first)
+            reading = self.reading(first, made)
+            is_right, reason = reading.is_right, "fewer of them would be loaded with zero points"
         except InputError as error:
-            assigned, warnings, reason, reading = [], (), str(error).partition(": set ")[0], None
-            failure = error
-        if reading is not None and not reading.is_right:
-            reason = f"{reading.engine} {reading.release}: {reading.reason.partition('; ')[0]}"
-        elif assigned and _count(assigned) == _count(assign(first, self.layers, self.stored)):
-            return first, assigned, warnings
+            failure, reason = error, str(error).partition(": set ")[0]
+        else:
+            if not is_right:
+                reason = f"{reading.engine} {reading.release}: {reading.reason.partition('; ')[0]}"
+            elif _count(made.schemes) == _count(assign(first, self.layers, self.stored)):
+                return first, made
         with suppress(InputError):
-            again, others = self.checked(other)
-            read = reading is not None and self.reading(other, again).is_right > reading.is_right
-            if _count(again) > _count(assigned) or read:
-                return other, again, (f"symmetric: auto gives these weights no zero points: {reason}", *others)
-        if not assigned:
+            again = self.checked(other)
+            read = is_right is False and self.reading(other, again).is_right
+            if read or _count(again.schemes) > _count(made.schemes):
+                text = f"symmetric: auto gives these weights no zero points: {reason}"
+                return other, again._replace(warnings=(text, *again.warnings))
+        if not made.schemes:
             raise failure
-        return first, *self.checked(first)  # `leave` goes by what it saw last
+        return first, made
 
-    def reading(self, recipe: Recipe, assigned: Sequence[Schemes]) -> EngineReading:
+    def reading(self, recipe: Recipe, made: Assigned) -> EngineReading:
         """Answer of the engine that will read it, transformers where none is named."""
-        model = stored_model(recipe, self.family, self.layers, assigned, self.reader.hidden_size)
-        return judge(self.reader.engine or "transformers", model)
+        model = stored_model(recipe, self.family, self.layers, made.schemes, self.hidden_size)
+        return judge(self.engine or "transformers", model)
 
-    def checked(self, recipe: Recipe) -> tuple[list[Schemes], tuple[str, ...]]:
-        """Schemes of each layer, and warnings."""
-        assigned, format_ = assign(recipe, self.layers, self.stored), FORMATS.load(recipe.format)
-        notes: tuple[str, ...] = ()
-        if self.leave is not None:
-            assigned, notes = self.leave(assigned)
-        for problem in conflicts(recipe, self.layers, assigned, self.unlisted):
+    def checked(self, recipe: Recipe) -> Assigned:
+        """What a recipe gives the model."""
+        made, format_ = self.leave(assign(recipe, self.layers, self.stored)), FORMATS.load(recipe.format)
+        for problem in conflicts(recipe, self.layers, made.schemes, self.unlisted):
             raise problem
-        quantized = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned]
+        quantized = [{name: scheme for name, scheme in of.items() if scheme is not None} for of in made.schemes]
         parts = list(zip(self.layers, quantized, strict=True))
         # For its refusals: schemes that fit alone may not go together.
         format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
-        return assigned, (*format_.check_model(self.family, [of for layer, of in parts if not layer.beside]), *notes)
+        remarks = format_.check_model(self.family, [of for layer, of in parts if not layer.beside])
+        return made._replace(warnings=(*remarks, *made.warnings))
 
 
 def _count(assigned: Sequence[Schemes]) -> int:
