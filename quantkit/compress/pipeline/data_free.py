@@ -96,7 +96,10 @@ def _num_workers(plan: Plan, threads: int) -> int:
 
 def _start(run: CompressionRun, index: int, workers: ThreadPoolExecutor, writer: ThreadPoolExecutor) -> _Rounding:
     plan, shard = run.plan, Shard(run.plan.format)
-    linears = [workers.submit(_round, plan, index, group, shard) for group in _parts(plan, index)]
+    name, schemes = plan.skeleton.layer_name(index), plan.layers[index]
+    linears = [
+        workers.submit(round_linears, plan, name, group, schemes, shard, keep=True) for group in _parts(plan, index)
+    ]
 
     @torch.inference_mode()
     def write() -> tuple[str, str, list[str]]:
@@ -121,12 +124,6 @@ def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
             yield replace(group, linears=tuple(names))
 
 
-def _round(plan: Plan, index: int, group: LinearSet, shard: Shard) -> LayerChoices:
-    """Put the codes of some linears of a layer into its shard; what they cost."""
-    schemes = {linear: plan.layers[index][linear] for linear in group.linears}
-    return round_linears(plan, plan.skeleton.layer_name(index), group, schemes, shard, keep=True)
-
-
 @torch.inference_mode()
 def round_linears(
     plan: Plan, owner: str, group: LinearSet, schemes: Mapping[str, LinearScheme], shard: Shard, *, keep: bool = False
@@ -137,7 +134,7 @@ def round_linears(
         plan: of the run.
         owner: full name of the module that they are in.
         group: of the linears, which share what there is one of per tensor.
-        schemes: of each.
+        schemes: of each, and of others.
         shard: modified.
         keep: whether rules that keep the codes of the source are followed.
     Returns:
@@ -149,7 +146,7 @@ def round_linears(
         name=owner,
         stream=Stream(_block(weights)),
         sets=(group,),
-        schemes=dict(schemes),
+        schemes={name: schemes[name] for name in group.linears},
         scale_dtype={name: plan.scale_dtype(f"{owner}.{name}") for name in group.linears},
         head_dim=plan.skeleton.head_dim(0),  # of no meaning where no step looks at heads
     )

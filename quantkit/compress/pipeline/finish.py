@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.compress.algorithms.base import reorders_groups
-from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import plain_digest
@@ -27,15 +26,11 @@ from quantkit.output.writer import copy_tensors, write_json
 from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 
 
-def finish_run(
-    run: CompressionRun, samples: Samples | None, warnings: tuple[str, ...], started: float
-) -> CompressionResult:
+def finish_run(run: CompressionRun, started: float) -> CompressionResult:
     """Write what is not a decoder layer, check everything, and say what was done.
 
     Args:
         run: with all layers done; the last shard is added to its state.
-        samples: that the layers were calibrated on.
-        warnings: of the plan and the data.
         started: when the run was, by `time.perf_counter`.
     Raises:
         AuditError: the checkpoint is not what was planned.
@@ -47,14 +42,14 @@ def finish_run(
     tower = write_towers(plan, state, folder)
     size = _write_rest(plan, state, folder, tower.linears if tower else ())
     plan.reader.check_unchanged()
-    warnings = (*warnings, *_check_loads(plan, folder))
+    warnings = (*run.warnings, *_check_loads(plan, folder))
     phases: dict[str, float] = {}
     # What resumed layers took belongs to the run before.
     for name, taken in (item for record in state.records[run.resumed :] for item in record.seconds.items()):
         phases[name] = phases.get(name, 0.0) + taken
     phases["prepare"] = finishing - started - sum(phases.values())
     phases["finish"] = time.perf_counter() - finishing
-    result = _describe(run, samples, warnings, size, phases, tower)
+    result = _describe(run, warnings, size, phases, tower)
     _write_manifest(plan, state, folder, result)
     return result
 
@@ -104,7 +99,6 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
 
 def _describe(
     run: CompressionRun,
-    samples: Samples | None,
     warnings: tuple[str, ...],
     size: int,
     seconds: Mapping[str, float],
@@ -132,7 +126,7 @@ def _describe(
         seconds={phase: round(value, 3) for phase, value in seconds.items()},
         peak_bytes=peak_bytes(),
         resumed_layers=run.resumed,
-        calibration=samples.record if samples else None,
+        calibration=run.samples.record if run.samples else None,
         quantized_share=round(decoder / (decoder + sum(others.values())), 4) if decoder else 0.0,
         unquantized=others,
         tower=tower,

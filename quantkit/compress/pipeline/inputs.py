@@ -4,7 +4,6 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from quantkit.compress.calibration.held_out import HeldOut
 from quantkit.compress.calibration.images import ImageSamples, load_images
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.compress.pipeline.state import RunState
+from quantkit.compress.pipeline.state import CompressionRun
 from quantkit.compress.recipe.schema import CalibrationSection
 from quantkit.demo import DEMO_TEXT, GENERAL_TEXT, is_demo
 from quantkit.distributed import barrier, is_writer
@@ -129,19 +128,18 @@ def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch
             yield plan.skeleton.embed(batch, table, row_of)
 
 
-def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folder: Path) -> list[ActivationStore]:
+def open_stores(run: CompressionRun, samples: Samples, mode: Mode) -> list[ActivationStore]:
     """Hidden states before the next layer: of the model being quantized, then of the original if a step needs them.
 
     Args:
-        plan: of the run.
-        samples: calibration data.
-        state: of the run; after the first layer, states are those that it has saved, or where those of the original
-            are asked for, which are made again, those before the first.
+        run: after its first layer, states are those that it has saved, or where those of the original are asked for,
+            which are made again, those before the first.
+        samples: of the run.
         mode: see `ActivationStore`; those of the original are looked at beside the others, so they stay on disk.
-        folder: of the unfinished run.
     Raises:
         ResumeError: saved states are missing, or not what was written.
     """
+    plan, state, folder = run.plan, run.state, run.work.path
     modes: dict[str, Mode] = {"activations": mode}
     if follows_original(plan.recipe.steps.values()):
         modes["activations-original"] = "disk"
@@ -161,15 +159,14 @@ def open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode, folde
     return [ActivationStore(folder / name, kind, embed(plan, samples)) for name, kind in modes.items()]
 
 
-def open_held_out(
-    plan: Plan, samples: Samples, state: RunState, stores: Sequence[ActivationStore], mode: Mode, folder: Path
-) -> HeldOut:
+def open_held_out(run: CompressionRun, samples: Samples, stores: Sequence[ActivationStore], mode: Mode) -> HeldOut:
     """The held-out tokens before the next layer, or a few of the calibration's where no text was left for them.
 
     Args:
-        plan, samples, state, mode, folder: as for `open_stores`.
+        run, samples, mode: as for `open_stores`.
         stores: what it has opened.
     """
+    plan, state, folder = run.plan, run.state, run.work.path
     same = plan.recipe.has_original_inputs
     names = ["held-out-original", *([] if same else ["held-out"])]
     tokens = sum(map(len, samples.token_ids))

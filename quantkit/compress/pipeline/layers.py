@@ -56,8 +56,8 @@ def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mod
     done = [len(run.state.records) for run in runs]
     first = runs[done.index(min(done))]
     plan, original = first.plan, first.plan.recipe.has_original_inputs
-    stores = open_stores(plan, samples, first.state, mode, first.work.path)
-    held_out = open_held_out(plan, samples, first.state, stores, mode, first.work.path) if stores else None
+    stores = open_stores(first, samples, mode)
+    held_out = open_held_out(first, samples, stores, mode) if stores else None
     for index in range(0 if original and stores else min(done), plan.skeleton.num_layers):
         shared: dict[Hashable, Any] | None = {} if runs[1:] else None
         for run in (run for run, layers in zip(runs, done, strict=True) if layers <= index):

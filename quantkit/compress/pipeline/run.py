@@ -129,20 +129,25 @@ def _compress(
         opened = partial(open_stage, kind="quantize", overwrite=overwrite, resumable=True, allow_finished=True)
         stages = [stack.enter_context(opened(plan.output)) if is_writer() else None for plan in plans]
         samples = read_samples(plans[0])
-        if is_writer():
-            for warning in _warnings(plans[0], samples):
-                listener.warning(warning)
         begun = [
             _begin(plan, stage, samples, listener, resume=resume) for plan, stage in zip(plans, stages, strict=True)
         ]
         runs = [run for run in begun if run is not None]
+        mode = activations
+        if mode == "auto":  # reading them from disk costs little beside a CPU's products
+            mode = "disk" if plans[0].skeleton.device.type == "cpu" else "ram"
         # Sums depend on the number of threads, and a run that was interrupted has one already.
-        for threads in dict.fromkeys(map(_threads, runs)):
-            alike = [run for run in runs if _threads(run) == threads]
+        for threads in dict.fromkeys(run.state.threads for run in runs):
+            alike = [run for run in runs if run.state.threads == threads]
             with writing(alike[0].work.path), computing(alike[0]) as workers:
-                _run_layers(alike, samples, pick_mode(activations, plans[0]), workers)
+                for run in alike if is_writer() else ():
+                    run.listener.plan(_summary(run, mode))
+                if samples is not None:
+                    calibrate_layers(alike, samples, mode)
+                for run in alike if samples is None else ():
+                    round_layers(run, workers)
         ends = zip(plans, begun, stages, strict=True)
-        return broadcast([_finish(*end, samples, started) for end in ends] if is_writer() else [])
+        return broadcast([_finish(*end, started) for end in ends] if is_writer() else [])
 
 
 def _begin(
@@ -179,39 +184,22 @@ def _begin(
         )
         if not work.checkpoint.is_dir():
             raise OutputError(f"{work.path} is not on this machine: write where all processes of the job can")
-    return CompressionRun(plan=plan, state=state, work=work, listener=listener, resumed=len(state.records))
+    run = CompressionRun(
+        plan=plan, samples=samples, state=state, work=work, listener=listener, resumed=len(state.records)
+    )
+    for warning in run.warnings if is_writer() else ():
+        listener.warning(warning)
+    return run
 
 
-def _run_layers(runs: Sequence[CompressionRun], samples: Samples | None, mode: Mode, workers: int) -> None:
-    """All layers that are not done, with data or without."""
-    for run in runs if is_writer() else ():
-        run.listener.plan(_summary(run, samples, mode))
-    if samples is not None:
-        calibrate_layers(runs, samples, mode)
-        return
-    for run in runs:
-        round_layers(run, workers)
-
-
-def _finish(
-    plan: Plan, run: CompressionRun | None, stage: Stage | None, samples: Samples | None, started: float
-) -> CompressionResult:
+def _finish(plan: Plan, run: CompressionRun | None, stage: Stage | None, started: float) -> CompressionResult:
     """Give the output its name, if it has not got it already; the result of the run that made it."""
     if run is None or stage is None:
         return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
     with writing(run.work.path), computing(run):
-        result = finish_run(run, samples, _warnings(plan, samples), started)
+        result = finish_run(run, started)
         stage.promote(run.work.checkpoint)
     return result
-
-
-def _warnings(plan: Plan, samples: Samples | None) -> tuple[str, ...]:
-    return (*plan.warnings, *(samples.warnings if samples else ()))
-
-
-def _threads(run: CompressionRun) -> int:
-    threads: int = run.state.identity["compute"]["threads"]
-    return threads
 
 
 @contextmanager
@@ -219,7 +207,7 @@ def computing(run: CompressionRun) -> Iterator[int]:
     """While open, products are computed as the run has begun with; how many threads there are otherwise."""
     before = torch.get_num_threads()
     workers = threads_within_quota()
-    torch.set_num_threads(_threads(run))
+    torch.set_num_threads(run.state.threads)
     watch_neighbours(torch.get_num_threads())
     try:
         with quick_products(run.plan.skeleton.device):
@@ -229,17 +217,13 @@ def computing(run: CompressionRun) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def pick_mode(asked: AskedMode, plan: Plan) -> Mode:
-    """Place of hidden states; reading them from disk costs little beside a CPU's products."""
-    return asked if asked != "auto" else "disk" if plan.skeleton.device.type == "cpu" else "ram"
-
-
-def _summary(run: CompressionRun, samples: Samples | None, mode: Mode) -> dict[str, Any]:
+def _summary(run: CompressionRun, mode: Mode) -> dict[str, Any]:
     """Facts for a listener; see `Listener.plan`."""
-    tokens = sum(map(len, samples.token_ids)) if samples and mode == "ram" else 0
+    token_ids = run.samples.token_ids if run.samples else ()
+    tokens = sum(map(len, token_ids)) if mode == "ram" else 0
     return {
         "num_layers": run.plan.skeleton.num_layers,
         "resumed_layers": run.resumed,
-        "samples": len(samples.token_ids) if samples else 0,
+        "samples": len(token_ids),
         "predicted_bytes": peak_bytes() + sum(predicted_bytes(run.plan, tokens).values()),
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.compress.calibration.activations import check_saved
+from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, with_threads_of, write_state
 from quantkit.compress.pipeline.plan import Plan
@@ -58,6 +59,11 @@ class RunState(Record):
         self.weight_map |= dict.fromkeys(names, shard)
         self.activations, self.held_out = tuple(states), tuple(held_out)
 
+    @property
+    def threads(self) -> int:
+        """Number of threads that the run was begun with, which decides how sums are divided."""
+        return int(self.identity["compute"]["threads"])
+
     def save(self, folder: Path) -> None:
         """Write `progress.json` into the `.partial` folder, atomically."""
         write_state(folder / "progress.json", self.to_dict())
@@ -69,6 +75,7 @@ class CompressionRun:
 
     Args:
         plan: what is to be done.
+        samples: calibration data, if the plan needs any.
         state: what has been done.
         work: where.
         listener: told what happens.
@@ -76,10 +83,16 @@ class CompressionRun:
     """
 
     plan: Plan
+    samples: Samples | None
     state: RunState
     work: WorkFolder
     listener: Listener
     resumed: int
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about plan and data, a sentence each."""
+        return (*self.plan.warnings, *(self.samples.warnings if self.samples else ()))
 
 
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
