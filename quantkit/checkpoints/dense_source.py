@@ -8,6 +8,7 @@ a KV cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoints.encoded import EncodedInfo, encoded
+from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME
-from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, located
 from quantkit.formats import recognise
@@ -102,11 +103,16 @@ class _Source:
             scheme = self._scheme(module)
             shape = self._shape(matrix, parts, scheme)
         transposed = self.format.is_stacked or module.endswith(self.transposed)
-        return encoded(
-            where,
-            infos,
-            (*stack, *(shape[::-1] if transposed else shape)),
-            self.dtype,
+        shape = (*stack, *(shape[::-1] if transposed else shape))
+        first = next(iter(infos.values()))
+        return EncodedInfo(
+            kind=kind_of(self.dtype),
+            shape=shape,
+            file=first.file,
+            offset=first.offset,
+            num_bytes=math.prod(shape) * self.dtype.itemsize,
+            where=where,
+            parts=infos,
             scheme=scheme,
             decoder=self.format.decode,
             transposed=transposed,

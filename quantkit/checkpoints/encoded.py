@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.header import TensorInfo, kind_of
+from quantkit.checkpoints.header import TensorInfo
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -91,29 +91,3 @@ class EncodedInfo(TensorInfo):
             if weight.shape != shape:
                 raise CheckpointError(f"decodes to {weight.shape}, its tensors were of {shape}; download it again")
             return weight
-
-
-def encoded(
-    where: str,
-    parts: Mapping[str, TensorInfo],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    *,
-    scheme: LinearScheme,
-    decoder: Decoder,
-    transposed: bool,
-) -> EncodedInfo:
-    """A weight of these parts, whose values have this shape and dtype; see `EncodedInfo`."""
-    first = next(iter(parts.values()))
-    return EncodedInfo(
-        kind=kind_of(dtype),
-        shape=shape,
-        file=first.file,
-        offset=first.offset,
-        num_bytes=torch.Size(shape).numel() * dtype.itemsize,
-        where=where,
-        parts=parts,
-        scheme=scheme,
-        decoder=decoder,
-        transposed=transposed,
-    )

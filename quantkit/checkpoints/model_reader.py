@@ -135,12 +135,9 @@ class ModelReader(CheckpointReader):
             tensors by the names to write.
         """
         restored = dict(tensors)
-        stored: dict[str, list[str]] = {}
-        for name, part in self._parts.items():
-            stored.setdefault(part.stored, []).append(name)
-        whole = {name for name, parts in stored.items() if all(part in tensors for part in parts)}
-        for whole_name, names in stored.items():
-            if not {whole_name, whole_name.removesuffix("_bias")} <= whole:
+        whole = self._whole_parts(tensors)
+        for whole_name, names in whole.items():
+            if whole_name.removesuffix("_bias") not in whole:
                 continue  # biases go with their weights
             if any(f"{name}_scale" in tensors for name in names):
                 continue  # codes under the names of weights, which loaders look for expert by expert
@@ -188,20 +185,23 @@ class ModelReader(CheckpointReader):
         """
         names = [name for name in self.names if name not in quantized]
         blank = {name: torch.empty(self.info(name).shape, device="meta") for name in names}
-        parts: dict[str, list[str]] = {}
-        for name, part in self._parts.items():
-            parts.setdefault(part.stored, []).append(name)
-        for stored, own in parts.items():
-            if all(name in blank for name in own):
-                for name in own:
-                    del blank[name]
-                blank[stored] = torch.empty(self._stored[stored].shape, device="meta")
+        for stored, own in self._whole_parts(blank).items():
+            for name in own:
+                del blank[name]
+            blank[stored] = torch.empty(self._stored[stored].shape, device="meta")
         for conversion in self._conversions():
             if all(name in blank for name in conversion.targets):
                 for name in conversion.targets:
                     del blank[name]
                 blank |= {name: torch.empty(self._stored[name].shape, device="meta") for name in conversion.sources}
         return {self.stored_name(name): tuple(value.shape) for name, value in blank.items()}
+
+    def _whole_parts(self, present: Container[str]) -> dict[str, list[str]]:
+        """The parts of each stored tensor of which all are present."""
+        parts: dict[str, list[str]] = {}
+        for name, part in self._parts.items():
+            parts.setdefault(part.stored, []).append(name)
+        return {stored: own for stored, own in parts.items() if all(name in present for name in own)}
 
     def _is_view(self, name: str) -> bool:
         return name in self._parts or name in self._made

@@ -61,9 +61,7 @@ class CheckpointReader:
 
     def _share(self, reader: "CheckpointReader") -> None:
         """Take over what another reader has read and checked."""
-        self.path, self.config, self.files, self.notes = reader.path, reader.config, reader.files, reader.notes
-        self._index, self._stamps, self._digests = reader._index, reader._stamps, reader._digests
-        self._tensors, self.names = reader._tensors, reader.names
+        self.__dict__ |= reader.__dict__
 
     @classmethod
     def of_file(cls, file: Path) -> "CheckpointReader":

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.distributed import assign_work, world
+from quantkit.distributed import world
 from quantkit.models.linear_sets import LinearSet, find_expert
 
 # Weights that go through the loop as one matrix, in float32: 1 GiB.
@@ -68,23 +68,9 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
     shared = [number for number, job in enumerate(jobs) if not is_of_one_expert(job.set)]
     shared.sort(key=lambda number: -width[jobs[number].set])
     work = [(jobs[n].set, rows[n] * width[jobs[n].set] ** 2, width[jobs[n].set] ** 3 / _FACTORISED) for n in shared]
-    # Where parts are few and large, neighbours may balance worse than any parts.
-    ways = assign_work([cost for _, cost, _ in work]), deal_out(work, world())
-    best = min(ways, key=lambda way: _largest(work, way))
-    for number, solver in zip(shared, best, strict=True):
+    for number, solver in zip(shared, deal_out(work, world()), strict=True):
         solvers[number] = solver
     return solvers
-
-
-def _largest(work: Sequence[tuple[Hashable, float, float]], way: list[int]) -> float:
-    """The cost of the largest share; see `deal_out`."""
-    once = {(owner, of): begun for (of, _, begun), owner in zip(work, way, strict=True)}
-    loads = dict.fromkeys(way, 0.0)
-    for (_, cost, _), owner in zip(work, way, strict=True):
-        loads[owner] += cost
-    for (owner, _), begun in once.items():
-        loads[owner] += begun
-    return max(loads.values(), default=0.0)
 
 
 def deal_out(work: Sequence[tuple[Hashable, float, float]], count: int) -> list[int]:

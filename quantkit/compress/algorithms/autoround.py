@@ -48,20 +48,13 @@ class AutoRoundStep(Step):
     """
 
     fixes_codes: ClassVar[bool] = True
+    needs_targets: ClassVar[bool] = True
+    # Each step needs the one before it, so there is nothing to share; the data's other runs are shared.
+    on_one_process: ClassVar[bool] = True
 
     iterations: Positive = 1600
     batch_size: Positive = 1
     learning_rate: Share = 0.0
-
-    @property
-    def on_one_process(self) -> bool:
-        """Each step needs the one before it, so there is nothing to share; the data's other runs are shared."""
-        return True
-
-    @property
-    def needs_targets(self) -> bool:
-        """The outputs of the original model are the target."""
-        return True
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
         """An offset and a decoded copy of each weight, gradients, and the outputs that are aimed at; see `Step`."""

@@ -66,6 +66,10 @@ class Step(ABC):
     """`open` makes another model of the checkpoint, so no stored code can be kept."""
     moves_scales: ClassVar[bool] = False
     """The step moves scales between a linear and what feeds it, so neither fits into the original as it is."""
+    needs_targets: ClassVar[bool] = False
+    """The run computes the original model's outputs (`layer.data.targets`)."""
+    on_one_process: ClassVar[bool] = False
+    """One process solves the whole layer, because its parts cannot be shared among several."""
     independent_options: ClassVar[Mapping[str, Any]] = {}
     """Options with which the result for a layer does not depend on the layers before it, for `search`."""
 
@@ -75,18 +79,8 @@ class Step(ABC):
         return False
 
     @property
-    def needs_targets(self) -> bool:
-        """Whether the run computes the original model's outputs (`layer.data.targets`)."""
-        return False
-
-    @property
     def reorders_groups(self) -> bool:
         """Whether groups are formed in another order than that of the inputs, which the format must then store."""
-        return False
-
-    @property
-    def on_one_process(self) -> bool:
-        """Whether one process solves the whole layer, because its parts cannot be shared among several."""
         return False
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.tokenizer import render_chat
-from quantkit.compress.calibration.images import ImageSamples
+from quantkit.compress.calibration.images import ImageSamples, read_records
 from quantkit.errors import DataError, first_line
 from quantkit.results import CalibrationRecord
-from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_object, read_text
+from quantkit.safety.untrusted import MAX_TEXT_BYTES, read_text
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -100,7 +100,7 @@ def load_samples(
     if path.suffix == ".txt":
         records: Iterable[Any] = [part.strip() for part in _read_file(path).split("\n\n")]
     elif path.suffix == ".jsonl" or path.exists():
-        records = _read_objectl(path, field)
+        records = _read_objects(path, field)
     else:
         records = _read_hub(str(data).removeprefix("hub:"), field, split, limit=samples * 8)
     extra = num_held_out(samples, sequence_length)
@@ -225,15 +225,8 @@ def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> 
         )
 
 
-def _read_objectl(path: Path, field: str) -> list[Any]:
-    # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
-    lines = {f"{path}:{number}": line for number, line in enumerate(_read_file(path).split("\n"), start=1)}
-    objects = {
-        where: parse_object(line, where, DataError, "one JSON object per line is needed")
-        for where, line in lines.items()
-        if line.strip()
-    }
-    return [_content(record, field, where) for where, record in objects.items()]
+def _read_objects(path: Path, field: str) -> list[Any]:
+    return [_content(record, field, where) for where, record in read_records(_read_file(path), path)]
 
 
 def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:

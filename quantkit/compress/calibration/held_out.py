@@ -85,10 +85,6 @@ class HeldOut:
                 if name in layer.schemes:
                     self.targets[name] = inputs @ layer.weight(name).float().T
 
-    def inputs(self, layer: LayerContext) -> dict[str, Tensor]:
-        """(T, K) float32 inputs x of each set as the layer computes now, by its first linear."""
-        return self._pass(layer, self.quantized or self.original, advances=False)
-
     def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> None:
         """Put the errors of a layer in codes into its records, and pass the quantized states through it.
 

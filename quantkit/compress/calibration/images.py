@@ -279,17 +279,28 @@ def _read(path: Path) -> list[ImageChat]:
         return [_chat(str(file), (file,), QUESTION) for file in files]
     if not path.exists():
         raise DataError(f"calibration images {path} do not exist; give a folder, a .jsonl file or bundled")
-    # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
-    lines = enumerate(read_text(path, DataError, MAX_TEXT_BYTES).split("\n"), start=1)
-    chats = [_parse(line, f"{path}:{number}", path.parent) for number, line in lines if line.strip()]
+    text = read_text(path, DataError, MAX_TEXT_BYTES)
+    chats = [_parse(record, where, path.parent) for where, record in read_records(text, path)]
     if not chats:
         raise DataError(f"calibration images {path}: the file is empty")
     return chats
 
 
-def _parse(line: str, where: str, folder: Path) -> ImageChat:
-    """A line: `image` or `images`, with `text` or `messages`; or images inside of `messages`."""
-    record = parse_object(line, where, DataError, "one JSON object per line is needed")
+def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a .jsonl file that holds this text, each with its place for messages.
+
+    Raises:
+        DataError: a line is something else.
+    """
+    # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, parse_object(line, where, DataError, "one JSON object per line is needed")
+
+
+def _parse(record: Mapping[str, Any], where: str, folder: Path) -> ImageChat:
+    """A record: `image` or `images`, with `text` or `messages`; or images inside of `messages`."""
     files = record.get("images", record.get("image"))
     files = [files] if isinstance(files, str) else (files or [])
     messages = record.get("messages")

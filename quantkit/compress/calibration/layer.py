@@ -108,11 +108,9 @@ class LayerContext:
 
     def pending(self) -> list[tuple[LinearSet, tuple[str, ...]]]:
         """Sets that still have linears to quantize, each with those linears."""
-        todo = [(group, tuple(n for n in group.linears if self._is_pending(n))) for group in self.sets]
+        left = {n for n in self.schemes if n not in self.chosen.quantized and not self._is_under_calibrated(n)}
+        todo = [(group, tuple(n for n in group.linears if n in left)) for group in self.sets]
         return [(group, names) for group, names in todo if names]
-
-    def _is_pending(self, name: str) -> bool:
-        return name in self.schemes and name not in self.chosen.quantized and not self._is_under_calibrated(name)
 
     def _is_under_calibrated(self, name: str) -> bool:
         """Whether a linear belongs to an expert that saw too little for any step to work on."""
@@ -128,7 +126,8 @@ class LayerContext:
             return
 
         def count() -> dict[int, int]:
-            own = count_tokens(self.block, experts, (partial(self.forward, hidden) for hidden in self.batches()))
+            runs = (partial(self.forward, self.store[batch]) for batch in self.store.own)
+            own = count_tokens(self.block, experts, runs)
             return {number: sum(part[number] for part in gather(own)) for number in own}
 
         counts = self._gathered("tokens", count)
@@ -352,10 +351,6 @@ class LayerContext:
 
     def _set(self, name: str) -> LinearSet:
         return next(group for group in self.sets if name in group.linears)
-
-    def batches(self) -> Iterator[Batch]:
-        """Inputs of the layer in this process: hidden states (B, T, D), or calls of one sequence each."""
-        return (self.store[number] for number in self.store.own)
 
     @contextmanager
     def quantized_inputs(
