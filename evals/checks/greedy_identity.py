@@ -25,6 +25,7 @@ import torch
 
 from quantkit.evaluate.fidelity import Texts, divergences
 
+Prompts = list[list[int]]
 TIE = 1e-4
 
 
@@ -46,7 +47,7 @@ def main() -> int:
     return 0 if good else 1
 
 
-def read_prompts(options: argparse.Namespace) -> list[list[int]]:
+def read_prompts(options: argparse.Namespace) -> Prompts:
     """Beginnings of different lengths, 3 to about 40 tokens, of the text's paragraphs."""
     from transformers import AutoTokenizer
 
@@ -57,7 +58,7 @@ def read_prompts(options: argparse.Namespace) -> list[list[int]]:
     return [tokenizer(text)["input_ids"][: 3 + 2 * index] for index, text in enumerate(chosen)]
 
 
-def compare_ways(options: argparse.Namespace, prompts: list[list[int]], work: Path) -> bool:
+def compare_ways(options: argparse.Namespace, prompts: Prompts, work: Path) -> bool:
     """All ways of the engine on the model itself."""
     import quantkit
 
@@ -82,7 +83,7 @@ def compare_ways(options: argparse.Namespace, prompts: list[list[int]], work: Pa
     return good
 
 
-def compare_recipes(options: argparse.Namespace, prompts: list[list[int]], work: Path) -> bool:
+def compare_recipes(options: argparse.Namespace, prompts: Prompts, work: Path) -> bool:
     """Every shipped recipe's checkpoint in both engines."""
     import quantkit
 
@@ -115,9 +116,7 @@ def agreement(found: Texts, wanted: Texts) -> str:
     return f"{equal}; {sum(lengths) / len(lengths):.0f} tokens agree on average"
 
 
-def ours(
-    path: Path, prompts: list[list[int]], new_tokens: int, settings: dict[str, Any]
-) -> tuple[Texts, dict[str, Any]]:
+def ours(path: Path, prompts: Prompts, new_tokens: int, settings: dict[str, Any]) -> tuple[Texts, dict[str, Any]]:
     """New tokens of the bundled runtime, and its statistics; each prompt is given twice where pages are shared."""
     from quantkit import LLM, SamplingParams
 
@@ -128,7 +127,7 @@ def ours(
     return [done.token_ids for done in llm.generate(prompts, params)], llm.stats()
 
 
-def reference(path: Path, prompts: list[list[int]], new_tokens: int, use_cache: bool = True) -> tuple[Texts, Any]:
+def reference(path: Path, prompts: Prompts, new_tokens: int, use_cache: bool = True) -> tuple[Texts, Any]:
     """New tokens of transformers, and the model."""
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +148,7 @@ def reference(path: Path, prompts: list[list[int]], new_tokens: int, use_cache: 
     return found, model
 
 
-def report(name: str, found: Texts, stats: dict[str, Any], wanted: Texts, model: Any, prompts: list[list[int]]) -> bool:
+def report(name: str, found: Texts, stats: dict[str, Any], wanted: Texts, model: Any, prompts: Prompts) -> bool:
     """One line, and one more per prompt that differs; whether all differences are ties."""
     parted = divergences(found, wanted)
     extra = {key: stats[key] for key in ("preemptions", "prefix_hit_tokens", "acceptance") if stats.get(key)}

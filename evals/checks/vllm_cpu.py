@@ -42,6 +42,7 @@ import provenance
 HERE = Path(__file__).resolve().parent
 LOCK, SERVE = HERE / "vllm_cpu.lock", HERE / "vllm_cpu_serve.py"
 RESULTS = HERE.parent / "results" / "vllm"
+Row = dict[str, Any]
 TEXTS, LENGTH, PROMPT = 10, 60, 20
 NOISE, NLL, GAP = 2.0, 0.02, 0.2
 
@@ -105,7 +106,7 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def _model_rows(name: str, work: Path, python: Path, recipes: list[str]) -> list[dict[str, Any]]:
+def _model_rows(name: str, work: Path, python: Path, recipes: list[str]) -> list[Row]:
     from quantkit import api
 
     folder = work / name
@@ -127,17 +128,12 @@ def _model_rows(name: str, work: Path, python: Path, recipes: list[str]) -> list
     return sorted([*served, *rows], key=lambda row: row["case"]) + _probe(name, cases, answers, work, python)
 
 
-def serve(cases: list[Case], source: Path, work: Path, python: Path) -> list[dict[str, Any]]:
+def serve(cases: list[Case], source: Path, work: Path, python: Path) -> list[Row]:
     """What vLLM says of each; answers that are there are kept."""
     texts = write_texts(source, work / f"{cases[0].model}.json")
     files = [work / f"{case.key}-{models.digest(case.checkpoint, texts)}.answer.json" for case in cases]
     asked = [
-        {
-            "checkpoint": str(case.checkpoint),
-            "texts": str(texts),
-            "output": str(file),
-            "stderr": str(file.with_suffix(".log")),
-        }
+        {"checkpoint": str(case.checkpoint), "texts": str(texts), "output": str(file), "stderr": f"{file}.log"}
         for case, file in zip(cases, files, strict=True)
         if not file.exists()
     ]
@@ -206,9 +202,9 @@ def logprobs(model: Any, texts: list[list[int]]) -> Tensor:
     return result
 
 
-def judge(case: Case, answer: dict[str, Any], base: References) -> dict[str, Any]:
+def judge(case: Case, answer: Row, base: References) -> Row:
     """The row of one checkpoint; its model itself must have been judged before."""
-    row: dict[str, Any] = {"model": case.model, "case": case.name or "unquantized", "code": case.code}
+    row: Row = {"model": case.model, "case": case.name or "unquantized", "code": case.code}
     faults = models.file_faults(case.checkpoint)
     if faults:
         return {**row, "verdict": "wrong", "reason": "; ".join(faults[:3])}
@@ -264,9 +260,7 @@ def worst_gap(logprobs: Tensor, texts: list[list[int]]) -> float:
     return worst
 
 
-def _probe(
-    name: str, cases: list[Case], answers: list[dict[str, Any]], work: Path, python: Path
-) -> list[dict[str, Any]]:
+def _probe(name: str, cases: list[Case], answers: list[Row], work: Path, python: Path) -> list[Row]:
     """Whether the scales of an FP8 cache count: 50 times smaller they must change the text."""
     known = next((pair for pair in zip(cases, answers, strict=True) if pair[0].name == "kv-fp8"), None)
     if known is None or "error" in known[1]:
@@ -282,7 +276,7 @@ def _probe(
     return [{**row, "verdict": "wrong", "reason": again.get("error", "the same text: the scales are not used")}]
 
 
-def _breaches(work: Path, python: Path) -> list[dict[str, Any]]:
+def _breaches(work: Path, python: Path) -> list[Row]:
     """Each planted fault, and whether the rows show it."""
     from quantkit import api
 
@@ -304,7 +298,7 @@ def _breaches(work: Path, python: Path) -> list[dict[str, Any]]:
     return [{**row, "verdict": "noticed" if row["verdict"] == "wrong" else "wrong"} for row in rows]
 
 
-def write(rows: list[dict[str, Any]], python: Path, name: str) -> None:
+def write(rows: list[Row], python: Path, name: str) -> None:
     """Rows beside those of other models that are there, with the versions that made them."""
     said = "from importlib.metadata import version; print(version('vllm-cpu'), version('torch'))"
     vllm, torch_version = subprocess.check_output([python, "-c", said], text=True).split()
@@ -327,7 +321,7 @@ def write(rows: list[dict[str, Any]], python: Path, name: str) -> None:
     write_rows(file, made, [new[key] for key in sorted(new)])
 
 
-def write_rows(file: Path, made: dict[str, str], rows: list[dict[str, Any]]) -> None:
+def write_rows(file: Path, made: dict[str, str], rows: list[Row]) -> None:
     """What an engine did, a row in a line, and what it was made with."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(map(json.dumps, rows))
