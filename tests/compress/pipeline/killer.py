@@ -82,10 +82,10 @@ def compress_until_stage(number: int, model: Path, output: Path, text: Path) -> 
     """Run one compression that is killed when statistics are to be gathered for that time."""
     observe, numbers = LayerContext.observe, itertools.count(1)
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> Any:
         if next(numbers) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        observe(*arguments)
+        return observe(*arguments)
 
     LayerContext.observe = counted  # type: ignore[method-assign]
     _compress(model, output, text)
