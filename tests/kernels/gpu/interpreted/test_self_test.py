@@ -45,7 +45,9 @@ def test_one_number_that_is_wrong_is_found(monkeypatch, family):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, wrong)
-        assert not first_run.error_of(lambda *where: itertools.islice(case(*where), 1), CPU) <= TOLERANCE
+        # The first output shows it; those of `ops` begin with norms, which are right.
+        few = None if family == "ops" else 1
+        assert not first_run.error_of(lambda *where: itertools.islice(case(*where), few), CPU) <= TOLERANCE
     assert first_run.error_of(case, CPU) < TOLERANCE / 10
 
 
