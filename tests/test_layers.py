@@ -48,7 +48,7 @@ LAYERS = {
     "runtime.detokenizer": 2,
     "runtime.json_output": 2,
     "server.client": 1,
-    "hub": 5,  # a card says what inspection saw
+    "upload": 5,  # a card says what inspection saw
     "inspection": 4,
     "report": 4,
     "kernels.ops": 4,  # picks among the two below, which do not know each other
@@ -299,7 +299,7 @@ PLANTED = [
     (undocumented, {"quantkit.api": '"""Doc."""\nclass A: ...'}, "quantkit.api.A"),
     (
         undocumented,
-        {"quantkit.api": '"""Doc."""\ndef f(): ...', "quantkit.hub": '"""Doc."""\nfrom quantkit.api import f'},
+        {"quantkit.api": '"""Doc."""\ndef f(): ...', "quantkit.upload": '"""Doc."""\nfrom quantkit.api import f'},
         "quantkit.api.f",
     ),
     (undocumented, {"quantkit.api": "x = 1"}, "quantkit.api"),

@@ -14,7 +14,7 @@ import time
 import torch
 
 from quantkit.machine.devices import fast_cpu_dtype
-from quantkit.numerics.products import quick_products
+from quantkit.numerics.matmul import quick_products
 
 SIZE, TIMES = 4096, 5
 

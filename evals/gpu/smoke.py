@@ -15,27 +15,27 @@ from timing import open_results, parse, rehearse
 # isort: split
 import torch
 
-from quantkit.runtime.engine import first_run
+from quantkit.runtime.engine import kernel_check
 
 MOST_SECONDS = {"first load": 65.0, "second load": 2.0}
 # A child of the self-test in a rehearsal.
-CHILD = "import smoke; smoke.shrink(); smoke.first_run.main()"
+CHILD = "import smoke; smoke.shrink(); smoke.kernel_check.main()"
 
 
 def shrink() -> None:
     """Have the self-test rehearse on the CPU, with small numbers and the first case of each family."""
     rehearse()
-    firsts = {family: dict(list(cases.items())[:1]) for family, cases in first_run.CASES.items()}
-    vars(first_run).update(WIDTH=128, _ROWS=(2,), CASES=firsts, _CHILD=CHILD, _SECONDS=600.0)
-    vars(first_run).update(identity=lambda device: {"device": "cpu"})
+    firsts = {family: dict(list(cases.items())[:1]) for family, cases in kernel_check.CASES.items()}
+    vars(kernel_check).update(WIDTH=128, _ROWS=(2,), CASES=firsts, _CHILD=CHILD, _SECONDS=600.0)
+    vars(kernel_check).update(identity=lambda device: {"device": "cpu"})
 
 
 def load(device: torch.device, kind: str) -> dict[str, Any]:
     """Check the kernels as a load does."""
     if kind == "first load":
-        first_run.verdict_file(device).unlink(missing_ok=True)
+        kernel_check.verdict_file(device).unlink(missing_ok=True)
     begun = time.perf_counter()
-    first_run.check_kernels(device)
+    kernel_check.check_kernels(device)
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "in_time": seconds <= MOST_SECONDS[kind]}
 
@@ -46,7 +46,7 @@ def verdict(device: torch.device, family: str) -> dict[str, Any]:
     Raises:
         AssertionError: its kernels failed.
     """
-    found = first_run.read_verdicts(device)[family]
+    found = kernel_check.read_verdicts(device)[family]
     assert found.passed, found.text
     return {"verdict": found.text}
 
@@ -61,7 +61,7 @@ def main() -> None:
         shrink()
     for kind in MOST_SECONDS:
         results.attempt(partial(load, device, kind), kind=kind)
-    for family in first_run.CASES:
+    for family in kernel_check.CASES:
         results.attempt(partial(verdict, device, family), family=family)
     results.finish(is_wrong=any("error" in row for row in results.rows))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.benchmark.cost import Cost
+from quantkit.benchmark.step_work import Cost
 from quantkit.quantities import dtype_name
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RooflineRecord
 from quantkit.results.statistics.summary import PolynomialFit, fit_polynomial

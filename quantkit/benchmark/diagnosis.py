@@ -17,7 +17,7 @@ import yaml
 
 from quantkit.benchmark.ceilings import break_even_rows, decode_steps, fit_itl
 from quantkit.benchmark.compare import Ratio, compare_results
-from quantkit.benchmark.cost import Cost
+from quantkit.benchmark.step_work import Cost
 from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
 from quantkit.results.statistics.summary import percentile

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from quantkit.benchmark.memory_prediction import Prediction
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.predict import Prediction
 from quantkit.machine.memory import resident_bytes
 from quantkit.results import MemoryRecord
 from quantkit.runtime.cache.kv_cache import KVCache

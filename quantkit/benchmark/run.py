@@ -9,10 +9,10 @@ import torch
 
 from quantkit.benchmark.ceilings import Ceilings, decode_record, measure_ceilings, prefill_record
 from quantkit.benchmark.compare import measure_rounds
-from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
 from quantkit.benchmark.memory import memory_records
+from quantkit.benchmark.memory_prediction import Prediction, predict
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.predict import Prediction, predict
+from quantkit.benchmark.step_work import Cost, linear_kinds, model_cost
 from quantkit.benchmark.workload import check_capacity, run_load
 from quantkit.checkpoints.folder import resolve
 from quantkit.machine.devices import pick_device, processor_name

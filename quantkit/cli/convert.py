@@ -65,7 +65,7 @@ def command(
     target = output or (f"{name}{suffix}" if suffix else f"{name}-{to}")
     result = run(checkpoint, to, target, progress=_progress(output_to), **how)
     if push_to_hub:
-        from quantkit.hub import find_origin, push
+        from quantkit.upload import find_origin, push
 
         push(target, push_to_hub, origin=find_origin(checkpoint))
     output_to.result(

@@ -54,7 +54,7 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
 
 def _show_kernels(output_to: Output, device: str) -> None:
     from quantkit.machine.devices import pick_device
-    from quantkit.runtime.engine.first_run import identity, self_test, verdict_file
+    from quantkit.runtime.engine.kernel_check import identity, self_test, verdict_file
 
     chosen = pick_device(device)
     about, verdicts = {**identity(chosen), "kept in": str(verdict_file(chosen))}, self_test(chosen)

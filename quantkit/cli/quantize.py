@@ -147,7 +147,7 @@ def _compressed(
 
 
 def _push(result: CompressionResult, name: str, model: str | None) -> None:
-    from quantkit.hub import find_origin, push
+    from quantkit.upload import find_origin, push
 
     push(result.output, name, origin=find_origin(model))
 

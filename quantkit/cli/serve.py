@@ -76,9 +76,9 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
     from quantkit.errors import InputError
 
     try:
+        from quantkit.server.admission import known_hosts
         from quantkit.server.app import Server
         from quantkit.server.bridge import Bridge
-        from quantkit.server.door import known_hosts
         from quantkit.server.run import HttpServer, bind, is_public
     except ModuleNotFoundError as error:
         raise InputError(f"serving needs {error.name}; pip install 'quantkit[serve]'") from None

@@ -27,7 +27,7 @@ from quantkit.huggingface.layer_call import (
     tensors_missing,
 )
 from quantkit.huggingface.layer_inputs import Compute, Recorder, build_model, pass_through
-from quantkit.huggingface.loader import tower_linears
+from quantkit.huggingface.load_rules import tower_linears
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet
 

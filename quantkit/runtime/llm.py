@@ -21,7 +21,7 @@ from quantkit.runtime.cache import policies
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine.assembly import build_engine, fit_pages, predict_capacity
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.first_run import check_kernels, describe_kernels
+from quantkit.runtime.engine.kernel_check import check_kernels, describe_kernels
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads, guard_forks

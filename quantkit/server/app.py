@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.server import answers
+from quantkit.server.admission import Asked, Bodies, Doorkeeper, Run
 from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
 from quantkit.server.bridge import Bridge, Mailbox
-from quantkit.server.door import Asked, Bodies, Doorkeeper, Run
 from quantkit.server.metrics import Metrics
 from quantkit.server.schemas import (
     ChatRequest,

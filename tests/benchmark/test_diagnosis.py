@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from quantkit.benchmark.cost import Cost
 from quantkit.benchmark.diagnosis import diagnose
+from quantkit.benchmark.step_work import Cost
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import BF16
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, RooflineRecord, Workload

@@ -11,8 +11,8 @@ from quantkit.benchmark.memory import (
     observed_weight_bytes,
     process_bytes,
 )
+from quantkit.benchmark.memory_prediction import max_length, predict
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.predict import max_length, predict
 from quantkit.benchmark.run import find_ceilings, load_target, measure_targets
 from quantkit.demo import DEMO_MODEL
 from quantkit.kernels import cpu

@@ -12,8 +12,8 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.cli import main
 from quantkit.errors import ModelError
-from quantkit.hub import find_origin, push
 from quantkit.planning.source import from_model
+from quantkit.upload import find_origin, push
 
 READ = (
     *("config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer_x.json", "chat_template.jinja"),

@@ -32,8 +32,9 @@ def evals(monkeypatch):
 
 def test_families_that_fail_are_rows(evals, tmp_path, monkeypatch):
     smoke = evals("smoke")
-    known = {"ops": smoke.first_run.Verdict(True, "right"), "attention": smoke.first_run.Verdict(False, "SIGSEGV")}
-    monkeypatch.setattr(smoke.first_run, "read_verdicts", lambda device: known)
+    check = smoke.kernel_check
+    known = {"ops": check.Verdict(True, "right"), "attention": check.Verdict(False, "SIGSEGV")}
+    monkeypatch.setattr(check, "read_verdicts", lambda device: known)
     assert smoke.verdict(torch.device("cpu"), "ops") == {"verdict": "right"}
     with pytest.raises(AssertionError, match="SIGSEGV"):
         smoke.verdict(torch.device("cpu"), "attention")

@@ -10,11 +10,11 @@ import time
 import torch
 
 from quantkit.kernels import gpu
-from quantkit.runtime.engine import first_run
+from quantkit.runtime.engine import kernel_check
 
 
 def is_kernel() -> bool:
-    """Whether it is the kernels' turn, as `first_run.error_of` says it."""
+    """Whether it is the kernels' turn, as `kernel_check.error_of` says it."""
     return os.environ["QUANTKIT_TRITON"] == "1"
 
 
@@ -73,6 +73,6 @@ def plant(families: dict[str, str]) -> None:
     Args:
         families: by family, names of functions here with commas between them.
     """
-    first_run.CASES.clear()
+    kernel_check.CASES.clear()
     for family, names in families.items():
-        first_run.CASES[family] = {name: globals()[name] for name in names.split(",")}
+        kernel_check.CASES[family] = {name: globals()[name] for name in names.split(",")}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit import LLM, SamplingParams
-from quantkit.benchmark.predict import predict
+from quantkit.benchmark.memory_prediction import predict
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.evaluate.engine import load_llm

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from quantkit.server import run
-from quantkit.server.door import known_hosts
+from quantkit.server.admission import known_hosts
 from tests.server.conftest import serving, wait_until
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -16,7 +16,7 @@ from quantkit.compress.algorithms._gptq_factor import Factor
 from quantkit.compress.algorithms._gptq_loop import Settled
 from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges
-from quantkit.numerics.products import (
+from quantkit.numerics.matmul import (
     BLOCK,
     Packed,
     add_products,

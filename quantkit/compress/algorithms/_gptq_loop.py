@@ -17,7 +17,7 @@ from quantkit.compress.calibration.observers import Workspace
 from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges, from_codes, to_codes
 from quantkit.numerics.dtype import DType
-from quantkit.numerics.products import (
+from quantkit.numerics.matmul import (
     BLOCK,
     Packed,
     add_products,

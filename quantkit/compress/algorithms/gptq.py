@@ -28,7 +28,7 @@ from quantkit.machine.memory import release_freed_memory
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import WeightGrid
-from quantkit.numerics.products import add_products, multiplies_bfloat16, pack_matrix
+from quantkit.numerics.matmul import add_products, multiplies_bfloat16, pack_matrix
 from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 ActOrder = Literal["none", "weight", "group"]

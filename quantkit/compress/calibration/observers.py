@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.distributed import assign_work, exchange, fill, rank, world
-from quantkit.numerics.products import Operand, add_products, multiplies_bfloat16, pack_matrix, packed_size
+from quantkit.numerics.matmul import Operand, add_products, multiplies_bfloat16, pack_matrix, packed_size
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512

@@ -20,7 +20,7 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerChoices
 from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.output import Shard
-from quantkit.compress.pipeline.kept import keep_codes
+from quantkit.compress.pipeline.kept_codes import keep_codes
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import add_linears, shard_name, write_audited_shard
 from quantkit.compress.pipeline.state import CompressionRun

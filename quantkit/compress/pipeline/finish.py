@@ -13,7 +13,7 @@ from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import plain_digest
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
-from quantkit.compress.pipeline.loading import check_loads
+from quantkit.compress.pipeline.loadability import check_loads
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import CompressionRun, RunState

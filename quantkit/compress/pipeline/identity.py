@@ -14,7 +14,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.errors import ResumeError
 from quantkit.machine.devices import MAX_THREADS, threads_within_quota
 from quantkit.numerics import native
-from quantkit.numerics.products import keeps_precision
+from quantkit.numerics.matmul import keeps_precision
 from quantkit.output.writer import write_json
 from quantkit.quantities import dtype_name
 from quantkit.registry import installed_version

@@ -25,7 +25,7 @@ from quantkit.distributed import barrier, is_writer
 from quantkit.errors import ModelError
 from quantkit.huggingface.image_inputs import ImageStem
 from quantkit.huggingface.layer_call import Batch
-from quantkit.huggingface.loader import with_tower_names
+from quantkit.huggingface.load_rules import with_tower_names
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
 _BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 2048, 1024

@@ -21,7 +21,7 @@ from quantkit.compress.calibration.layer_data import LayerData
 from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.inputs import advance, open_held_out, open_stores
-from quantkit.compress.pipeline.kept import keep_codes
+from quantkit.compress.pipeline.kept_codes import keep_codes
 from quantkit.compress.pipeline.kv_cache import choose_cache
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import write_layer

@@ -13,15 +13,15 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
-from quantkit.compress.pipeline.kept import check_kept
+from quantkit.compress.pipeline.kept_codes import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
-from quantkit.compress.pipeline.loading import keep_loadable
+from quantkit.compress.pipeline.loadability import keep_loadable
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.assignment import Assigned, LayerLinears, Schemes, fit
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
-from quantkit.huggingface.loader import with_tower_names
+from quantkit.huggingface.load_rules import with_tower_names
 from quantkit.huggingface.skeleton import Skeleton
 from quantkit.machine.devices import fast_cpu_dtype, pick_device
 from quantkit.models.config import NotNative

@@ -29,7 +29,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.machine.devices import threads_within_quota
 from quantkit.machine.memory import peak_bytes
 from quantkit.native.neighbours import watch_neighbours
-from quantkit.numerics.products import quick_products
+from quantkit.numerics.matmul import quick_products
 from quantkit.output.staging import Stage, check_apart, check_gguf, open_stage
 from quantkit.output.work_folder import WorkFolder
 from quantkit.output.writer import writing

@@ -22,7 +22,6 @@ from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
 from quantkit.evaluate.engine import check_same_language
-from quantkit.hub import card_entries
 from quantkit.inspection import inspect, read_manifest, section
 from quantkit.machine.devices import processor_name
 from quantkit.output.staging import MANIFEST, check_text, open_stage
@@ -32,6 +31,7 @@ from quantkit.report.files import SIGNS
 from quantkit.results import CompressionResult, Environment, ModelFacts, Report
 from quantkit.results.gates import parse_gate
 from quantkit.safety.untrusted import shorten
+from quantkit.upload import card_entries
 
 RUN = "quantkit-run.json"
 

@@ -1,4 +1,4 @@
-/* Products of bf16 matrices that share their rows, summed in float32: left' right. See numerics/products.py. */
+/* Products of bf16 matrices that share their rows, summed in float32: left' right. See numerics/matmul.py. */
 #include "tile.h"
 
 enum { CHUNK = 256 }; /* pairs that are multiplied at once: what all tiles of a strip read stays in cache */

@@ -28,12 +28,12 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.quantities import dtype_name
 from quantkit.runtime.config import DTYPES_BY_SHORT_NAME, HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
-from quantkit.runtime.model.compressed import build_head, build_streamed_block
+from quantkit.runtime.model.compressed_attention import build_head, build_streamed_block
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.expected_tensors import check_memory, check_tensors
 from quantkit.runtime.model.layers import Block
 from quantkit.runtime.model.model import Model, NativeModel
-from quantkit.runtime.model.streams import StreamedBlock
+from quantkit.runtime.model.residual_streams import StreamedBlock
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.safety.untrusted import read_object
 

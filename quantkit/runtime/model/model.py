@@ -22,8 +22,8 @@ from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Norm, add_and_norm
+from quantkit.runtime.model.residual_streams import StreamedBlock, StreamHead
 from quantkit.runtime.model.rope import RopeTable
-from quantkit.runtime.model.streams import StreamedBlock, StreamHead
 
 
 @dataclass(kw_only=True, eq=False)

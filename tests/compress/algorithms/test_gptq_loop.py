@@ -13,7 +13,7 @@ from quantkit.compress.algorithms._gptq_loop import Settled, settle_columns
 from quantkit.numerics import native
 from quantkit.numerics.affine import WeightGrid, minmax_parameters
 from quantkit.numerics.dtype import INT4, INT8
-from quantkit.numerics.products import multiplies_bfloat16
+from quantkit.numerics.matmul import multiplies_bfloat16
 from quantkit.numerics.scheme import WeightScheme
 from tests.compress.algorithms.gptq_problem import problem
 

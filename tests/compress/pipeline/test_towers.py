@@ -14,7 +14,7 @@ from quantkit.compress.pipeline.plan import find_model
 from quantkit.compress.recipe import load
 from quantkit.errors import RecipeError
 from quantkit.formats import recognise
-from quantkit.huggingface.loader import with_tower_names
+from quantkit.huggingface.load_rules import with_tower_names
 from quantkit.inspection import inspect
 from quantkit.planning.estimate import find_shape
 from quantkit.planning.recipes import plan_recipe

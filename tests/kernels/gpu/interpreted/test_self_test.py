@@ -11,8 +11,8 @@ from quantkit.kernels import gpu, ops
 from quantkit.kernels.gpu import experts as gpu_experts
 from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu import paged_attention, w4a16
-from quantkit.runtime.engine import first_run
-from quantkit.runtime.engine.first_run import TOLERANCE
+from quantkit.runtime.engine import kernel_check
+from quantkit.runtime.engine.kernel_check import TOLERANCE
 from tests.kernels.gpu.interpreted.packed import CPU
 
 PLANTED = {
@@ -31,9 +31,9 @@ def test_one_number_that_is_wrong_is_found(monkeypatch, family):
     monkeypatch.setenv("QUANTKIT_NATIVE", "1")
     monkeypatch.setattr(gpu, "is_used", lambda device: os.environ["QUANTKIT_TRITON"] == "1")
     monkeypatch.setattr(ops, "_on_gpu", lambda x: gpu.module("ops", x.device))
-    monkeypatch.setattr(first_run, "WIDTH", 128)  # the interpreter is slow
-    monkeypatch.setattr(first_run, "_ROWS", (2,))
-    case = next(iter(first_run.CASES[family].values()))
+    monkeypatch.setattr(kernel_check, "WIDTH", 128)  # the interpreter is slow
+    monkeypatch.setattr(kernel_check, "_ROWS", (2,))
+    case = next(iter(kernel_check.CASES[family].values()))
     module, name = PLANTED[family]
     launch = getattr(module, name)
 
@@ -47,12 +47,12 @@ def test_one_number_that_is_wrong_is_found(monkeypatch, family):
         patch.setattr(module, name, wrong)
         # The first output shows it; those of `ops` begin with norms, which are right.
         few = None if family == "ops" else 1
-        assert not first_run.error_of(lambda *where: itertools.islice(case(*where), few), CPU) <= TOLERANCE
-    assert first_run.error_of(case, CPU) < TOLERANCE / 10
+        assert not kernel_check.error_of(lambda *where: itertools.islice(case(*where), few), CPU) <= TOLERANCE
+    assert kernel_check.error_of(case, CPU) < TOLERANCE / 10
 
 
 def test_every_family_is_planted():
-    assert set(first_run.CASES) == set(gpu.FAMILIES) == set(PLANTED)
+    assert set(kernel_check.CASES) == set(gpu.FAMILIES) == set(PLANTED)
 
 
 PRETENDED = """
@@ -71,10 +71,10 @@ def test_a_wrong_kernel_is_found_in_a_child(monkeypatch, tmp_path):
     monkeypatch.delenv("QUANTKIT_TRITON", raising=False)
     monkeypatch.setattr(gpu, "_replaced", {})
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
-    monkeypatch.setattr(first_run, "_CHILD", first_run._CHILD.replace("main()", f"exec({PRETENDED!r}); main()"))
-    monkeypatch.setattr(first_run, "CASES", {"ops": first_run.CASES["ops"]})
-    monkeypatch.setattr(first_run, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(first_run, "identity", lambda device: {})
-    first_run.check_kernels(CPU)
+    monkeypatch.setattr(kernel_check, "_CHILD", kernel_check._CHILD.replace("main()", f"exec({PRETENDED!r}); main()"))
+    monkeypatch.setattr(kernel_check, "CASES", {"ops": kernel_check.CASES["ops"]})
+    monkeypatch.setattr(kernel_check, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_check, "identity", lambda device: {})
+    kernel_check.check_kernels(CPU)
     assert "norms and gates: " in gpu.why_replaced("ops", CPU)
-    assert "of the largest number off torch" in first_run.describe_kernels(CPU)
+    assert "of the largest number off torch" in kernel_check.describe_kernels(CPU)

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.compress.pipeline import finish
-from quantkit.compress.pipeline.loading import _together
+from quantkit.compress.pipeline.loadability import _together
 from quantkit.errors import GateFailure, ModelError
-from quantkit.huggingface.loader import HfLoader, Problems, _Made
+from quantkit.huggingface.load_rules import HfLoader, Problems, _Made
 from quantkit.huggingface.names import Renaming
 from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import known_to_transformers, load_tensors, make_model, transformers_logits

@@ -16,7 +16,7 @@ from quantkit.api import quantize
 from quantkit.cli import main
 from quantkit.compress.convert import convert
 from quantkit.errors import InputError, ModelError, OutputError
-from quantkit.hub import find_origin, hub_card, push
+from quantkit.upload import find_origin, hub_card, push
 from tests.helpers import make_model
 
 CARD = """---

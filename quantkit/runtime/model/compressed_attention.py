@@ -27,8 +27,8 @@ from quantkit.runtime.cache.entries import EntryPool
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import Norm
+from quantkit.runtime.model.residual_streams import StreamedBlock, StreamHead, StreamMixture
 from quantkit.runtime.model.rope import angles_at
-from quantkit.runtime.model.streams import StreamedBlock, StreamHead, StreamMixture
 from quantkit.runtime.model.weights import Weights, build_mixture
 
 _QUERIES = 128  # of a sequence whose scores are held at once

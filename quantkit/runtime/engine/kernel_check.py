@@ -50,7 +50,7 @@ WIDTH = 512
 
 _ROWS = (1, 20, 260)  # each way to multiply
 _SECONDS = 60.0
-_CHILD = "from quantkit.runtime.engine.first_run import main; main()"
+_CHILD = "from quantkit.runtime.engine.kernel_check import main; main()"
 _LOG = logging.getLogger(__name__)
 
 Outputs = Iterator[Tensor]

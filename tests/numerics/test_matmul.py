@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.numerics import native, products
-from quantkit.numerics.products import add_products, multiplies_bfloat16, pack_matrix, packed_size, quick_products
+from quantkit.numerics import matmul, native
+from quantkit.numerics.matmul import add_products, multiplies_bfloat16, pack_matrix, packed_size, quick_products
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_precision_is_kept_and_the_setting_comes_back():
 @pytest.mark.parametrize(("device", "keeps", "inside"), [("cpu", True, "medium"), ("cpu", False, "highest"),
                                                          ("cuda", True, "highest")])  # fmt: skip
 def test_torch_is_allowed_less_only_where_nothing_is_lost(monkeypatch, device, keeps, inside):
-    monkeypatch.setattr(products, "keeps_precision", lambda: keeps)
+    monkeypatch.setattr(matmul, "keeps_precision", lambda: keeps)
     with quick_products(torch.device(device)):
         assert torch.get_float32_matmul_precision() == inside
 

@@ -19,7 +19,7 @@ from quantkit.compress.recipe.assignment import Assigned, LayerLinears, Schemes
 from quantkit.errors import GateFailure, ModelError
 from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import Format
-from quantkit.huggingface.loader import CannotLoad, HfLoader, Problems, Stored
+from quantkit.huggingface.load_rules import CannotLoad, HfLoader, Problems, Stored
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.scheme import LinearScheme

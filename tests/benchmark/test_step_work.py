@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.benchmark.ceilings import Ceilings, break_even_rows, decode_record, prefill_record
-from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
+from quantkit.benchmark.step_work import Cost, linear_kinds, model_cost
 from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.cache import BF16
 from quantkit.results import SWEEP_NAME, BenchmarkRun

@@ -16,8 +16,8 @@ import torch
 from quantkit import LLM
 from quantkit.kernels import gpu
 from quantkit.runtime import llm
-from quantkit.runtime.engine import first_run
-from quantkit.runtime.engine.first_run import Verdict
+from quantkit.runtime.engine import kernel_check
+from quantkit.runtime.engine.kernel_check import Verdict
 from tests import forked
 from tests.runtime import planted
 
@@ -30,20 +30,22 @@ def load(monkeypatch, tmp_path, caplog):
     """Make a first load on a device that pretends to be new, with these cases by family; return the warnings."""
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
     monkeypatch.setattr(gpu, "_replaced", {})
-    monkeypatch.setattr(first_run, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(first_run, "identity", lambda device: ABOUT)
-    monkeypatch.setattr(first_run, "_SECONDS", 100.0)
-    monkeypatch.setattr(first_run, "CASES", {})
+    monkeypatch.setattr(kernel_check, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_check, "identity", lambda device: ABOUT)
+    monkeypatch.setattr(kernel_check, "_SECONDS", 100.0)
+    monkeypatch.setattr(kernel_check, "CASES", {})
     monkeypatch.delenv("QUANTKIT_TRITON", raising=False)
 
     def load(**families):
         monkeypatch.setattr(gpu, "_replaced", {})  # as another process
         planted.plant(families)
         code = f"from tests.runtime.planted import plant; plant({families!r}); "
-        monkeypatch.setattr(first_run, "_CHILD", f"{code}from quantkit.runtime.engine.first_run import main; main()")
+        monkeypatch.setattr(
+            kernel_check, "_CHILD", f"{code}from quantkit.runtime.engine.kernel_check import main; main()"
+        )
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            first_run.check_kernels(DEVICE)
+            kernel_check.check_kernels(DEVICE)
         return [record.message for record in caplog.records]
 
     return load
@@ -93,11 +95,11 @@ def test_families_that_are_wrong_or_end_their_child_are_replaced(load, no_child,
     lines = [f"GPU kernels for {gpu.FAMILIES[family]}: {reason}; torch does" for family, reason in reasons.items()]
     assert all(any(line.startswith(start) for line in said) for start in lines)
     assert len(said) == len(lines)
-    text = first_run.describe_kernels(DEVICE)
+    text = kernel_check.describe_kernels(DEVICE)
     assert text.count("torch in place of") == 3
     assert f"torch in place of attention over pages: {reasons['attention']}" in text
     # A print is no result; and what is known is not tried again.
-    assert first_run.read_verdicts(DEVICE)["ops"] == Verdict(True, "at most 0.00% of the largest number off torch")
+    assert kernel_check.read_verdicts(DEVICE)["ops"] == Verdict(True, "at most 0.00% of the largest number off torch")
     no_child()
     assert len(load(ops="right", attention="crash", experts="infinite", quantized_linear="wrong")) == 3
     assert gpu.why_replaced("attention", DEVICE) == reasons["attention"]
@@ -114,17 +116,17 @@ def test_half_a_line_and_lines_of_others_say_nothing(load, monkeypatch):
     done = subprocess.CompletedProcess([], -9, stdout=said, stderr=b"")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     load(ops="right", attention="right,wrong")
-    assert {family: verdict.passed for family, verdict in first_run.read_verdicts(DEVICE).items()} == {
+    assert {family: verdict.passed for family, verdict in kernel_check.read_verdicts(DEVICE).items()} == {
         "ops": True,
         "attention": False,
     }
 
 
 def test_a_family_that_hangs_is_ended_and_tried_again_at_the_next_load(load, forked_children, no_child, monkeypatch):
-    monkeypatch.setattr(first_run, "_SECONDS", 1.0)
+    monkeypatch.setattr(kernel_check, "_SECONDS", 1.0)
     _, said = load(attention="hang")
     assert "attention over pages: hang: no result within 1 s; torch does their work on cpu" in said
-    monkeypatch.setattr(first_run, "_SECONDS", 100.0)
+    monkeypatch.setattr(kernel_check, "_SECONDS", 100.0)
     first, *said = load(attention="right")
     assert (first[:9], said) == ("comparing", [])
     no_child()
@@ -133,25 +135,25 @@ def test_a_family_that_hangs_is_ended_and_tried_again_at_the_next_load(load, for
 
 def test_another_device_driver_or_version_is_new(load, monkeypatch):
     planted.plant({"ops": "right"})
-    first_run.verdict_file(DEVICE).write_text(json.dumps({"ops": Verdict(True, "")}))
-    assert first_run.read_verdicts(DEVICE)
+    kernel_check.verdict_file(DEVICE).write_text(json.dumps({"ops": Verdict(True, "")}))
+    assert kernel_check.read_verdicts(DEVICE)
     for name in ABOUT:
-        monkeypatch.setattr(first_run, "identity", lambda device, name=name: {**ABOUT, name: "another"})
-        assert first_run.read_verdicts(DEVICE) == {}
+        monkeypatch.setattr(kernel_check, "identity", lambda device, name=name: {**ABOUT, name: "another"})
+        assert kernel_check.read_verdicts(DEVICE) == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"ops": 3}', '{"ops": [true]}', '{"head": [true, ""]}'])
 def test_a_file_that_is_broken_or_old_knows_nothing(load, text):
     planted.plant({"ops": "right"})
-    first_run.verdict_file(DEVICE).write_text(text)
-    assert first_run.read_verdicts(DEVICE) == {}
+    kernel_check.verdict_file(DEVICE).write_text(text)
+    assert kernel_check.read_verdicts(DEVICE) == {}
 
 
 def test_force_skips_it(load, no_child, monkeypatch):
     no_child()
     monkeypatch.setenv("QUANTKIT_TRITON", "force")
     assert load(ops="crash") == []
-    assert first_run.describe_kernels(DEVICE) == "not checked: QUANTKIT_TRITON=force"
+    assert kernel_check.describe_kernels(DEVICE) == "not checked: QUANTKIT_TRITON=force"
 
 
 def test_inspect_makes_the_same_test_and_the_next_load_knows_it(load, forked_children, no_child, monkeypatch, capsys):
@@ -160,7 +162,7 @@ def test_inspect_makes_the_same_test_and_the_next_load_knows_it(load, forked_chi
     load(ops="right", attention="wrong")
     monkeypatch.setattr("quantkit.machine.devices.pick_device", lambda name: DEVICE)
     verdicts = {"ops": Verdict(True, "0.10% off"), "attention": Verdict(False, "SIGSEGV")}
-    monkeypatch.setattr(first_run, "_try", lambda device, family: verdicts[family])
+    monkeypatch.setattr(kernel_check, "_try", lambda device, family: verdicts[family])
     assert main(["inspect", "--device", "--json"], standalone_mode=False) in (None, 0)
     document = json.loads(capsys.readouterr().out)
     assert document["checks"] == {family: verdict._asdict() for family, verdict in verdicts.items()}
@@ -175,7 +177,7 @@ def test_inspect_makes_the_same_test_and_the_next_load_knows_it(load, forked_chi
 
 
 def test_every_family_has_cases():
-    assert first_run.CASES.keys() == gpu.FAMILIES.keys()
+    assert kernel_check.CASES.keys() == gpu.FAMILIES.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
