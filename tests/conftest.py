@@ -27,7 +27,7 @@ import quantkit
 from quantkit.benchmark import ceilings
 from quantkit.checkpoints import tokenizer
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.stream import Stream
 from quantkit.huggingface.skeleton import Skeleton

@@ -36,6 +36,7 @@ LAYERS = {
     "compress.algorithms": 5,
     "compress.calibration": 4,
     "compress.output": 4,  # what quantize and convert share
+    "compress.rotated_reader": 4,  # read by the step `rotate`
     "compress.convert": 5,  # below the pipeline, which ends in it when the output is one file
     "runtime.engine": 7,
     "runtime.model": 6,

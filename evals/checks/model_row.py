@@ -122,7 +122,7 @@ def _generated(model: Any) -> Answer:
 
 def _round_inputs(model: Any, inputs: Any, sums: set[float]) -> None:
     """From now on the linears whose weights have these sums see their inputs rounded."""
-    from quantkit.numerics.inputs import fake_quantize_inputs
+    from quantkit.numerics.activation_quant import fake_quantize_inputs
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and float(module.weight.double().sum()) in sums:

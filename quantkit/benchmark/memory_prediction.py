@@ -23,7 +23,7 @@ from quantkit.kernels import cpu
 from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import Linear, LinearFacts
-from quantkit.models.cache import DEFAULT_PAGE_SIZE
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.cache_schemes import read_stored_cache

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.kernels.layouts import Layout
-from quantkit.models.attention_shape import AttentionShape, StateShape
-from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.kv_budget import kept_tokens
+from quantkit.models.kv_sizes import KVForm, form_of_schemes
+from quantkit.models.layer_state_sizes import AttentionShape, StateShape
 from quantkit.quantities import dtype_name
 from quantkit.runtime.model.model import Model, NativeModel
 

@@ -23,7 +23,7 @@ from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError
 from quantkit.evaluate.engine import UNQUANTIZED, Evaluated
 from quantkit.evaluate.perplexity import leading_bos, token_ids
-from quantkit.evaluate.shares import Meter, Say, forget
+from quantkit.evaluate.work_sharing import Meter, Say, forget
 from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM

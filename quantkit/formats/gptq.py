@@ -32,7 +32,7 @@ from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, matrix_shape, take, take_matrix
 from quantkit.numerics.dtype import DTYPES
-from quantkit.numerics.patterns import is_exact
+from quantkit.numerics.name_patterns import is_exact
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 

@@ -3,7 +3,7 @@
 Allocator, kernels and planner ask the same functions, so what is planned is what is allocated, to the byte.
 It is geometry and names only; how numbers are rounded is in `reference.kv_codes`.
 
-The bytes of a page are those of `models.cache`; here its arrays get their torch types.
+The bytes of a page are those of `models.kv_sizes`; here its arrays get their torch types.
 
 INT4 packs channel i and channel i + D/2 into byte i, so that a score is two half-dots without a shuffle:
 
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
-from quantkit.models.attention_shape import AttentionShape, StateShape
-from quantkit.models.cache import (
+from quantkit.models.kv_sizes import (
     KV_TYPES,
     KVForm,
     PageArray,
@@ -34,6 +33,7 @@ from quantkit.models.cache import (
     residual_tokens,
     side_of,
 )
+from quantkit.models.layer_state_sizes import AttentionShape, StateShape
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.kv_cache import (
     FP8_TENSOR,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.reference.block import quantize_tokens
+from quantkit.kernels.reference.ops import quantize_tokens
 from quantkit.kernels.types import Linear, LinearSource, nbytes
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor

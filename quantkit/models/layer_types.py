@@ -3,9 +3,9 @@
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import Family
+from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.safety.untrusted import shorten
 
 _FULL = ("full_attention", "attention", "global_attention", "indexed_attention")

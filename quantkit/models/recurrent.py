@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quantkit.errors import ModelError
-from quantkit.models.attention_shape import StateShape
 from quantkit.models.config import ConfigReader
+from quantkit.models.layer_state_sizes import StateShape
 from quantkit.models.linear_sets import LinearSet
 from quantkit.models.tensors import Matrix
 

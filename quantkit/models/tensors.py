@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quantkit.models.attention_shape import AttentionShape, StateShape
+from quantkit.models.layer_state_sizes import AttentionShape, StateShape
 from quantkit.models.linear_sets import EXPERT, at
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from quantkit.errors import SchemeError
 from quantkit.numerics.dtype import DType
-from quantkit.numerics.patterns import MAX_EXPRESSIONS, Budget, check_pattern, is_exact, matches
+from quantkit.numerics.name_patterns import MAX_EXPRESSIONS, Budget, check_pattern, is_exact, matches
 from quantkit.quantities import GROUP_SIZES, fitting_group
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.engines.devices import Device
-from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm
 from quantkit.models.kv_budget import kept_tokens
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm
 from quantkit.planning import memory
 from quantkit.planning.shape import ModelShape
 from quantkit.runtime.config import TOKEN_BUDGET

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from quantkit.compress.algorithms.base import Step, steps_bytes
-from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm
 from quantkit.models.tensors import LayerTensors, Matrix
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import fitting_group

@@ -10,8 +10,8 @@ from typing import Any
 from quantkit.compress.algorithms.base import Step
 from quantkit.engines import StoredModel
 from quantkit.errors import InputError
-from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.families import UNKNOWN
+from quantkit.models.kv_sizes import KVForm, form_of_schemes
 from quantkit.planning.counting import TOWERS
 from quantkit.planning.memory import WeightChoice, WeightForm, from_linear
 from quantkit.planning.shape import ModelShape

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.models.attention_shape import AttentionShape, StateShape
-from quantkit.models.cache import KVForm, find_kv_form
 from quantkit.models.family import Family
+from quantkit.models.kv_sizes import KVForm, find_kv_form
+from quantkit.models.layer_state_sizes import AttentionShape, StateShape
 from quantkit.models.tensors import LayerTensors
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}

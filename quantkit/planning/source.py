@@ -12,9 +12,9 @@ from quantkit.checkpoints.folder import checked_names, download, find_tensors, i
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import ModelError, SchemeError, suggestion
-from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import family_for_counting
+from quantkit.models.kv_sizes import KVForm, form_of_schemes
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import parse_parameters, scaled_count

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
-from quantkit.models.cache import DEFAULT_PAGE_SIZE, KV_TYPES
 from quantkit.models.kv_budget import kept_tokens
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KV_TYPES
 from quantkit.quantities import parse_budget, parse_bytes
 from quantkit.runtime.cache import policies
 from quantkit.settings import setting

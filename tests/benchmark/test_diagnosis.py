@@ -8,8 +8,8 @@ import pytest
 
 from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.step_work import Cost
-from quantkit.models.attention_shape import AttentionShape
-from quantkit.models.cache import BF16
+from quantkit.models.kv_sizes import BF16
+from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, RooflineRecord, Workload
 from tests.benchmark.test_steps import timing
 

@@ -7,8 +7,8 @@ import torch
 
 from quantkit.benchmark.ceilings import Ceilings, break_even_rows, decode_record, prefill_record
 from quantkit.benchmark.step_work import Cost, linear_kinds, model_cost
-from quantkit.models.attention_shape import AttentionShape
-from quantkit.models.cache import BF16
+from quantkit.models.kv_sizes import BF16
+from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.results import SWEEP_NAME, BenchmarkRun
 from quantkit.runtime.model.loader import load_model
 from tests.benchmark.test_steps import timing, workload

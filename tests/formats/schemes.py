@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quantkit.formats._compressed_tensors_layout import library_formats, packs_densely
+from quantkit.numerics.activation_quant import input_scale
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
-from quantkit.numerics.inputs import input_scale
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 

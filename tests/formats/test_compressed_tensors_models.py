@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from quantkit.errors import SchemeError
 from quantkit.formats.compressed_tensors import FORMAT
-from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.writer import write_json, write_shard
 from tests.formats.schemes import SCHEMES, quantize, with_input

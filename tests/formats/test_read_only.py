@@ -12,8 +12,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats import REGISTRY, recognise
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.dtype import FP8, INT8, MXFP4, NVFP4
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from tests.formats.schemes import linear
 

@@ -14,7 +14,7 @@ from quantkit.kernels.layouts import (
     residual_bytes,
 )
 from quantkit.kernels.reference.kv_codes import codes_of, decode_states, pack_int4, unpack_int4
-from quantkit.models.cache import DEFAULT_PAGE_SIZE, MAX_ROLLBACK
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, MAX_ROLLBACK
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import CacheScheme, KVScheme

@@ -9,9 +9,9 @@ import torch
 
 from quantkit.kernels import cpu, torch_linear
 from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import SchemeError
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.affine import (
     Ranges,
     WeightGrid,
@@ -17,7 +18,6 @@ from quantkit.numerics.affine import (
     search_parameters,
 )
 from quantkit.numerics.dtype import DTYPES, FP8, INT4, INT8, NF4, NVFP4, find_dtype
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 

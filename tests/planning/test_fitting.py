@@ -11,7 +11,7 @@ import pytest
 from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
 from quantkit.errors import InputError, ModelError, RecipeError
-from quantkit.models.cache import BF16, FP8, INT4, INT8, find_kv_form
+from quantkit.models.kv_sizes import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
 from quantkit.planning.limits import RESERVE, decode_floor, device_fit
 from quantkit.planning.memory import (

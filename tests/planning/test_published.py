@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quantkit.engines.devices import find_device, make_device
-from quantkit.models.cache import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.models.families.deepseek_v4 import published_names
+from quantkit.models.kv_sizes import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
 from quantkit.planning.memory import (
     BF16_WEIGHTS,

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.kernels.layouts import KVLayout, StateLayout
 from quantkit.kernels.ops.attention import Stepwise
 from quantkit.models.kv_budget import SINK_TOKENS
-from quantkit.runtime.cache.entries import StatePool
+from quantkit.runtime.cache.non_paged import StatePool
 from quantkit.runtime.engine.engine import Engine
 from tests.kernels.paged import remembered
 from tests.runtime.helpers import make_batch

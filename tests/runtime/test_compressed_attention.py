@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 from quantkit.api import quantize
 from quantkit.errors import InputError, ModelError, RequestError, SchemeError
 from quantkit.kernels.layouts import EntryLayout, kv_scheme
-from quantkit.models.attention_shape import AttentionShape
-from quantkit.models.cache import KV_FORMS, find_kv_form
 from quantkit.models.config import NotNative
 from quantkit.models.families import family_for_counting, find
 from quantkit.models.families.deepseek_v4 import published_names
+from quantkit.models.kv_sizes import KV_FORMS, find_kv_form
+from quantkit.models.layer_state_sizes import AttentionShape
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.dtype import FP8
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.planning import estimate
 from quantkit.planning.memory import kv_allocated_bytes, kv_bytes
 from quantkit.planning.source import from_model
-from quantkit.runtime.cache.entries import EntryPool
+from quantkit.runtime.cache.non_paged import EntryPool
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams

@@ -7,7 +7,7 @@ import torch
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.layouts import page_bytes, residual_bytes
-from quantkit.models.cache import MAX_ROLLBACK
+from quantkit.models.kv_sizes import MAX_ROLLBACK
 from quantkit.runtime.cache.kv_cache import KVCache
 from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, layout, use
 

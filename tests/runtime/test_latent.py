@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.errors import SchemeError
-from quantkit.models.attention_shape import AttentionShape
-from quantkit.models.cache import BF16, FP8, INT4, INT8
+from quantkit.models.kv_sizes import BF16, FP8, INT4, INT8
+from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams

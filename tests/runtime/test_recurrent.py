@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.api import quantize
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.models.cache import FP32
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
+from quantkit.models.kv_sizes import FP32
 from quantkit.planning.memory import kv_allocated_bytes
 from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM

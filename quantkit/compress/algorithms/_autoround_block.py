@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.huggingface.layer_call import Batch, hidden_states, states_of
-from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.output.writer import write_shard
 

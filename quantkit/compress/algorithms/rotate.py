@@ -1,6 +1,6 @@
 """Rotate: the same model with a rotated residual stream, so that no channel of weights or activations stands out.
 
-The work is done where tensors are read (`quantkit.checkpoints.rotated_reader`); the other steps see the rotated model.
+The work is done where tensors are read (`quantkit.compress.rotated_reader`); the other steps see the rotated model.
 Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant.
 """
 
@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.rotated_reader import RotatedReader
 from quantkit.compress.algorithms.base import Step
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.rotated_reader import RotatedReader
 from quantkit.models.family import Family
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.errors import plainly_rounded, row_blocks, weight_error
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, removed_after, show_all_tokens, token_rows
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import spread_rows
 from quantkit.errors import CheckpointError

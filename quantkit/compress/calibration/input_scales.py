@@ -1,7 +1,7 @@
 """Calibrated scales of inputs: one number per tensor, found from the data once the layer has its final weights.
 
 Linears of one module that read the same input (q, k and v; gate and up) share the scale, as engines join them.
-Dynamic scales are computed at run time and are not here; the arithmetic is in `numerics.inputs`.
+Dynamic scales are computed at run time and are not here; the arithmetic is in `numerics.activation_quant`.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import spread_rows
 from quantkit.errors import DataError
-from quantkit.numerics.inputs import fake_quantize_inputs, input_scale
+from quantkit.numerics.activation_quant import fake_quantize_inputs, input_scale
 from quantkit.numerics.scheme import ActivationScheme
 
 RangeMethod = Literal["absmax", "mse"]

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.errors import measured, row_blocks, signal_to_noise_db
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
@@ -24,6 +23,7 @@ from quantkit.compress.calibration.expert_inputs import (
     token_rows,
 )
 from quantkit.compress.calibration.folding import output_divisor
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Deliveries, Gram, Observer, options_of, own_turns
 from quantkit.compress.calibration.stream import NOTHING, Stream
@@ -32,8 +32,8 @@ from quantkit.huggingface.layer_call import Batch
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.affine import WeightGrid
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord

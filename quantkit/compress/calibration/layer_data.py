@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.stream import Stream
 from quantkit.numerics.affine import Ranges
 from quantkit.numerics.tensor import QuantizedTensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.distributed import assign_work, exchange, fill, rank, world
 from quantkit.numerics.matmul import Operand, add_products, multiplies_bfloat16, pack_matrix, packed_size
 

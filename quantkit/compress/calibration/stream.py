@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, hook_output, probe, removed_after
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.huggingface.layer_call import Batch, LayerCall, hidden_states, states_of
 from quantkit.huggingface.layer_inputs import Compute, compute_with
 from quantkit.models.linear_sets import find_expert

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Block
 from gguf import LlamaFileType as FileType
 from torch import Tensor
 
-from quantkit.compress.convert.gguf_model import (
+from quantkit.compress.convert.gguf_tensors import (
     ExportedTensor,
     find_gguf_model,
     interleave,

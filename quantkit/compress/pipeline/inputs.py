@@ -12,9 +12,9 @@ from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.algorithms.base import follows_original
-from quantkit.compress.calibration.activations import ActivationStore, Mode
 from quantkit.compress.calibration.dataset import NO_TEXT, Samples, load_samples, num_held_out
 from quantkit.compress.calibration.held_out import HeldOut
+from quantkit.compress.calibration.hidden_state_store import ActivationStore, Mode
 from quantkit.compress.calibration.images import ImageSamples, load_images
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan

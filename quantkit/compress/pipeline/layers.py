@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.algorithms.base import keeps_original
-from quantkit.compress.calibration.activations import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.held_out import HeldOut
+from quantkit.compress.calibration.hidden_state_store import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from quantkit.checkpoints.folder import resolve
-from quantkit.compress.calibration.activations import Mode
 from quantkit.compress.calibration.dataset import Samples
+from quantkit.compress.calibration.hidden_state_store import Mode
 from quantkit.compress.pipeline.data_free import round_layers
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
@@ -28,7 +28,7 @@ from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.machine.devices import threads_within_quota
 from quantkit.machine.memory import peak_bytes
-from quantkit.native.neighbours import watch_neighbours
+from quantkit.native.openmp_wait import watch_neighbours
 from quantkit.numerics.matmul import quick_products
 from quantkit.output.staging import Stage, check_apart, check_gguf, open_stage
 from quantkit.output.work_folder import WorkFolder

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.compress.calibration.activations import check_saved
 from quantkit.compress.calibration.dataset import Samples
+from quantkit.compress.calibration.hidden_state_store import check_saved
 from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, with_threads_of, write_state
 from quantkit.compress.pipeline.plan import Plan

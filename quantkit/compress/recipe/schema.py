@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 
 from quantkit.errors import InputError, RecipeError, SchemeError, suggestion
 from quantkit.numerics.dtype import find_dtype
-from quantkit.numerics.patterns import check_pattern
+from quantkit.numerics.name_patterns import check_pattern
 from quantkit.safety.untrusted import shorten
 
 DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CONFIG]"

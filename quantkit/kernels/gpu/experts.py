@@ -20,7 +20,7 @@ from quantkit.kernels.gpu.packing import PLAIN, PackedWeight
 from quantkit.kernels.gpu.quantized_linear import PackedLinear
 from quantkit.kernels.gpu.w4a16 import dequantize_weight
 from quantkit.kernels.reference import experts as reference
-from quantkit.kernels.reference.block import DenseLinear, gated
+from quantkit.kernels.reference.ops import DenseLinear, gated
 from quantkit.kernels.types import Linear, LinearFacts
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]

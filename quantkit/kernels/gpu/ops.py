@@ -3,7 +3,7 @@
 """The small operations of a block in one launch each: norms with the residual's addition, gates.
 
 Norms and gates also quantize their outputs to 8 bits in that launch, where only linears that want it read them.
-They compute in float32 and round where `reference.block` rounds. `None` means: not for these tensors.
+They compute in float32 and round where `reference.ops` rounds. `None` means: not for these tensors.
 Shapes: T tokens, K features, H heads.
 """
 

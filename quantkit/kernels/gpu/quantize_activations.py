@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN201, ANN202, RET505  of branches on constants one is compiled
 """Rows of inputs quantized to 8 bits in one launch, and what integer sums become.
 
-Bit for bit as `reference.block.quantize_tokens` and `numerics.inputs` have it. A row that holds what cannot be
+Bit for bit as `reference.ops.quantize_tokens` and `numerics.activation_quant` have it. A row that holds what cannot be
 quantized has a scale of NaN, which makes its outputs NaN.
 Shapes: T tokens, N outputs, K inputs.
 """

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quantkit.kernels import gpu
 from quantkit.kernels.cpu import ops as on_cpu
-from quantkit.kernels.reference import block as reference
-from quantkit.kernels.reference.block import activate as activate
+from quantkit.kernels.reference import ops as reference
+from quantkit.kernels.reference.ops import activate as activate
 from quantkit.kernels.types import ActivationQuantization, Linear
 
 
@@ -85,7 +85,7 @@ def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization
 
     Args:
         gate_up: (T, 2I), gate first; not modified.
-        activation: a key of `reference.block.ACTIVATIONS`.
+        activation: a key of `reference.ops.ACTIVATIONS`.
         quantization: of the outputs, see `rms_norm`.
     Returns:
         (T, I), dtype of gate_up; or quantized, see `rms_norm`.

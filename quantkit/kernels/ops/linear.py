@@ -17,9 +17,9 @@ from torch import Tensor
 from quantkit.kernels import gpu
 from quantkit.kernels import torch_linear as torch_kernels
 from quantkit.kernels.cpu import linear as on_cpu
-from quantkit.kernels.reference.block import DenseLinear
+from quantkit.kernels.reference.ops import DenseLinear
 from quantkit.kernels.types import Linear, LinearSettings, LinearSource, StackedExperts, WrappedLinear, describe_linear
-from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor, join_rows
 

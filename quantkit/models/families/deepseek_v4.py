@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.attention_shape import AttentionShape
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import SHARED_UP, Experts, Family, Rope
+from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.models.linear_sets import LinearSet, expert_sets
 from quantkit.models.stored_names import StoredNames
 from quantkit.models.tensors import LayerTensors, Matrix

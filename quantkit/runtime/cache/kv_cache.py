@@ -27,7 +27,7 @@ from quantkit.kernels.layouts import EntryLayout, KVLayout, KVViews, Layout, Sta
 from quantkit.kernels.ops.attention import paged_attention
 from quantkit.kernels.reference.attention import page_keys
 from quantkit.kernels.reference.kv_codes import codes_of
-from quantkit.runtime.cache.entries import EntryPool, StatePool
+from quantkit.runtime.cache.non_paged import EntryPool, StatePool
 
 Array = np.ndarray[Any, Any]
 

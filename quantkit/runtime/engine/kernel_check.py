@@ -27,7 +27,7 @@ from quantkit.kernels import gpu, ops
 from quantkit.kernels.layouts import KVLayout, kv_scheme
 from quantkit.kernels.ops.linear import build_linear, can_stack, stack
 from quantkit.kernels.reference import experts
-from quantkit.kernels.reference.block import gated
+from quantkit.kernels.reference.ops import gated
 from quantkit.kernels.types import AttentionOptions, ForwardBatch, HeadNorms, Linear
 from quantkit.machine.devices import entered
 from quantkit.native.build import cache_folder

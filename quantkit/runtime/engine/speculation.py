@@ -24,7 +24,7 @@ from statistics import median
 from typing import Protocol
 
 from quantkit.errors import RequestError
-from quantkit.models.cache import MAX_ROLLBACK
+from quantkit.models.kv_sizes import MAX_ROLLBACK
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.config import EngineConfig

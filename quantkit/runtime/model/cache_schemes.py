@@ -9,8 +9,8 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from quantkit.formats._kv_cache import read_cache_schemes, read_scales
 from quantkit.kernels.layouts import Layout, kv_scheme
-from quantkit.models.attention_shape import StateShape
 from quantkit.models.config import ConfigReader
+from quantkit.models.layer_state_sizes import StateShape
 from quantkit.numerics.kv_cache import FP8_HEAD, LayerCache, Scales
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.model.config import ModelConfig

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels.reference.attention import Span, attend_plainly, seen_by, spans
-from quantkit.kernels.reference.block import rotary_
 from quantkit.kernels.reference.experts import choose_experts
+from quantkit.kernels.reference.ops import rotary_
 from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, Linear
-from quantkit.models.attention_shape import AttentionShape
+from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.models.rope import RopeConfig
-from quantkit.runtime.cache.entries import EntryPool
 from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.cache.non_paged import EntryPool
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import Norm
 from quantkit.runtime.model.residual_streams import StreamedBlock, StreamHead, StreamMixture

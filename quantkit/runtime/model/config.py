@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import ModelError
-from quantkit.kernels.reference.block import ACTIVATIONS, CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU
+from quantkit.kernels.reference.ops import ACTIVATIONS, CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.description import ModelDescription, description_fields
 from quantkit.models.family import Family

@@ -25,7 +25,7 @@ from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.huggingface.layer_call import cache_argument
 from quantkit.huggingface.layer_inputs import config_and_class
 from quantkit.kernels.types import ForwardBatch
-from quantkit.numerics.patterns import check_for_others
+from quantkit.numerics.name_patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.expected_tensors import check_memory
 from quantkit.runtime.model.model import Model

@@ -15,7 +15,7 @@ from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
-from quantkit.kernels.reference.block import DenseLinear
+from quantkit.kernels.reference.ops import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.machine.devices import entered, fast_cpu_dtype
 from quantkit.machine.memory import release_freed_memory

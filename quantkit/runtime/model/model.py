@@ -14,7 +14,7 @@ from torch.nn.functional import embedding
 
 from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, StateLayout, kv_dtype
 from quantkit.kernels.types import ForwardBatch, Linear
-from quantkit.models.attention_shape import StateShape
+from quantkit.models.layer_state_sizes import StateShape
 from quantkit.models.rope import RopeConfig
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quantkit.kernels.ops.recurrence import causal_conv, scan
 from quantkit.kernels.types import Angles, ForwardBatch, Linear
-from quantkit.models.attention_shape import StateShape
+from quantkit.models.layer_state_sizes import StateShape
 from quantkit.models.recurrent import Recurrent
-from quantkit.runtime.cache.entries import runs
 from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.cache.non_paged import runs
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

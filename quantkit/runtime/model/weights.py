@@ -14,8 +14,8 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.linear import build_linear, can_stack, join, stack
-from quantkit.kernels.reference.block import CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU, clamped_swiglu, xielu
 from quantkit.kernels.reference.experts import choose_experts, route
+from quantkit.kernels.reference.ops import CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU, clamped_swiglu, xielu
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts, WrappedLinear
 from quantkit.models.description import ExpertsShape
 from quantkit.models.layer_tensors import norm_names, per_head

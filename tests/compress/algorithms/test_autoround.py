@@ -14,7 +14,7 @@ import quantkit
 from quantkit.compress.algorithms._autoround_block import Examples, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
 from quantkit.compress.algorithms.autoround import STEP, AutoRoundStep
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.recipe.load import build
 from quantkit.errors import RecipeError

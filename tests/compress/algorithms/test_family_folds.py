@@ -8,7 +8,7 @@ import torch
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.stream import Stream
 from quantkit.huggingface.skeleton import Skeleton

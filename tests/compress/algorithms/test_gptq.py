@@ -13,7 +13,7 @@ from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms._gptq_loop import settle_columns
 from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.algorithms.gptq import STEP, GptqStep, corrected, correction
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.stream import Stream
 from quantkit.errors import ModelError
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.compress.calibration.input_scales import InputRange, _choose
+from quantkit.numerics.activation_quant import fake_quantize_inputs, input_scale
 from quantkit.numerics.dtype import FP8, INT8
-from quantkit.numerics.inputs import fake_quantize_inputs, input_scale
 from quantkit.numerics.scheme import ActivationScheme
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.compress.calibration import kv_cache
-from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.cache_statistics import CacheStatistics
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, choose_scheme, noise
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.stream import Stream

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from quantkit.compress.algorithms._smoothing import fold
-from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.errors import signal_to_noise_db, weight_error
 from quantkit.compress.calibration.held_out import HeldOut, output_error
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.observers import Magnitude
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT8
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from quantkit.compress.algorithms.gptq import GptqStep
 from quantkit.compress.calibration import stream
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.stream import Stream, learn_structure
 from quantkit.compress.pipeline.inputs import advance
 from quantkit.models.linear_sets import split_experts

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
-from quantkit.compress.convert.gguf_model import interleave
+from quantkit.compress.convert.gguf_tensors import interleave
 from quantkit.compress.convert.gguf_vocab import read_vocab
 from quantkit.compress.convert.source import open_source
 from quantkit.errors import ModelError, SchemeError

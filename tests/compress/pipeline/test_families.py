@@ -16,7 +16,7 @@ from quantkit.errors import SchemeError
 from quantkit.formats import recognise
 from quantkit.formats.base import by_module
 from quantkit.models.families import find
-from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import EVERY_FAMILY, EXPERT_FAMILIES, make_model, one_of_each, transformers_logits
 

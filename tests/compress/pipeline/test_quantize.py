@@ -18,7 +18,7 @@ from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.recipe import load, shipped
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from tests.helpers import edit_config, edit_tensors, load_tensors, make_model, one_of_each, transformers_logits
 
 IDS = torch.arange(2, 62).view(2, 30)

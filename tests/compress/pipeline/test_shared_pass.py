@@ -9,7 +9,7 @@ import torch
 
 import quantkit
 from quantkit.compress.calibration import layer as calibration_layer
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline import layers as pipeline
 from quantkit.compress.pipeline.run import quantize_together

@@ -9,7 +9,7 @@ import pytest
 
 import quantkit
 from quantkit.cli import main
-from quantkit.evaluate import shares
+from quantkit.evaluate import work_sharing
 from quantkit.evaluate.tasks import read_named_text
 from quantkit.safety.child import QUANTKIT, python
 
@@ -33,8 +33,8 @@ def test_two_ranks_write_the_report_of_one(tmp_path, monkeypatch, capsys):
         del written["environment"]["created"], written["environment"]["command"]
         return written
 
-    cut, batches = shares.cut, []
-    monkeypatch.setattr(shares, "cut", lambda *sizes: batches.append(parts := cut(*sizes)) or parts)
+    cut, batches = work_sharing.cut, []
+    monkeypatch.setattr(work_sharing, "cut", lambda *sizes: batches.append(parts := cut(*sizes)) or parts)
     with pytest.raises(SystemExit) as ended:
         main([*words, "-o", "one"])
     assert max(map(len, batches)) > 1  # so that two ranks have something to share

@@ -14,12 +14,12 @@ import torch
 
 from quantkit.kernels import ops
 from quantkit.kernels.ops.linear import build_linear, stack
-from quantkit.kernels.reference import block as reference
 from quantkit.kernels.reference import experts
+from quantkit.kernels.reference import ops as reference
 from quantkit.kernels.types import ActivationQuantization, AttentionOptions, HeadNorms
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 

@@ -11,7 +11,7 @@ from quantkit.kernels import ops
 from quantkit.kernels.gpu import experts
 from quantkit.kernels.gpu import quantized_linear as packed_linear
 from quantkit.kernels.reference import experts as reference
-from quantkit.kernels.reference.block import DenseLinear
+from quantkit.kernels.reference.ops import DenseLinear
 from quantkit.kernels.types import LinearSource, WrappedLinear
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES

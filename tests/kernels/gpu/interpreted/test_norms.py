@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.kernels.gpu import ops as gpu_ops
-from quantkit.kernels.reference import block as reference
+from quantkit.kernels.reference import ops as reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

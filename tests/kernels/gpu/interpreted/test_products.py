@@ -15,10 +15,10 @@ from quantkit.kernels.gpu.attention import TritonAttention
 from quantkit.kernels.gpu.packing import E4M3_BYTES, NUMBERS, find_span, pack, unpacked
 from quantkit.kernels.ops.attention import paged_attention
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.kernels.reference import block
+from quantkit.kernels.reference import ops as reference
 from quantkit.kernels.types import AttentionOptions, LinearSource
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.dtype import DTYPES
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.layers import MLP
@@ -100,13 +100,13 @@ def test_a_feed_forward_layer_opens_its_gates_in_the_product_where_it_can(monkey
     """Not for an activation that kernels do not have, nor where the weight is dequantized for cuBLAS."""
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
     opened = []
-    monkeypatch.setattr(ops, "gated", lambda *given: opened.append(1) or block.gated(*given[:2]))
+    monkeypatch.setattr(ops, "gated", lambda *given: opened.append(1) or reference.gated(*given[:2]))
     up, down = (
         build_linear(quantized("int4", 64, True, shape), dtype=torch.float16, device=CPU)
         for shape in ((128, 64), (64, 64))
     )
     x = torch.randn(rows, 64).half()
-    expected = down(block.gated(up(x), activation))
+    expected = down(reference.gated(up(x), activation))
     torch.testing.assert_close(MLP(up, down, activation, True)(x), expected, rtol=0, atol=0.02)
     assert len(opened) == (rows > 3 or activation == "relu")
 

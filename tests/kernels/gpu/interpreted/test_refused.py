@@ -15,8 +15,8 @@ from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu.quantized_linear import PackedLinear
 from quantkit.kernels.ops import attention as attention_ops
 from quantkit.kernels.ops.attention import Stepwise
-from quantkit.kernels.reference import block
 from quantkit.kernels.reference import experts as reference
+from quantkit.kernels.reference import ops as plain
 from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.types import LinearSource
 from quantkit.numerics.dtype import DTYPES
@@ -102,7 +102,7 @@ def test_small_operations(refuse, monkeypatch, name):
     }[name]
     for _ in range(2):
         copies = [one.clone() if torch.is_tensor(one) else one for one in arguments]
-        torch.testing.assert_close(getattr(ops, name)(*arguments), getattr(block, name)(*copies))
+        torch.testing.assert_close(getattr(ops, name)(*arguments), getattr(plain, name)(*copies))
 
 
 @pytest.mark.parametrize("kind", [None, ("int4", 64, True)], ids=str)

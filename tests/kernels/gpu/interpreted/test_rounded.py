@@ -11,11 +11,11 @@ from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu import quantized_linear, w4a16
 from quantkit.kernels.gpu.packing import pack
 from quantkit.kernels.gpu.quantize_activations import dequantize_rows, quantize_rows
-from quantkit.kernels.reference.block import quantize_tokens
+from quantkit.kernels.reference.ops import quantize_tokens
 from quantkit.kernels.types import ActivationQuantization, LinearSource, WrappedLinear
+from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DTYPES
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from tests.kernels.gpu.interpreted.packed import CPU, check, quantized
 

@@ -10,8 +10,8 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp,
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats.compressed_tensors import FORMAT
+from quantkit.numerics.activation_quant import fake_quantize_inputs, input_scale
 from quantkit.numerics.dtype import FP8, INT8, NVFP4
-from quantkit.numerics.inputs import fake_quantize_inputs, input_scale
 from quantkit.numerics.scheme import ActivationScheme
 from tests.formats.schemes import SCHEMES
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quantkit.demo import DEMO_MODEL
-from quantkit.evaluate import shares
+from quantkit.evaluate import work_sharing
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.shares import Meter, cut, generate_in_turns, score_in_turns
+from quantkit.evaluate.work_sharing import Meter, cut, generate_in_turns, score_in_turns
 from quantkit.machine.memory import resident_bytes
 from quantkit.runtime.types import SamplingParams, ScoredText
 
@@ -44,7 +44,7 @@ def llm(tiny_llama):
 @pytest.fixture
 def small(monkeypatch):
     """Batches of a few tokens, as longer texts would have."""
-    monkeypatch.setattr(shares, "_TOKENS", (16, 64))
+    monkeypatch.setattr(work_sharing, "_TOKENS", (16, 64))
 
 
 def backwards(items, compute, costs=()):
@@ -59,7 +59,7 @@ TEXTS = [ScoredText(ids=(*range(5, 5 + 20 + n % 7), 3 + n, 4 + n % 3), num_score
 def test_scores_do_not_depend_on_what_was_computed_before(llm, small, monkeypatch, chunk_size):
     score = partial(score_in_turns, llm, TEXTS, chunk_size=chunk_size)
     first = score()
-    monkeypatch.setattr(shares, "share_out", backwards)
+    monkeypatch.setattr(work_sharing, "share_out", backwards)
     assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, score(), strict=True))
     alone = llm.score_tokens(TEXTS, chunk_size=chunk_size)
     for one, other in zip(first, alone, strict=True):
@@ -72,7 +72,7 @@ def test_texts_do_not_depend_on_what_was_computed_before(llm, monkeypatch):
     params = [SamplingParams(max_tokens=6, temperature=float(n % 2)) for n in range(len(prompts))]
     first = generate_in_turns(llm, prompts, params)
     assert len({done.token_ids for done in first[1::2]}) > 8  # drawn
-    monkeypatch.setattr(shares, "share_out", backwards)
+    monkeypatch.setattr(work_sharing, "share_out", backwards)
     again = generate_in_turns(llm, prompts, params)
     assert [done.token_ids for done in again] == [done.token_ids for done in first]
 
@@ -91,7 +91,9 @@ def test_memory_does_not_grow_with_the_number_of_windows():
 
 def test_progress_has_a_total_and_the_time_left_and_a_line_per_5_percent_at_most(monkeypatch):
     clock = itertools.count(step=3.0)
-    monkeypatch.setattr("quantkit.evaluate.shares.time", SimpleNamespace(monotonic=clock.__next__))  # for it alone
+    monkeypatch.setattr(
+        "quantkit.evaluate.work_sharing.time", SimpleNamespace(monotonic=clock.__next__)
+    )  # for it alone
     said: list[str] = []
     meter = Meter(said.append, "requests", [1] * 500 + [3] * 500)
     for done in range(1, 1001):
@@ -109,7 +111,7 @@ def test_short_jobs_say_nothing(llm):
 
 @pytest.mark.parametrize("chunk_size", [None, 1])
 def test_scoring_says_how_many_of_how_many_texts_are_done(llm, monkeypatch, chunk_size):
-    monkeypatch.setattr("quantkit.evaluate.shares._PAUSE_S", 0.0)
+    monkeypatch.setattr("quantkit.evaluate.work_sharing._PAUSE_S", 0.0)
     said: list[str] = []
     score_in_turns(llm, TEXTS, chunk_size=chunk_size, say=said.append, items="windows")
     assert 2 <= len(said) <= 20
@@ -118,7 +120,7 @@ def test_scoring_says_how_many_of_how_many_texts_are_done(llm, monkeypatch, chun
 
 
 def test_generation_says_how_many_answers_are_done(llm, monkeypatch):
-    monkeypatch.setattr("quantkit.evaluate.shares._PAUSE_S", 0.0)
+    monkeypatch.setattr("quantkit.evaluate.work_sharing._PAUSE_S", 0.0)
     said: list[str] = []
     generate_in_turns(llm, [[1, 2, 3]] * 40, [SamplingParams(max_tokens=2)] * 40, say=said.append)
     assert len(said) > 1

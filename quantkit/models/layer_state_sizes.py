@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from quantkit.models.cache import DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
 
 # Channels that share a power of two in quantized entries of csa and hca, in keys of their indexer; bytes of exponents
 # come in as many as these.

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.rotated_reader import RotatedReader
+from quantkit.compress.rotated_reader import RotatedReader
 from quantkit.errors import ModelError
 from quantkit.models.families import find
 from quantkit.output.writer import copy_tensors

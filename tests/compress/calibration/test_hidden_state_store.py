@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.errors import ResumeError
 
 

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from quantkit.errors import SchemeError
-from quantkit.numerics import patterns
+from quantkit.numerics import name_patterns
 from quantkit.numerics.dtype import INT8
-from quantkit.numerics.patterns import Budget, check_for_others, check_pattern, is_exact, matches
+from quantkit.numerics.name_patterns import Budget, check_for_others, check_pattern, is_exact, matches
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 
 EIGHT = LinearScheme(weight=WeightScheme(dtype=INT8))
@@ -48,7 +48,7 @@ def test_expressions_are_those_of_the_standard_library(expression):
 
 @pytest.mark.parametrize("expression", ENDLESS)
 def test_every_expression_ends(expression, monkeypatch):
-    monkeypatch.setattr(patterns, "_MATCH_S", 0.2)
+    monkeypatch.setattr(name_patterns, "_MATCH_S", 0.2)
 
     def ask():
         for name in ("x" * 100_000, "a" * 3000, "a," * 3000, "q" * 3000):
@@ -61,7 +61,7 @@ def test_every_expression_ends(expression, monkeypatch):
 
 
 def test_all_patterns_of_a_scheme_share_one_time(monkeypatch):
-    monkeypatch.setattr(patterns, "_MATCH_S", 0.1)
+    monkeypatch.setattr(name_patterns, "_MATCH_S", 0.1)
     scheme = Scheme(default=EIGHT, rules=(Rule(pattern=r"re:(x+x+)+y", linear=None),))
     scheme._budget.seconds = 0.05
     with pytest.raises(SchemeError, match="takes too long"):

@@ -25,7 +25,7 @@ from torch import Tensor
 from quantkit.kernels.layouts import EntryLayout
 from quantkit.kernels.reference.kv_codes import numbers_of, pack_int4
 from quantkit.kernels.types import ForwardBatch
-from quantkit.models.attention_shape import (
+from quantkit.models.layer_state_sizes import (
     ENTRY_BLOCK,
     ENTRY_EXPONENTS,
     INDEX_BLOCK,
