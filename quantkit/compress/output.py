@@ -1,6 +1,6 @@
 """Files of a compressed checkpoint, each shard read back as soon as it is written: for `quantize` and `convert`.
 
-Not the work folder and the final name, see `checkpoints.staging`; nor what a format demands, see `formats`.
+Not the work folder and the final name, see `output.staging`; nor what a format demands, see `formats`.
 """
 
 import shutil

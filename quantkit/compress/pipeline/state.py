@@ -1,6 +1,6 @@
 """The folder of an unfinished run: what it was started with, and which layers are done.
 
-`<output>.partial/` (see `checkpoints.staging`) holds `checkpoint/`, which becomes the output, the hidden states before
+`<output>.partial/` (see `output.staging`) holds `checkpoint/`, which becomes the output, the hidden states before
 the next layer, and `progress.json`. A layer counts as done once `progress.json` names it, and that file is replaced
 atomically after everything it names is on disk.
 """
