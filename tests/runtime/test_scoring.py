@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError
+from quantkit.kernels.types import WrappedLinear
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import PromptScoring, SamplingParams, ScoredText
 from tests.helpers import save_tokenizer
@@ -237,7 +238,7 @@ def test_logits_are_of_the_model_as_it_is_now(folder):
     ids = list(range(50))
     before = llm.score([ids])[0]
     up = llm.model.blocks[0].mlp.up
-    llm.model.blocks[0].mlp.up = lambda x: up(x) * 2
+    llm.model.blocks[0].mlp.up = WrappedLinear(up, lambda x: x * 2)
     changed = llm.score([ids])[0]
     llm.model.blocks[0].mlp.up = up
     assert not torch.allclose(before, changed)
