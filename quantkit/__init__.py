@@ -1,6 +1,6 @@
-"""Compress Hugging Face causal language models layer by layer to checkpoints the ecosystem loads.
+"""Compress Hugging Face causal language models, layer by layer, to checkpoints that common engines load.
 
-Importing this is cheap: each name below is fetched on first use, and torch only with those that need it.
+Importing this package is cheap: each public name is imported on first use, and torch only if the name needs it.
 """
 
 from __future__ import annotations

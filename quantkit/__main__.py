@@ -6,7 +6,7 @@ from quantkit.errors import ResourceError, require_linux
 
 
 def main() -> None:
-    """Run the command line. On another system than Linux say so in one line, because its modules cannot be imported."""
+    """Run the command line; on systems other than Linux, print a one-line error, because imports would fail there."""
     try:
         require_linux()
     except ResourceError as error:

@@ -1,4 +1,4 @@
-"""The Python door: the same things as the command line, with recipes given by name, file or object."""
+"""Python API with the functions of the command line; a recipe is a name, a file or an object."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def quantize(
         output: directory to create; None = `./<model>-<recipe>`.
         overrides: recipe fields to replace, `{"weights.group_size": 32}` or `["weights.group_size=32"]`.
         device: "auto", "cpu", "cuda" or "cuda:1".
-        activations: where hidden states are kept between layers; "auto": in memory where a GPU computes.
-        resume: go on where an interrupted run with the same inputs stopped.
+        activations: where to keep hidden states between layers; "auto": in memory if a GPU computes, else on disk.
+        resume: continue an interrupted run with the same inputs.
         overwrite: replace an existing output directory.
-        engine: that is to read the result, "vllm", "vllm:h100" or another of `quantkit.engines`; what it cannot read is
-            refused.
-        listener: told about progress.
+        engine: engine that must be able to read the result: "vllm", "vllm:h100" or another of `quantkit.engines`;
+            recipes that it cannot read are refused.
+        listener: receives progress.
     Returns:
-        what was done: sizes, errors per linear, times.
+        The record of the compression: sizes, errors per linear, times.
     Raises:
         QuantkitError: see `quantkit.errors`.
     """
@@ -69,10 +69,10 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
     """Read and check a recipe.
 
     Args:
-        recipe: a shipped name, a file, or a Recipe (to change fields of).
+        recipe: a shipped name, a file, or a Recipe whose fields are overridden.
         overrides: recipe fields to replace, by dotted path.
     Raises:
-        RecipeError: one line that says file, field, value and what is valid.
+        RecipeError: the recipe is not valid; the message gives file, field, value and the valid values.
     """
     if isinstance(recipe, Recipe):
         data = {"description": recipe.description, "gates": list(recipe.gates), **recipe.source}
@@ -81,7 +81,7 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
 
 
 def list_recipes() -> dict[str, str]:
-    """The shipped recipes: description by name."""
+    """Return the descriptions of the shipped recipes by name."""
     return {name: load(name).description for name in shipped()}
 
 
@@ -94,17 +94,17 @@ def verify(
     output: str | Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compare a checkpoint with its original and judge it by gates; `report.held` says whether all of them hold.
+    """Compare a checkpoint with its original and evaluate gates; `report.held` says whether all gates held.
 
     Args:
         checkpoint: directory of the compressed model.
-        baseline: directory or hub id of the original; None = what the checkpoint was made from.
-        gates: e.g. `["recovery>=98.9", "kl<=0.02"]`; None = those of its recipe.
-        options: what to look at, see `quantkit.evaluate.verify.run.VerifyOptions`; None = everything, briefly.
-        output: directory for report.json, report.html, junit.xml and the model card; None = nothing is written.
-        progress: told what is going on, in lines.
+        baseline: directory or hub id of the original; None = the model that the checkpoint was made from.
+        gates: gates, e.g. `["recovery>=98.9", "kl<=0.02"]`; None = the gates of its recipe.
+        options: measurements to make, see `quantkit.evaluate.verify.run.VerifyOptions`; None = a short run of all.
+        output: directory for report.json, report.html, junit.xml and the model card; None = write no files.
+        progress: callback for lines of progress.
     Raises:
-        QuantkitError: see `quantkit.errors`; a gate that does not hold raises nothing.
+        QuantkitError: see `quantkit.errors`; a failed gate raises no error.
     """
     # Imported late: compressing and reading recipes need no runtime.
     from quantkit.evaluate.verify.pair import check_output, check_pair
@@ -132,23 +132,23 @@ def search(
     progress: Callable[[str], None] = lambda _: None,
     **how: Any,
 ) -> SearchResult:
-    """Find which numbers each part of a model should have, and write them as a recipe.
+    """Choose a number type for each part of a model, and write the choice as a recipe.
 
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
-        recipe: to start from: a shipped name, a file, or a Recipe.
+        recipe: recipe to start from: a shipped name, a file, or a Recipe.
         output: recipe file to write; None = `./<model>-<target>.yaml`.
-        bits: stored bits per weight at most; give one of these four.
-        num_bytes: of the whole checkpoint at most.
-        kl: mean KL to the original at most.
-        recovery: per cent of the original's task scores at least.
+        bits: target: maximum stored bits per weight. Give exactly one of the four targets.
+        num_bytes: target: maximum bytes of the whole checkpoint.
+        kl: target: maximum mean KL to the original.
+        recovery: target: minimum per cent of the original's task scores.
         overrides: recipe fields to replace, by dotted path.
-        progress: told what is going on, in lines.
+        progress: callback for lines of progress.
         how: further fields of `quantkit.bit_search.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:
-        what was chosen, expected and measured; `reached` says whether the target is met.
+        The choice with its expected and measured KL; `reached` says whether the target was met.
     Raises:
-        QuantkitError: see `quantkit.errors`; a GateFailure where no choice can meet the target.
+        QuantkitError: see `quantkit.errors`; a GateFailure if no choice can meet the target.
     """
     # Imported late: compressing and reading recipes need no runtime.
     from quantkit.bit_search.options import SearchOptions, SearchTarget
@@ -161,13 +161,13 @@ def search(
 
 
 def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:
-    """Estimate what compressing and running a model takes, before anything is spent; every figure is computed.
+    """Estimate the memory, disk and time for compressing and running a model; nothing is measured.
 
     Args:
         model: a directory, a config.json or a hub id; None = the demo model that comes with quantkit.
         wishes: keywords of `quantkit.planning.estimate`: recipe, device, context, batch, kv_cache and so on.
     Raises:
-        InputError: the model, the recipe or a wish cannot be used.
+        InputError: the model, the recipe or another argument is not valid.
     """
     from quantkit.planning import estimate
 

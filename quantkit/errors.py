@@ -1,4 +1,4 @@
-"""Every error that quantkit raises on purpose, and the exit code that the command line gives it.
+"""All deliberate errors of quantkit, and their exit codes on the command line.
 
     QuantkitError                 never raised itself
     ├── InputError          4     what was given cannot be used
@@ -35,7 +35,7 @@ class QuantkitError(Exception):
 
 
 class InputError(QuantkitError):
-    """Something the user gave cannot be used."""
+    """Some input of the user cannot be used."""
 
     exit_code = 4
 
@@ -61,7 +61,7 @@ class DataError(InputError):
 
 
 class GateError(InputError):
-    """A gate cannot be read or names no number that a report has."""
+    """A gate is not valid or names a metric that no report has."""
 
 
 class ReportError(InputError):
@@ -73,34 +73,34 @@ class OutputError(InputError):
 
 
 class RequestError(InputError):
-    """A prompt, its sampling parameters or the room it asks for cannot be served."""
+    """A prompt, its sampling parameters or its memory demand cannot be served."""
 
 
 class ResumeError(InputError):
-    """An interrupted run was started from other inputs than this one."""
+    """The inputs of this run differ from those of the interrupted run."""
 
 
 class GateFailure(QuantkitError):
-    """A gate did not hold; the message names the gates and the nearest remedy."""
+    """A gate did not hold; the message names the gates and a remedy."""
 
     exit_code = 3
 
 
 class ResourceError(QuantkitError):
-    """Out of disk, memory or device memory, or not on Linux; the message says what was needed and what to do."""
+    """Disk, memory or device memory is full, or the system is not Linux; the message says what to do."""
 
     exit_code = 5
 
 
 class AuditError(QuantkitError):
-    """The finished checkpoint differs from the plan; this is a defect of quantkit."""
+    """The finished checkpoint differs from the plan; this is a bug in quantkit."""
 
 
 def require_linux() -> None:
-    """Refuse systems whose Python lacks modules that quantkit imports.
+    """Refuse systems other than Linux, whose Python lacks modules that quantkit imports.
 
     Raises:
-        ResourceError: this is such a system.
+        ResourceError: the system is not Linux.
     """
     if sys.platform != "linux":
         raise ResourceError(f"quantkit runs on Linux only, and this is {sys.platform}; on Windows use WSL 2")
@@ -108,7 +108,7 @@ def require_linux() -> None:
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """While open, the message of a deliberate error begins with `where`: the file, the module or the key."""
+    """Prefix the messages of deliberate errors inside the block with `where`: the file, module or key."""
     try:
         yield
     except QuantkitError as error:
@@ -116,21 +116,21 @@ def located(where: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message (of a long one its first sentence), or the kind of error."""
+    """Return the first line of another library's message (of a long line its first sentence), or the error's type."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= _LONGEST_LINE else line.partition(". ")[0]
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust code of a library has panicked; the class that says so is no Exception, and each library has one."""
+    """Whether this is a panic of a Rust library; such errors are not Exceptions, and each library has its own class."""
     return type(error).__name__ == "PanicException"
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:
-    """` (did you mean X?)` for the nearest option, or an empty string.
+    """Return ` (did you mean X?)` with the nearest option, or an empty string.
 
     Args:
-        name: what was given.
+        name: the given name.
         options: the valid names.
     """
     close = difflib.get_close_matches(name[:_LONGEST_NAME], list(options), n=1, cutoff=0.5)

@@ -1,6 +1,6 @@
-"""Content of a checkpoint, from its headers: no weight is read, so the largest model takes a second.
+"""Describe a checkpoint from its headers, without reading weights; even the largest model takes about a second.
 
-Not a check of its numbers: whether codes decode to the right values is the business of `formats` and of tests.
+The values are not checked.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _RANKS = {"embedding": 0, "norms": 2, "head": 3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Module:
-    """One module with tensors of its own: how it is stored, how many parameters it has."""
+    """One module with its own tensors: storage and number of parameters."""
 
     kind: str
     stored_as: str
@@ -54,13 +54,13 @@ class _Module:
 
 
 def inspect(path: str | Path) -> CheckpointSummary:
-    """Number types and sizes of a checkpoint by kind of module, with the errors that quantkit noted when it wrote it.
+    """Summarize number types and sizes by kind of module, with the errors that quantkit recorded when it wrote them.
 
     Args:
-        path: directory of a checkpoint in any known format, or of an ordinary one; or a GGUF file.
+        path: directory of a quantized or unquantized checkpoint, or a GGUF file.
     Raises:
-        ModelError: not a model directory.
-        CheckpointError: damaged, or quantized in a format that is not known.
+        ModelError: the path is not a model directory.
+        CheckpointError: the checkpoint is damaged, or its format is not supported.
     """
     format_: Format = GGUF
     recipe: str | None = None
@@ -98,7 +98,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
 
 
 def _stored_model(config: Mapping[str, Any], format_: Format, modules: Iterable[_Module]) -> StoredModel:
-    """Return the facts about a checkpoint that engines mind."""
+    """Collect the facts about a checkpoint that the rules of engines use."""
     said = section(config, "quantization_config")
     calibrated, own = said.get("kv_cache_scheme"), config.get(CACHE_KEY)
     hidden = config.get("hidden_size")
@@ -147,7 +147,7 @@ def _module(
 def _shape(
     reader: CheckpointReader, name: str, infos: Mapping[str, TensorInfo], linear: LinearScheme, format_: Format
 ) -> tuple[int, int] | None:
-    """(N, K) of a linear; None where its tensors do not tell."""
+    """Return (N, K) of a linear; None if its tensors do not determine it."""
     if _SHAPE in infos:
         rows, columns = reader.tensor(f"{name}.{_SHAPE}").tolist()
         return rows, columns
@@ -174,7 +174,7 @@ def _gguf_module(name: str, info: GGUFTensor) -> _Module:
 
 
 def _summaries(modules: Iterable[_Module]) -> Iterable[ModuleSummary]:
-    """Modules of one kind that are stored alike as one row: embedding, linears, norms, head."""
+    """Group modules of the same kind and storage into rows: embedding, linears, norms, head."""
     groups: dict[tuple[str, str], list[_Module]] = {}
     for module in modules:
         groups.setdefault((module.kind, module.stored_as), []).append(module)
@@ -189,7 +189,7 @@ def _summaries(modules: Iterable[_Module]) -> Iterable[ModuleSummary]:
 
 
 def _kind(name: str) -> str:
-    """Return the kind of a module, whatever its layer: `self_attn.q_proj`, `embedding`, `norms`, `head`."""
+    """Return the kind of a module without its layer: `self_attn.q_proj`, `embedding`, `norms`, `head`."""
     last = name.rpartition(".")[2]
     if last.endswith("norm") or last.startswith("ln_"):
         return "norms"
@@ -201,17 +201,17 @@ def _kind(name: str) -> str:
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
-    """Read the notes that quantkit keeps in a JSON file of a checkpoint; empty without that file.
+    """Read the metadata that quantkit writes into a JSON file of a checkpoint; empty if the file does not exist.
 
     Raises:
-        CheckpointError: the file is there and not readable.
+        CheckpointError: the file exists but is not valid.
     """
     path = folder / name
     return read_object(path, CheckpointError, "copy it again, or delete it to go on without") if path.exists() else {}
 
 
 def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...], TowerRecord | None]:
-    """Recipe name, records of the layers and that of towers."""
+    """Return the recipe's name, the records of layers and the record of towers."""
     recipe, result = section(manifest, "recipe"), section(manifest, "result")
     layers, records = result.get("layers"), []
     for layer in layers if isinstance(layers, list) else []:
@@ -225,7 +225,7 @@ def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, 
 
 
 def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An entry that should be an object; empty where it is not there, or something else."""
+    """Return an entry that should be an object; empty if it is missing or not an object."""
     entry = data.get(name)
     return entry if isinstance(entry, dict) else {}
 
@@ -234,9 +234,9 @@ def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
     """Compare the headers of two checkpoints: format, sizes, and how each kind of module is stored.
 
     Args:
-        left, right: as for `inspect`.
+        left, right: paths, as for `inspect`.
     Raises:
-        ModelError, CheckpointError: as `inspect`.
+        ModelError, CheckpointError: see `inspect`.
     """
     summaries = inspect(left), inspect(right)
     facts = [(name, *(getattr(summary, name) for summary in summaries)) for name in _COMPARED]
@@ -256,7 +256,7 @@ def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
 
 
 def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str]]:
-    """Entries that differ; none between a directory and a file, which say everything differently."""
+    """Yield config entries that differ; none between a directory and a GGUF file, whose entries are not comparable."""
     if is_gguf(left) != is_gguf(right):
         return
     sides = [read_gguf(path).metadata if is_gguf(path) else read_config_file(path) for path in (left, right)]

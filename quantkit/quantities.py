@@ -1,6 +1,6 @@
-"""Amounts for people: the one way in which numbers, shares, bytes and times are written, and in which they are read.
+"""Format and parse amounts for people: numbers, shares, bytes and times.
 
-What is not known is written as a dash. What may be read: `24GiB`, `4.3TB/s`, `780TFLOP/s`, `32k`, `7B`, `30B-A3B`.
+Unknown values are written as a dash. Examples of input: `24GiB`, `4.3TB/s`, `780TFLOP/s`, `32k`, `7B`, `30B-A3B`.
 """
 
 import math
@@ -19,25 +19,25 @@ _PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a torch dtype, or of one that is named already, without `torch.`: `bfloat16`."""
+    """Return the name of a torch dtype, given as dtype or as text, without `torch.`: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def fitting_group(size: int, width: int) -> int:
-    """The largest group size up to the one asked for that divides a width and that engines read.
+    """Return the largest group size up to the requested one that divides a width and that engines support.
 
     Args:
-        size: inputs that are to share one scale.
-        width: inputs.
+        size: requested group size.
+        width: number of inputs.
     Returns:
-        the size itself where it divides, or where nothing smaller in `GROUP_SIZES` does.
+        The requested size if it divides the width, or if no smaller size in `GROUP_SIZES` does.
     """
     smaller = (other for other in GROUP_SIZES if other < size and width % other == 0)
     return size if width % size == 0 else next(smaller, size)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many significant digits, thousands separated: `0.0123`, `12.0`, `1,234`."""
+    """Format a number with this many significant digits, thousands separated: `0.0123`, `12.0`, `1,234`."""
     if value is None or not math.isfinite(value):
         return MISSING if value is None or math.isnan(value) else ("∞" if value > 0 else "-∞")
     if value == 0:
@@ -49,38 +49,38 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """`number` without zeros at its end: `12`, `3.5`, `1,234`."""
+    """Format as `number` does, without trailing zeros: `12`, `3.5`, `1,234`."""
     text = number(value, digits)
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A number that already is in per cent: `98.9 %`."""
+    """Format a number that is already in per cent: `98.9 %`."""
     return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}f} %"
 
 
 def as_percent(share: float) -> str:
-    """A share of 1 in two digits: `7.5 %` or `76 %`."""
+    """Format a share of 1 in per cent with two digits: `7.5 %` or `76 %`."""
     return f"{100 * share:.2g} %" if abs(share) < 0.095 else f"{100 * share:.0f} %"
 
 
 def signed(value: float | None, digits: int = 3) -> str:
-    """A difference with its sign and so many digits after the point: `-0.013`."""
+    """Format a difference with its sign and this many decimals: `-0.013`."""
     return MISSING if value is None or math.isnan(value) else f"{value:+.{digits}f}"
 
 
 def interval(low: float | None, high: float | None, digits: int = 1) -> str:
-    """`98.7 to 100.9`."""
+    """Format an interval: `98.7 to 100.9`."""
     return MISSING if low is None or high is None else f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def times(ratio: float) -> str:
-    """`1.6x` or `12x`."""
+    """Format a ratio: `1.6x` or `12x`."""
     return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:.0f}x"
 
 
 def byte_size(num_bytes: float | None) -> str:
-    """Write bytes in the largest binary unit that keeps the number at one or more: `1.5 GiB`, `12 bytes`."""
+    """Format bytes in the largest binary unit that gives at least one: `1.5 GiB`, `12 bytes`."""
     if num_bytes is None:
         return MISSING
     if num_bytes < 1024:
@@ -93,13 +93,13 @@ def byte_size(num_bytes: float | None) -> str:
 
 
 def decimal_bytes(num_bytes: float) -> str:
-    """`850 kB`, `12.3 MB` or `4.65 GB`, decimal like the bandwidths beside them."""
+    """Format bytes in decimal units, as bandwidths are: `850 kB`, `12.3 MB` or `4.65 GB`."""
     size, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= pair[0]), (1e3, "kB"))
     return f"{short(num_bytes / size)} {unit}"
 
 
 def duration(seconds: float | None) -> str:
-    """A latency in three digits: `31.0 us`, `0.310 ms`, `42.1 ms`, `1.25 s`."""
+    """Format a latency with three digits: `31.0 us`, `0.310 ms`, `42.1 ms`, `1.25 s`."""
     if seconds is None:
         return MISSING
     if abs(seconds) >= 1 or seconds == 0:
@@ -108,7 +108,7 @@ def duration(seconds: float | None) -> str:
 
 
 def elapsed(seconds: float) -> str:
-    """Write a time that something took or will take: `4.2 s`, `42 s`, `3 min 20 s` or `2 h 5 min`."""
+    """Format a running time: `4.2 s`, `42 s`, `3 min 20 s` or `2 h 5 min`."""
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -116,7 +116,7 @@ def elapsed(seconds: float) -> str:
 
 
 def scaled_count(count: float) -> str:
-    """`8.03 B`, `37.0 B`, `671 B`, `1.20 M`."""
+    """Format a count of parameters: `8.03 B`, `37.0 B`, `671 B`, `1.20 M`."""
     for size, unit in _COUNTS:
         if count >= size:
             return f"{number(count / size)} {unit}"
@@ -124,7 +124,7 @@ def scaled_count(count: float) -> str:
 
 
 def rounded_count(count: float) -> str:
-    """`12` or `14,300`: three digits of something counted."""
+    """Format a count with three significant digits: `12` or `14,300`."""
     if count < 100:
         return f"{count:.0f}" if count >= 10 else f"{count:.2g}"
     digits = len(str(int(count))) - 3
@@ -132,10 +132,10 @@ def rounded_count(count: float) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes: `24GiB` is 24 * 2^30, `24GB` is 24 * 10^9, a plain number is bytes.
+    """Parse bytes: `24GiB` is 24 * 2^30, `24GB` is 24 * 10^9, a plain number is bytes.
 
     Raises:
-        InputError: not an amount of at least one byte.
+        InputError: the text is not an amount of at least one byte.
     """
     text = "" if isinstance(size, bool) else str(size)
     amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", _BYTES, "memory", "24GiB or 24GB"))
@@ -145,31 +145,31 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second: `4.3TB/s`; the `/s` may be left out.
+    """Parse bytes per second: `4.3TB/s`; the `/s` is optional.
 
     Raises:
-        InputError: not a rate.
+        InputError: the text is not a rate.
     """
     return _amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?(?:/s)?", _BYTES, "bandwidth", "4.3TB/s or 40GB/s")
 
 
 def parse_flops(text: str) -> float:
-    """Operations per second: `780TFLOP/s`, `780T`.
+    """Parse operations per second: `780TFLOP/s`, `780T`.
 
     Raises:
-        InputError: not a rate.
+        InputError: the text is not a rate.
     """
     return _amount(text, r"(?i)([kmgtp]?)(?:flops?|flop/s|ops)?", _DECIMAL, "peak", "780TFLOP/s")
 
 
 def parse_tokens(text: str, name: str = "context") -> int:
-    """A number of tokens; here `32k` is 32 * 1024, as context lengths are called.
+    """Parse a number of tokens; `32k` is 32 * 1024, as usual for context lengths.
 
     Args:
-        text: to read.
-        name: what it is, for messages.
+        text: text to parse.
+        name: name of the quantity, for messages.
     Raises:
-        InputError: not a positive number of tokens.
+        InputError: the text is not a positive number of tokens.
     """
     tokens = _amount(text, r"(?i)([km]?)", {"": 1, "k": 2**10, "m": 2**20}, name, "4096, 32k or 1M")
     if tokens < 1 or tokens != int(tokens):
@@ -178,10 +178,10 @@ def parse_tokens(text: str, name: str = "context") -> int:
 
 
 def parse_budget(value: int | float | str) -> int | float:
-    """Tokens, as a whole number, or a share of something as a number below 1: `2048`, `2k`, `25%` or `0.25`.
+    """Parse a number of tokens, or a share below 1: `2048`, `2k`, `25%` or `0.25`.
 
     Raises:
-        InputError: neither.
+        InputError: the text is neither.
     """
     text = str(value).strip()
     share = text.removesuffix("%")
@@ -197,10 +197,10 @@ def parse_budget(value: int | float | str) -> int | float:
 
 
 def parse_parameters(text: str) -> tuple[float, float]:
-    """Parameters in total and per token: `7B` is (7e9, 7e9), `30B-A3B` is (30e9, 3e9).
+    """Parse the number of parameters in total and per token: `7B` is (7e9, 7e9), `30B-A3B` is (30e9, 3e9).
 
     Raises:
-        InputError: not a number of parameters, or more active than there are.
+        InputError: the text is not a number of parameters, or more parameters are active than exist.
     """
     total, dash, active = text.partition("-")
     if dash and active[:1] not in ("a", "A"):

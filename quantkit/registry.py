@@ -1,7 +1,6 @@
-"""Lookup by file name: dropping a module into a package registers it, and it is imported on first use.
+"""Look up the modules of a package by file name; a module is registered by its file and imported on first use.
 
-Not a plug-in system: there are no entry points, decorators or import side effects. Also what version of a library is
-installed.
+There are no entry points, decorators or import side effects. The module also looks up versions of installed packages.
 """
 
 import functools
@@ -20,8 +19,8 @@ class Registry:
 
     Args:
         package: dotted package name, e.g. "quantkit.formats".
-        attribute: what every module of it defines, e.g. "FORMAT".
-        noun: what a member is called in messages, e.g. "format".
+        attribute: name of the object that every module defines, e.g. "FORMAT".
+        noun: noun for a member in messages, e.g. "format".
     """
 
     package: str
@@ -29,14 +28,14 @@ class Registry:
     noun: str
 
     def names(self) -> list[str]:
-        """Sorted names of all members, without importing them; `base` and private modules are none."""
+        """Return the sorted names of all members without importing them; `base` and private modules are left out."""
         return list(_members(tuple(importlib.import_module(self.package).__path__)))
 
     def find(self, name: str) -> str:
-        """The name of the member called `name`, which is not imported; hyphens and underscores are the same.
+        """Return the name of a member without importing it; hyphens and underscores are equivalent.
 
         Raises:
-            InputError: no such member; the message lists the names and suggests the nearest.
+            InputError: there is no such member; the message lists the names and suggests the nearest.
         """
         key, names = name.replace("_", "-"), self.names()
         if key not in names:
@@ -44,24 +43,24 @@ class Registry:
         return key
 
     def load(self, name: str) -> Any:
-        """The member called `name`; raises as `find`."""
+        """Import and return the member called `name`; raises the errors of `find`."""
         module = importlib.import_module(f"{self.package}.{self.find(name).replace('-', '_')}")
         return getattr(module, self.attribute)
 
     def all(self) -> dict[str, Any]:
-        """Every member by name; imports them all."""
+        """Import all members and return them by name."""
         return {name: self.load(name) for name in self.names()}
 
 
 @functools.cache
 def _members(folders: tuple[str, ...]) -> list[str]:
-    """Names of the members in a package's folders, which are listed once: a look-up asks for each member's name."""
+    """Return the names of the members in a package's folders; the result is cached."""
     modules = (module.name for module in pkgutil.iter_modules(folders))
     return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
 
 
 def installed_version(name: str, absent: str) -> str:
-    """Version of an installed package; `absent` where it is not, as quantkit itself in a source checkout."""
+    """Return the version of an installed package; `absent` if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""A setting: a dataclass field that says what it means, and what the command line offers for it, once.
+"""Settings: dataclass fields with their description and command-line option.
 
-Nothing heavy and no click: `--help` is answered from classes of such fields, which any layer may have.
+This module imports neither click nor anything slow, so that any layer can use it and `--help` stays fast.
 """
 
 from dataclasses import field
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def setting(default: Any, text: str, **option: Any) -> Any:
-    """A field with its description; with `flag` it is an option of the commands that fill the class.
+    """Define a field with its description; with `flag`, commands that fill the class get an option for it.
 
     Args:
-        default: value if nothing is given. A tuple's option is repeatable.
-        text: what it means, as `--help` prints it.
-        option: what the option is and accepts: `flag` (`--seed`, `-o --output FILE`, `--bos/--no-bos`);
-            `choices`; the bounds `minimum`, `maximum`, `above` and `below` (without the bound itself); `kind`, the type
-            of a value where neither default nor bounds tell; `commas` for several values in one, `1,8`; `read`, which
-            makes the value of the text that was given; `shown`, printed as the default.
+        default: default value. The option of a tuple is repeatable.
+        text: description, as `--help` prints it.
+        option: properties of the option: `flag` (`--seed`, `-o --output FILE`, `--bos/--no-bos`); `choices`; the
+            inclusive bounds `minimum` and `maximum` and the exclusive bounds `above` and `below`; `kind`, the type of a
+            value if default and bounds do not determine it; `commas` for several values in one, `1,8`; `read`, a
+            function that parses the text; `shown`, printed as the default.
     """
     return field(default=default, metadata={"text": text, **option})

@@ -1,6 +1,6 @@
-"""A finished checkpoint to the Hugging Face hub, with a model card: what it is, from what, and how to serve it.
+"""Upload a finished checkpoint to the Hugging Face hub, with a model card: contents, origin, and how to serve it.
 
-Nothing is uploaded that is not in the checkpoint; the licence is the source's, never guessed.
+Only the checkpoint's files and the card are uploaded. The licence is taken from the source and never guessed.
 """
 
 import re
@@ -24,12 +24,12 @@ _CARRIED = ("license", "license_name", "license_link", "language", "base_model")
 
 
 def find_origin(model: str | Path | None) -> dict[str, Any]:
-    """Front matter of the card of the model that was compressed, as far as it goes on: licence, language, hub id.
+    """Read the entries that the new card inherits from the source model's card: licence, language, hub id.
 
     Args:
-        model: as it was given to `quantize`: a directory, a hub id, or None or "demo" for the bundled model.
+        model: argument of `quantize`: a directory, a hub id, or None or "demo" for the bundled model.
     Raises:
-        ModelError: a card whose front matter is not readable.
+        ModelError: the card's front matter is not valid.
     """
     if model is None or str(model) == "demo":
         return {}
@@ -39,10 +39,10 @@ def find_origin(model: str | Path | None) -> dict[str, Any]:
 
 
 def card_entries(folder: Path) -> dict[str, Any]:
-    """Entries of a model's own card that a card made from it repeats.
+    """Read the entries of a model's card that the card of a compressed version repeats.
 
     Raises:
-        ModelError: the front matter is not readable, or links lead out of the folder.
+        ModelError: the front matter is not valid, or a link leads out of the folder.
     """
     path = folder / CARD
     if not path.is_file():
@@ -57,12 +57,12 @@ def card_entries(folder: Path) -> dict[str, Any]:
 
 
 def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
-    """The text of a model card.
+    """Write the text of a model card.
 
     Args:
         checkpoint: directory or GGUF file.
         repo: id on the hub.
-        origin: of the model that was compressed, see `find_origin`.
+        origin: entries inherited from the source model, see `find_origin`.
     """
     summary = inspect(checkpoint)
     made = f"Compressed from {origin.get('base_model', 'a local model')} with quantkit"
@@ -87,21 +87,21 @@ def push(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Upload a checkpoint, creating the repository if there is none.
+    """Upload a checkpoint; create the repository if it does not exist.
 
     Args:
         checkpoint: directory or GGUF file; a directory gets the card as README.md.
-        repo: `name/of-it` on the hub.
-        origin: what the card says about the source.
-        private: whether a new repository is.
-        endpoint: of the hub; None = the usual one, or that of the environment.
-        token: None = that of `hf auth login`.
+        repo: id of the repository, `user/name`.
+        origin: entries of the card about the source, see `find_origin`.
+        private: whether a new repository is private.
+        endpoint: address of the hub; None = the default, or the environment's.
+        token: access token; None = the token of `hf auth login`.
     Returns:
-        address of the repository.
+        Address of the repository.
     Raises:
-        InputError: not a repository's name.
-        ModelError: the directory holds links that lead out of it, which would be uploaded.
-        OutputError: the hub refuses or cannot be reached.
+        InputError: `repo` is not a valid repository id.
+        ModelError: a link in the directory leads out of it, so that files outside would be uploaded.
+        OutputError: the hub refuses the upload or cannot be reached.
     """
     path = Path(checkpoint)
     if not _HUB_ID.fullmatch(repo):

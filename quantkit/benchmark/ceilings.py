@@ -1,10 +1,10 @@
-"""The two limits of a machine, measured during a run, and the share of them that a step reaches (roofline).
+"""The two limits of a machine (memory bandwidth and compute), and the share of them that a step reaches (roofline).
 
-Nobody reaches the figures of a data sheet, and a shared machine has less than an idle one. So a limit is what a plain
-read and a plain matrix product reached a moment ago, with the same threads. A share above 100 % of the bandwidth means
-that the data stay in the processor's caches, which are faster than memory.
-Steps are read off timestamps: sequences that decode in one step share its timestamp. Steps during which somebody's
-prompt was computed, or waited to be, are left out: they are slower, and by how much depends on the prompt.
+Data sheet figures are not reachable, and a shared machine is slower than an idle one. So the limits are measured just
+before a run, by a plain read and a plain matrix product with the same threads. More than 100 % of the bandwidth means
+that the data fit in the processor's caches. Steps are derived from timestamps: sequences that decode in one step share
+its timestamp. Steps during which a prompt was computed or waiting are left out, because the prompt slows them by
+varying amounts.
 Source: Williams, Waterman, Patterson 2009, Roofline.
 """
 
@@ -28,13 +28,13 @@ _GEMM_ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """Measured limits.
+    """Measured limits of a machine.
 
     Args:
-        device: where.
-        threads: of torch, on a CPU.
-        bytes_per_s: of memory: reading on a CPU, the better of reading and copying on a GPU.
-        flops_per_s: of a square matrix product by dtype name, e.g. {"bfloat16": 2.1e11}.
+        device: the device.
+        threads: number of torch threads, on a CPU.
+        bytes_per_s: memory bandwidth: of reading on a CPU, the better of reading and copying on a GPU.
+        flops_per_s: operations per second of a square matrix product by dtype name, e.g. {"bfloat16": 2.1e11}.
     """
 
     device: str
@@ -47,9 +47,9 @@ def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (),
     """Measure both limits; takes about a tenth of a second per repeat on a CPU.
 
     Args:
-        device: where.
-        dtypes: of the matrix products; none = memory only.
-        repeats: the best of so many counts: everything that disturbs a measurement slows it down.
+        device: the device.
+        dtypes: dtypes of the matrix products; none = measure memory only.
+        repeats: number of repeats, of which the best counts, because disturbances only slow a measurement down.
     """
     return Ceilings(
         device=str(device),
@@ -60,7 +60,7 @@ def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (),
 
 
 def memory_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
-    """Bytes per second of reading a buffer much larger than the caches; on a GPU the better of reading and copying."""
+    """Return the bytes per second of reading a buffer much larger than the caches; see `Ceilings`."""
     buffer = torch.ones(_BUFFER_BYTES // 4, dtype=torch.float32, device=device)
     # Decoding reads weights and writes next to nothing, so reading is what bounds it.
     best = _BUFFER_BYTES / _shortest(buffer.sum, device, repeats)
@@ -71,7 +71,7 @@ def memory_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, *, repeats: int = 5) -> float:
-    """Operations per second of one matrix product of random data; zeros would flatter."""
+    """Return the operations per second of a matrix product of random data; zeros would run faster."""
     # A GPU reaches its rate only with products that fill all of its processors.
     size = _GEMM_ROWS if device.type == "cpu" else 8 * _GEMM_ROWS
     if dtype == torch.int8:
@@ -83,7 +83,7 @@ def gemm_rate(device: torch.device, dtype: torch.dtype, *, repeats: int = 5) -> 
 
 
 def _shortest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest of several runs, the first of which only warms up."""
+    """Return the seconds of the fastest of several runs after one warm-up."""
     seconds = []
     for _ in range(repeats + 1):
         # Both ends of the interval wait, because a launch on a GPU returns before its work is done.
@@ -96,13 +96,13 @@ def _shortest(work: Callable[[], object], device: torch.device, repeats: int) ->
 
 
 def wait_for(device: torch.device) -> None:
-    """Until its work is done; that of a CPU is."""
+    """Wait until the device has finished its work; a CPU never has pending work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:
-    """The typical decode step of a run; None when it has none that only decoded."""
+    """Return the typical decode step of a run; None if no step only decoded."""
     step = typical_step(run)
     # The sweep mixes lengths, so none of its steps is typical.
     if step is None or run.workload.name == SWEEP_NAME:
@@ -125,13 +125,13 @@ def _limits(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
 
 
 def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: int) -> RooflineRecord | None:
-    """The longest prompts of a run in which every request had the engine to itself; None for other runs.
+    """Return the prefill of the longest prompts, for runs with a concurrency of 1; None for other runs.
 
     Args:
-        run: with a concurrency of 1.
-        cost: of the model.
-        ceilings: of the machine.
-        budget: tokens of a chunk.
+        run: a run with a concurrency of 1.
+        cost: bytes and operations of the model's steps.
+        ceilings: limits of the machine.
+        budget: tokens per chunk.
     """
     timings = [timing for timing in run.requests if timing.token_s]
     if run.workload.concurrency != 1 or not timings:
@@ -151,14 +151,14 @@ def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: in
 
 
 def break_even_rows(read_bytes: float, row_flops: float, bytes_per_s: float, flops_per_s: float) -> float:
-    """Rows of a batch from which the products take longer than reading the weights.
+    """Return the batch rows above which the products take longer than reading the weights.
 
-    Below it a step costs the same whatever its batch; above it fewer bytes per weight bring nothing.
+    Below this number, a step takes the same time for every batch size. Above it, fewer bytes per weight bring no gain.
 
     Args:
-        read_bytes: of the weights.
-        row_flops: operations of one row.
-        bytes_per_s, flops_per_s: of the machine.
+        read_bytes: bytes of the weights.
+        row_flops: operations per row.
+        bytes_per_s, flops_per_s: limits of the machine.
 
     Example: 16-bit weights have 2 bytes for 2 operations, so at 4.3 TB/s and 780 TFLOP/s the rows are 780 / 4.3 = 181.
     """
@@ -167,12 +167,12 @@ def break_even_rows(read_bytes: float, row_flops: float, bytes_per_s: float, flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeStep:
-    """A step in which every sequence got its next token and nothing else happened.
+    """A step that only decoded: every sequence got its next token.
 
     Args:
-        batch: sequences in it.
-        context: tokens before the step, of all sequences together.
-        seconds: from the step before to this one.
+        batch: number of sequences.
+        context: total tokens of all sequences before the step.
+        seconds: time since the previous step.
     """
 
     batch: int
@@ -181,7 +181,7 @@ class DecodeStep:
 
 
 def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
-    """The steps of a run that only decoded, in order of time."""
+    """Return the steps of a run that only decoded, in order of time."""
     starts = [(t.arrived_s, t.token_s[0]) for t in run.requests if t.token_s]
     contexts_by_span: dict[tuple[float, float], list[int]] = {}
     for timing in run.requests:
@@ -198,7 +198,7 @@ def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
 
 
 def typical_step(run: BenchmarkRun) -> DecodeStep | None:
-    """The median step of the largest batch that came up often: at least in a tenth of the steps; None without steps."""
+    """Return the median step of the largest batch size with at least a tenth of the steps; None without steps."""
     steps = decode_steps(run)
     counts = Counter(step.batch for step in steps)
     # The beginning and the end of a run have smaller batches, and a rare larger one is a median of few.
@@ -214,15 +214,15 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
 
 
 def fit_itl(result: BenchmarkResult) -> PolynomialFit | None:
-    """ITL = a + b context, seconds and tokens, over all steps of a single sequence; None with too few."""
+    """Fit ITL = a + b context (seconds, tokens) over all steps of a single sequence; None with too few."""
     steps = [step for run in result.runs for step in decode_steps(run) if step.batch == 1]
     return fit_polynomial([(step.context, step.seconds) for step in steps])
 
 
 def fit_ttft(result: BenchmarkResult) -> PolynomialFit | None:
-    """TTFT = a + b prompt + c prompt^2, seconds and tokens, over requests that had the engine to themselves.
+    """Fit TTFT = a + b prompt + c prompt^2 (seconds, tokens) over requests that had the engine to themselves.
 
-    A straight line where there are too few lengths for a curve; None where there are too few for that.
+    With too few lengths for a curve it fits a straight line; with too few for a line it returns None.
     """
     # Requests of a batch wait for each other, which bends the curve.
     alone = [timing for run in result.runs if run.workload.concurrency == 1 for timing in run.requests]

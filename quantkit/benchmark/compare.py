@@ -1,7 +1,8 @@
-"""Two models in turns: A B B A A B B A ..., so that what drifts (clocks, neighbours, heat) meets both alike.
+"""Comparison of two models by alternating rounds A B B A A B B A ..., so that drift (clocks, load, heat) affects both
+alike.
 
-A ratio is median over median; its noise is what the rounds say: how far the medians of one model's own rounds lie
-apart. A difference counts as one when every round shows it and it exceeds that noise.
+A ratio divides medians. Its noise is the spread of the medians of one model's own rounds. A difference counts only if
+every round shows it and it exceeds the noise.
 """
 
 import dataclasses
@@ -28,17 +29,17 @@ def measure_rounds(
     avoid: Iterable[int] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[list[BenchmarkRun]]:
-    """Send the same requests to one model, or to several in turns, whatever computes them.
+    """Send the same requests to one model, or to several in alternating rounds.
 
     Args:
-        options: what to measure; its rounds are rounds of all.
-        names: of the models, for people.
-        run: sends a load to the model of this number.
-        vocab_size: prompts hold tokens from 0 to here that all models know.
-        avoid: and none of these.
-        progress: called with what is going on.
+        options: what to measure.
+        names: model names for reports.
+        run: sends a load to the model of the given index.
+        vocab_size: number of tokens that all models know; prompts are drawn from these.
+        avoid: tokens that prompts must not contain.
+        progress: called with a description of the current work.
     Returns:
-        for each model its run of every workload, rounds joined.
+        For each model, its run of every workload with rounds joined.
     """
     workloads = options.workloads()
     rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
@@ -58,13 +59,13 @@ def measure_rounds(
 
 
 def turns(num_rounds: int, count: int = 2) -> list[int]:
-    """Order in which two sides are measured, 0 the first and 1 the second; three rounds are A B, B A, A B."""
+    """Return the order of two models, 0 the first and 1 the second; three rounds are A B, B A, A B."""
     order = list(range(count))
     return [who for number in range(num_rounds) for who in (order if number % 2 == 0 else order[::-1])]
 
 
 def join_rounds(rounds: Sequence[BenchmarkRun]) -> BenchmarkRun:
-    """Repetitions of one workload as one run, on a clock that stands still while the other model has its turn."""
+    """Join the rounds of one workload into one run, on a clock that pauses while the other model runs."""
     requests: list[RequestTiming] = []
     end = 0.0
     for number, run in enumerate(rounds):
@@ -76,7 +77,7 @@ def join_rounds(rounds: Sequence[BenchmarkRun]) -> BenchmarkRun:
 
 
 def split_rounds(run: BenchmarkRun) -> list[BenchmarkRun]:
-    """Inverse of `join_rounds`, up to the clock."""
+    """Split a run into its rounds; the inverse of `join_rounds` except for the clock."""
     size = len(run.requests) // run.rounds
     return [
         BenchmarkRun(workload=run.workload, requests=run.requests[start : start + size])
@@ -95,15 +96,15 @@ def _shifted(timing: RequestTiming, seconds: float) -> RequestTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """One number of the model over the other's.
+    """One figure of the model relative to the baseline.
 
     Args:
         workload: name of the run.
         metric: "TTFT", "ITL", "TPOT" or "tokens/s".
-        value, baseline: medians over all rounds, of the model and of the other; seconds, or tokens per second.
-        low, high: smallest and largest ratio of a round.
-        noise: half the spread of one model's own rounds, as a share of its median; the larger of the two.
-        verdict: about speed, so a smaller ITL is faster; "noise": no difference above it.
+        value, baseline: medians over all rounds of the model and of the baseline; seconds, or tokens per second.
+        low, high: smallest and largest ratio of a single round.
+        noise: half the spread of a model's own rounds, as a share of its median; the larger of the two models.
+        verdict: speed verdict, where a smaller ITL is faster; "noise": no difference beyond the noise.
     """
 
     workload: str
@@ -122,15 +123,15 @@ class Ratio:
 
 
 def _speeds(run: BenchmarkRun) -> dict[str, float | None]:
-    """Figures by which runs are compared: medians of latencies, and the one number of which more is faster."""
+    """Return the figures by which runs are compared: median latencies, and the throughput."""
     return {**{name: median(values) for name, values in run.latencies.items()}, _RATE: run.output_tokens_per_s}
 
 
 def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
-    """Every metric that both have.
+    """Compare every metric that both runs have.
 
     Args:
-        run, baseline: the same workload, as many rounds each.
+        run, baseline: runs of the same workload with the same number of rounds.
     """
     ours, theirs, ratios = _speeds(run), _speeds(baseline), []
     rounds = [list(map(_speeds, split_rounds(side))) for side in (run, baseline)]
@@ -163,7 +164,7 @@ def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
 
 
 def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Ratio]:
-    """All runs that both have, but for the one that only serves the fits."""
+    """Compare all runs that both results have, except the length sweep."""
     ratios = []
     for run in result.runs:
         other = baseline.find_run(run.workload.name)
@@ -173,5 +174,5 @@ def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Half of largest minus smallest, as a share of the median."""
+    """Return half of largest minus smallest, as a share of the median."""
     return (max(values) - min(values)) / 2 / statistics.median(values)

@@ -1,8 +1,8 @@
-"""A benchmark in plain words: where the time goes, what binds, what to try next and what it should bring.
+"""Interpretation of a benchmark: where time goes, what limits speed, what to try next, and the expected gain.
 
-Rules over measured numbers, nothing learned. Each finding carries the numbers it rests on; an expected gain is what the
-bytes or operations saved would take at the speed that was reached, so it is an upper bound unless it says otherwise.
-The sentences are in `findings.yaml`.
+It applies fixed rules to measured numbers. Each finding states the numbers it uses. An expected gain is the time that
+the saved bytes or operations take at the measured speed, so it is an upper bound unless stated otherwise. The sentences
+are in `findings.yaml`.
 """
 
 import functools
@@ -43,7 +43,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
 
 
 class _Sentences(string.Formatter):
-    """Writes numbers as people read them: `{seconds:duration}`."""
+    """Formats numbers for readers: `{seconds:duration}`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         unit = _UNITS.get(format_spec)
@@ -57,17 +57,17 @@ def _texts() -> dict[str, dict[str, str]]:
 
 
 def _finding(name: str, **values: Any) -> Finding:
-    """The sentences of this name with these values in them."""
+    """Return the finding of this name with these values filled in."""
     return Finding(**{part: _Sentences().format(text, **values) for part, text in _texts()[name].items()})
 
 
 def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | None = None) -> Diagnosis:
-    """Findings about one model, most important first.
+    """Return findings about one model, most important first.
 
     Args:
-        result: measured.
-        cost: of the model's steps.
-        baseline: of another that was measured in turns with it; how the two compare comes first.
+        result: measured result.
+        cost: bytes and operations of the model's steps.
+        baseline: result of another model measured in alternating rounds; the comparison comes first.
     """
     findings = [] if baseline is None else list(_compared(result, baseline))
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
@@ -88,7 +88,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
 
 
 def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> Iterator[Finding]:
-    """Compare two models that were measured in turns, beside what their bytes would allow."""
+    """Compare two models measured in alternating rounds, and the ratio that their bytes would allow."""
     for ratio in compare_results(result, baseline):
         if ratio.metric in ("TTFT", "ITL"):
             yield _finding(
@@ -103,7 +103,7 @@ def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> Iterator[Fi
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
-    """The ratio that the floors of both would give, where both have one."""
+    """Return the ratio of the floors of both models; None if either is unknown."""
     run = result.find_run(ratio.workload)
     phase, batch = ("prefill", 1) if ratio.metric == "TTFT" else ("decode", run and run.workload.concurrency)
     floors = [
@@ -116,7 +116,7 @@ def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -
 
 
 def _start_or_stream(run: BenchmarkRun, prefill: RooflineRecord | None, product: str) -> Iterator[Finding]:
-    """Name the part of a request that takes the time, and what binds the prompt where that is the answer."""
+    """Name the part of a request that takes most time and, for prefill, what limits it."""
     if not run.tpot_s:
         return
     first = statistics.median(run.ttft_s)
@@ -140,7 +140,7 @@ def _prefill_binding(record: RooflineRecord, product: str) -> Finding:
 
 
 def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Finding:
-    """Name the resource that binds a decode step of the smallest batch."""
+    """Name the resource that limits a decode step of the smallest batch."""
     moved, reached = record.bytes_moved, record.floor_s / record.seconds
     weights, note, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
     if record.in_caches and record.mbu <= 1:
@@ -174,7 +174,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
 
 
 def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tuple[str, float]:
-    """Name what to make smaller, and the bytes of a step that this saves."""
+    """Name what to make smaller, and the bytes per step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
         if kv_cache not in _SMALL_CACHES:
@@ -193,7 +193,7 @@ def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tupl
 
 
 def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]:
-    """Rows from which products take longer than reading the weights: as they are, and with 16 bits."""
+    """Report the rows above which products take longer than reading the weights, as stored and in 16 bits."""
     if cost.product == "int8" or not cost.parameters:
         return
     speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
@@ -213,7 +213,7 @@ def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]
 
 
 def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -> Iterator[Finding]:
-    """Say how many tokens of cache weigh as much as the weights, and what context costs."""
+    """Report how many cached tokens take as many bytes as the weights, and how much context slows a step."""
     if not cost.kv_token_bytes:
         return
     share = 1 - cost.weight_bytes(record.batch) / record.bytes_moved
@@ -236,7 +236,7 @@ def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -
 
 
 def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
-    """Say what a larger batch costs and brings."""
+    """Report the cost and the gain of a larger batch."""
     if large.batch == small.batch:
         return
     ideal, slower = large.batch / small.batch, large.seconds / small.seconds
@@ -250,7 +250,7 @@ def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[Bench
 
 
 def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
-    """Quartiles of the rates of steps of this batch, as factors of the median step's rate."""
+    """Return the quartiles of the step rates at this batch size, relative to the median step's rate."""
     seconds = [step.seconds for run in runs for step in decode_steps(run) if step.batch == batch]
     # Quartiles of fewer steps are single steps.
     if len(seconds) < 4:
@@ -260,7 +260,7 @@ def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
 
 
 def _busy(run: BenchmarkRun) -> Iterator[Finding]:
-    """Gaps of a request that had the engine to itself differ where nothing of ours differs."""
+    """Report varying gaps in requests that had the engine to themselves, which other processes cause."""
     gaps = run.inter_token_s
     if run.workload.concurrency != 1 or len(gaps) < 20:
         return
@@ -271,7 +271,7 @@ def _busy(run: BenchmarkRun) -> Iterator[Finding]:
 
 
 def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
-    """The tail of ITL lies far above its median."""
+    """Report that the tail of ITL lies far above its median."""
     gaps = run.inter_token_s
     # Below, the 99th percentile lies between the two largest gaps: a single stall decides.
     if len(gaps) < 100:
@@ -283,7 +283,7 @@ def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
 
 
 def _queue(run: BenchmarkRun, alone: BenchmarkRun) -> Iterator[Finding]:
-    """Requests that arrive by chance wait for those before them."""
+    """Report that randomly arriving requests wait for earlier ones."""
     if run.workload.rate_per_s is None or run is alone:
         return
     here, single = statistics.median(run.ttft_s), statistics.median(alone.ttft_s)
@@ -293,7 +293,7 @@ def _queue(run: BenchmarkRun, alone: BenchmarkRun) -> Iterator[Finding]:
 
 
 def _goodput(run: BenchmarkRun) -> Iterator[Finding]:
-    """Requests miss the limits, and which."""
+    """Report that requests miss the latency limits, and which limits."""
     met, answered = run.goodput_per_s, run.requests_per_s
     if met is None or not answered or met >= 0.995 * answered:
         return

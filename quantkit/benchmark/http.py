@@ -29,14 +29,14 @@ def measure_server(
     avoid: Sequence[int] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[BenchmarkRun]:
-    """Measure every workload.
+    """Measure every workload on a server.
 
     Args:
-        remote: the server; not open.
-        options: what to measure; static batches are not.
-        vocab_size: prompts hold tokens from 0 to here.
-        avoid: and none of these.
-        progress: called with what is going on.
+        remote: the server; not yet opened.
+        options: what to measure, except static batches.
+        vocab_size: number of tokens that prompts are drawn from.
+        avoid: tokens that prompts must not contain.
+        progress: called with a description of the current work.
     Raises:
         QuantkitError: the server cannot be reached, refuses a request or fails.
     """

@@ -1,8 +1,8 @@
-"""Memory, predicted beside observed: weights, KV pool, residuals, activations, and their sum, the peak.
+"""Predicted and observed memory: weights, KV pool, residual windows, activations, and their sum, the peak.
 
-Observed means counted on the tensors that are there, not asked of the code that made them. On CUDA the allocator's own
-peak is read; on a CPU it is the sum of the parts, because the process holds libraries too and the system gives out
-pages of the pool only when they are written. What the process as a whole takes is shown besides.
+Observed values are counted on existing tensors, not taken from the code that made them. On CUDA, the peak is the
+allocator's. On a CPU, it is the sum of the parts, because the process also holds libraries, and the system allocates
+pages of the pool only when they are written. The total memory of the process is reported separately.
 """
 
 import gc
@@ -34,26 +34,26 @@ _CLOSED = (
 
 
 def observed_weight_bytes(model: Model) -> int:
-    """Bytes of all weight tensors that a model holds, each storage once."""
+    """Return the bytes of all weight tensors of a model, counting each storage once."""
     if isinstance(model, NativeModel):
         return _storage_bytes(_walk(model))
     return model.num_bytes
 
 
 def observed_cache_bytes(cache: KVCache | None) -> int:
-    """Bytes of all pools and residuals of a cache, counted on its tensors."""
+    """Return the bytes of all pools and residual windows of a cache, counted on its tensors."""
     return 0 if cache is None else _storage_bytes(_walk(cache))
 
 
 def observed_activation_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that a piece of work held at once in tensors that it made.
+    """Return the most bytes that some work held at once in newly created tensors.
 
-    On CUDA by the allocator. On a CPU by following every result of every operation until it is freed; scratch space
-    inside an operation is not seen.
+    On CUDA it reads the allocator's statistics. On a CPU it tracks the results of all operations until they are freed;
+    scratch space inside an operation is not counted.
 
     Args:
         work: e.g. one step of an engine.
-        device: where it runs.
+        device: the device.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -68,17 +68,17 @@ def observed_activation_bytes(work: Callable[[], object], device: torch.device) 
 
 
 def process_bytes(device: torch.device) -> int | None:
-    """Memory given to the process: resident on a CPU, reserved by the allocator on CUDA."""
+    """Return the memory of the process: resident on a CPU, reserved by the allocator on CUDA."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
 def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOptions) -> tuple[MemoryRecord, ...]:
-    """One record per part, activations of a step that is as large as a step gets, and one for their sum.
+    """Return one record per part, with activations for the largest possible step, and one for their sum.
 
     Args:
         llm: loaded and idle.
-        prediction: made from headers; None where there is none.
-        options: of the benchmark, whose requests make the largest step.
+        prediction: prediction from headers; None if there is none.
+        options: options of the benchmark, which determine the largest step.
     """
     engine, cache = llm.engine, llm.engine.runner.cache
     settings, count = engine.config, max(options.concurrencies, default=1)
@@ -122,13 +122,13 @@ def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOp
 
 
 def _total(parts: Iterable[int | None]) -> int | None:
-    """Their sum; None when one is not known."""
+    """Return the sum of the parts; None if one is unknown."""
     known = list(parts)
     return None if None in known else sum(part or 0 for part in known)
 
 
 def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
-    """Memory that the process or its allocator holds besides; it cannot be predicted."""
+    """Return further memory held by the process or its allocator, which cannot be predicted."""
     held = process_bytes(device)
     if device.type == "cpu":
         note = "resident now: Python and libraries too, pool pages only once written"
@@ -138,7 +138,7 @@ def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
 
 
 def _walk(root: object) -> Iterator[Tensor]:
-    """All tensors that can be reached from an object through whatever it refers to: attributes, containers, slots."""
+    """Yield all tensors reachable from an object through attributes, containers and slots."""
     seen, waiting = {id(root)}, [root]
     while waiting:
         item = waiting.pop()
@@ -164,7 +164,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the storages that operations make, and how many bytes of them are alive."""
+    """Tracks the storages created by operations, and how many of their bytes are in use."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
-"""Bytes of a model before it is loaded: config.json and shard headers say what the weights will be laid out as.
+"""Prediction of a model's memory before loading, from config.json and shard headers.
 
-The model is put together as the loader does it, of weights of which only headers are read; what their layouts take is
-asked of the kernels, for a few rows. Prediction and observation agree to the byte for weights and cache. Activations
-are an estimate, and say so.
-N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
+The model is built as by the loader, but from headers only. The kernels give the bytes of each layout for a few rows.
+For weights and cache, predicted and observed bytes are equal; activations are an estimate. N outputs, K inputs, G
+scales per row, T tokens of a step, L tokens of context.
 """
 
 import functools
@@ -41,12 +40,12 @@ class Prediction:
     """Memory that a model will take.
 
     Args:
-        weight_bytes: of all weights in memory.
-        page_bytes: of one page of the KV cache, all layers.
-        residual_bytes: per sequence, of keys that are not quantized yet.
-        config: of the model.
-        dtype: of the computation.
-        native: by the kernels compiled from C.
+        weight_bytes: bytes of all weights in memory.
+        page_bytes: bytes of one page of the KV cache in all layers.
+        residual_bytes: bytes per sequence of keys that are not quantized yet.
+        config: config of the model.
+        dtype: dtype of the computation.
+        native: whether the C kernels will run.
     """
 
     weight_bytes: int
@@ -57,12 +56,12 @@ class Prediction:
     native: bool
 
     def activation_bytes(self, tokens: int, context: int, rows: int) -> int:
-        """Most that a step holds at once beside weights and cache, an estimate: the wider half of a layer, or the head.
+        """Estimate the most bytes of activations in a step: the wider half of a layer, or the head.
 
         Args:
-            tokens: new ones of the step, T.
-            context: of its longest sequence, L.
-            rows: whose logits are computed.
+            tokens: T, new tokens of the step.
+            context: L, length of its longest sequence.
+            rows: number of rows whose logits are computed.
         """
         config, size, hidden = self.config, self.dtype.itemsize, self.config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -94,14 +93,14 @@ def predict(
     page_size: int = DEFAULT_PAGE_SIZE,
     head_dtype: str | None = None,
 ) -> Prediction | None:
-    """Predict the memory of a model directory that is loaded like this; nothing but headers is read.
+    """Predict the memory of a model directory loaded with these settings; reads only headers.
 
     Args:
-        path: the directory.
+        path: the model directory.
         dtype, device, kv_cache, page_size, head_dtype: as for `LLM`.
     Returns:
-        None for a model that only transformers runs, as how it lays weights out is not known here; and for one that
-        cannot be loaded, which the loader has the words for.
+        None for a model that only transformers runs, whose memory layout is unknown, and for one that cannot be loaded;
+        the loader reports the reason.
     """
     target = torch.device(device)
     on_cpu = target.type == "cpu" and cpu.library() is not None
@@ -136,7 +135,7 @@ def predict(
 
 
 def max_length(model: Path | str | None) -> int | None:
-    """Tokens of a sequence that a model can have, from its config.json; None where only transformers knows.
+    """Return the most tokens per sequence from a model's config.json; None if only transformers can tell.
 
     Args:
         model: directory or hub id; None = the demo model.
@@ -147,11 +146,11 @@ def max_length(model: Path | str | None) -> int | None:
 
 @dataclass(kw_only=True, slots=True)
 class _HeaderWeights(Weights):
-    """Weights of which only headers are read: what they would take is counted. *Mutable*.
+    """Weights of which only headers are read; counts the bytes that they would take. *Mutable*.
 
     Args:
-        target: where the model would run.
-        native: by the kernels compiled from C.
+        target: device on which the model would run.
+        native: whether the C kernels would run.
     """
 
     target: torch.device
@@ -192,11 +191,11 @@ class _HeaderWeights(Weights):
         return value
 
     def stored(self, name: str, otherwise: torch.dtype | None = None) -> torch.dtype:
-        """Dtype of a tensor in the checkpoint; that of the computation where there is none of that name."""
+        """Return the dtype of a tensor in the checkpoint; `otherwise` if there is no such tensor."""
         return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype
 
     def head(self, head_dtype: str | None) -> None:
-        """Count the output head, or a copy of the embedding where that cannot be multiplied with as it is."""
+        """Count the output head, or a copy of the embedding if that cannot serve as the head directly."""
         name, rows, width = self.config.family.head, self.config.vocab_size, self.config.hidden_size
         tied, table = self.config.tied, self.stored(f"{self.config.family.embedding}.weight")
         if head_dtype is not None:
@@ -212,7 +211,7 @@ class _HeaderWeights(Weights):
         self.num_bytes += _laid_out_bytes(rows, width, scheme, bias, stored, self.dtype, self.target)
 
     def _scheme(self, name: str) -> LinearScheme | None:
-        """Scheme of a linear that is stored as codes; None = it is stored as values."""
+        """Return the scheme of a quantized linear; None if it is stored unquantized."""
         return stored_scheme(name, self._local.get(name, set()), self.scheme)
 
 
@@ -229,13 +228,13 @@ def _laid_out_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Bytes of a linear (N, K), asked of the kernel that a smaller one of zeros is laid out for.
+    """Return the bytes of a linear (N, K), computed by its kernel from a smaller one of zeros.
 
     Args:
         rows, width: N and K.
-        scheme: how it is stored; None = as values.
-        bias: whether it has one.
-        stored: dtype in the checkpoint, of the scales where it has codes.
+        scheme: scheme of the stored weight; None = unquantized.
+        bias: whether there is a bias.
+        stored: dtype in the checkpoint; for quantized weights, of the scales.
         dtype, device: of the computation.
     """
     if rows >= 3 * _ROWS:

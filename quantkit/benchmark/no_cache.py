@@ -1,7 +1,7 @@
-"""The gain of a KV cache: the same text generated with it, and by computing the whole context for every token.
+"""Gain of a KV cache: the same text generated with it, and by recomputing the whole context for every token.
 
-Recomputing uses the same engine, kernels and chunks: every token is a request of its own whose prompt is everything
-before it. So the difference is the cache and nothing else. Prefix caching has to be off.
+Recomputing uses the same engine, kernels and chunks: each token is a separate request whose prompt is all text before
+it. So the cache is the only difference. Prefix caching must be off.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ _MARKS = (1, 10, 30, 100, 300, 1000, 3000, 10_000)
 
 
 class Mark(NamedTuple):
-    """Seconds until so many tokens were there, with the cache and without, and how much longer it takes without."""
+    """Seconds until this many tokens were generated, with and without the cache, and the ratio of both."""
 
     new_tokens: int
     cached_s: float
@@ -26,11 +26,12 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheComparison:
-    """Both ways to the same text.
+    """Timings of the same text generated with and without the cache.
 
     Args:
-        cached, recomputed: timestamps.
-        num_same: new tokens from the first on that are the same both ways; ties may part them, batches round alike.
+        cached, recomputed: timestamps of the tokens.
+        num_same: number of leading new tokens that are equal in both texts; ties may make later ones differ, because
+            batches round differently.
     """
 
     cached: RequestTiming
@@ -48,13 +49,13 @@ class CacheComparison:
 def compare_cache(
     llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
 ) -> CacheComparison:
-    """Generate greedily both ways.
+    """Generate greedily with and without the cache.
 
     Args:
-        llm: idle, with its prefix cache off.
+        llm: an idle model with its prefix cache off.
         prompt: token ids.
-        new_tokens: to generate.
-        progress: told the number of tokens recomputed so far.
+        new_tokens: number of tokens to generate.
+        progress: called with the number of tokens recomputed so far.
     """
     generate_by_recomputing(llm, prompt, 2)  # warm-up
     _generate(llm, prompt, 2)
@@ -67,7 +68,7 @@ def compare_cache(
 def generate_by_recomputing(
     llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[int], RequestTiming]:
-    """Greedy tokens, each from a prefill of everything before it, and when they came."""
+    """Return greedy tokens, each from a prefill of everything before it, and their timestamps."""
     ids, timings = list(prompt), list[RequestTiming]()
     for _ in range(new_tokens):
         completion = _generate(llm, ids, 1)

@@ -1,4 +1,4 @@
-"""Options of a benchmark. No torch: `--help` is answered from it."""
+"""Options of a benchmark. No torch, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def _goodput_limit(metric: str, flag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkOptions:
-    """Settings of a measurement, each explained beside it; `static` also sends the same requests in static batches.
+    """Settings of a measurement; a comment beside each explains it. `static` also measures static batches.
 
     Raises:
-        RequestError: a number is out of range, or nothing is measured.
+        RequestError: a number is out of range, or there is nothing to measure.
     """
 
     concurrencies: tuple[int, ...] = setting(
@@ -69,11 +69,11 @@ class BenchmarkOptions:
 
     @property
     def max_sequences(self) -> int:
-        """Requests that the engine must be able to run together."""
+        """Number of requests that the engine must be able to run at the same time."""
         return max([*self.concurrencies, *(32 for _ in self.rates)])
 
     def workloads(self) -> list[Workload]:
-        """All runs, the one for the fits last."""
+        """All runs; the length sweep is last."""
         from quantkit.benchmark.workload import STATIC, closed_loop, length_sweep, poisson  # not for --help
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}

@@ -1,4 +1,4 @@
-"""One model, or two in turns: load, measure every workload, count memory, and set the steps beside the ceilings."""
+"""Benchmark of one model, or of two in alternating rounds: latencies, memory, and the machine's limits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkTarget:
-    """A model that is loaded to be measured.
+    """A model loaded for measurement.
 
     Args:
-        name: as the user gave it.
-        llm: loaded, without prefix cache.
-        prediction: of its memory, made before it was loaded; None where there is none.
-        cost: of its steps.
+        name: name given by the user.
+        llm: the model, loaded without prefix cache.
+        prediction: prediction of its memory, made before loading; None if there is none.
+        cost: bytes and operations of its steps.
     """
 
     name: str
@@ -44,7 +44,7 @@ class BenchmarkTarget:
 def check_target(
     model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None
 ) -> tuple[Path, Prediction | None]:
-    """Find a model, predict its memory, and check that every request fits, before anything heavy is done.
+    """Find a model, predict its memory, and check that every request fits, before any expensive work.
 
     Args:
         model, options, engine: see `load_target`.
@@ -66,14 +66,14 @@ def check_target(
 def load_target(
     model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None
 ) -> BenchmarkTarget:
-    """Load a model that is to be measured.
+    """Load a model for measurement.
 
     Args:
         model: directory or hub id; None = the demo model.
-        options: what will be measured.
+        options: what to measure.
         engine: keywords of `LLM`.
     Raises:
-        RequestError: the prompts are too long; otherwise what `LLM` raises.
+        RequestError: the prompts are too long; also see `LLM`.
     """
     path, prediction = check_target(model, options, engine)
     # Static batches send the same prompts again, which a prefix cache does not compute a second time.
@@ -90,7 +90,7 @@ def _name(model: str | Path | None) -> str:
 
 
 def find_ceilings(targets: Sequence[BenchmarkTarget]) -> Ceilings:
-    """Both limits of the machine, in every arithmetic that the targets use."""
+    """Return both limits of the machine, for every number type that the targets use."""
     types = {getattr(torch, target.cost.product) for target in targets}
     types |= {target.llm.model.dtype for target in targets}
     return measure_ceilings(targets[0].llm.device, tuple(sorted(types, key=str)))
@@ -102,13 +102,13 @@ def measure_targets(
     ceilings: Ceilings,
     progress: Progress = lambda _: None,
 ) -> list[BenchmarkResult]:
-    """Measure one model, or several in turns with the same requests for all; see `compare`.
+    """Measure one model, or several in alternating rounds with the same requests; see `compare`.
 
     Args:
         targets: loaded and idle.
-        options: what to measure; its rounds are rounds of all.
-        ceilings: of the machine, measured just before.
-        progress: called with what is going on.
+        options: what to measure.
+        ceilings: limits of the machine, measured just before.
+        progress: called with a description of the current work.
     """
     # Models of different vocabularies get the same requests out of what both know.
     runs = measure_rounds(
@@ -129,18 +129,18 @@ def measure_served(
     settings: Mapping[str, Any] | None = None,
     progress: Progress = lambda _: None,
 ) -> BenchmarkResult:
-    """Load a model into vLLM, measure every workload by the same requests and the same clock, and let go of it.
+    """Load a model into vLLM, measure every workload with the same requests and clock, and unload it.
 
-    Memory and ceilings are not set beside it: what vLLM reserves says nothing of what a model needs.
+    Memory is not reported, because vLLM reserves more than a model needs; ceilings are not reported either.
 
     Args:
         path: directory or hub id; None = the demo model.
         options: what to measure.
         vllm: vLLM's own settings.
-        settings: of `EngineConfig`.
-        progress: called with what is going on.
+        settings: fields of `EngineConfig`.
+        progress: called with a description of the current work.
     Raises:
-        QuantkitError: as `VllmLLM`; the prompts are too long.
+        QuantkitError: see `VllmLLM`; or the prompts are too long.
     """
     name = _name(path)
     progress(f"loading {name} into vLLM")

@@ -1,4 +1,4 @@
-"""Bytes and operations of one step of a model that is loaded: arithmetic over its layers, nothing is measured.
+"""Bytes and operations of one step of a loaded model, computed from its layers, not measured.
 
 Counted: every weight that a step reads, once; the cached keys and values that it reads; the new ones that it writes.
 Not counted: activations, which stay in caches at these sizes, and the embedding rows that are looked up.
@@ -23,14 +23,14 @@ class Cost:
     """Bytes and operations of a model's steps.
 
     Args:
-        read_bytes: of the weights that a step of one sequence reads.
-        expert_bytes: of them, those of experts; with more tokens more experts are read.
-        expert_share: of a layer's experts, those that each token is sent to; 1 without experts.
-        parameters: weights of the products that one token passes, the head not counted.
-        head_parameters, head_bytes: of the head.
-        layers: cache of each, or its state, and the form that it is kept in.
-        kv_budget: tokens of a sequence that the cache keeps; None = all.
-        product: number type that products are made in, e.g. "bfloat16" or "int8".
+        read_bytes: bytes of weights that a step of one sequence reads.
+        expert_bytes: bytes of experts within `read_bytes`; larger batches read more experts.
+        expert_share: share of a layer's experts that each token uses; 1 without experts.
+        parameters: number of weights that one token is multiplied with, without the head.
+        head_parameters, head_bytes: number of weights and bytes of the head.
+        layers: cache or state of each layer, and its form.
+        kv_budget: most tokens per sequence that the cache keeps; None = all.
+        product: number type of the products, e.g. "bfloat16" or "int8".
     """
 
     read_bytes: int
@@ -44,13 +44,13 @@ class Cost:
     product: str
 
     def weight_bytes(self, tokens: int) -> int:
-        """Bytes of weights that a step of so many tokens reads, when each token picks its experts by chance."""
+        """Return the bytes of weights that a step of this many tokens reads, if tokens choose experts at random."""
         # Expected share of experts that any of the tokens picks, over that of one token.
         grown = (1 - (1 - self.expert_share) ** tokens) / self.expert_share
         return round(self.read_bytes + self.expert_bytes * (grown - 1))
 
     def kv_bytes(self, context: int) -> float:
-        """Bytes of the cache that the next token of a sequence reads."""
+        """Return the cache bytes that a sequence's next token reads."""
         kept = kept_tokens(self.kv_budget, context)
         return sum(layer.read_bytes(kept, form) for layer, form in self.layers)
 
@@ -60,33 +60,33 @@ class Cost:
         return sum(layer.token_bytes(form) for layer, form in self.layers)
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Bytes of a decode step of B sequences with L tokens each."""
+        """Return the bytes of a decode step of B sequences with L tokens each."""
         return self.weight_bytes(batch) + round(batch * (self.kv_bytes(context) + self.kv_token_bytes))
 
     def decode_flops(self, batch: int, context: int) -> int:
-        """Operations of the same step."""
+        """Return the operations of a decode step of B sequences with L tokens each."""
         kept = kept_tokens(self.kv_budget, context)
         attention = sum(layer.decode_flops(kept + 1) for layer, _ in self.layers)
         return batch * round(2 * (self.parameters + self.head_parameters) + attention)
 
     def prefill_bytes(self, prompt: int, budget: int) -> int:
-        """Bytes of computing a prompt in chunks of `budget` tokens: weights once a chunk, earlier chunks' keys."""
+        """Return the bytes of computing a prompt in chunks of `budget` tokens; each chunk reads all weights."""
         starts = range(0, prompt, budget)
         weights = sum(self.weight_bytes(min(budget, prompt - start)) for start in starts)
         return weights + round(sum(self.kv_bytes(start) for start in starts) + prompt * self.kv_token_bytes)
 
     def prefill_flops(self, prompt: int) -> int:
-        """Operations of the same, with logits of the last token."""
+        """Return the operations of computing a prompt, with the logits of its last token."""
         attention = sum(layer.prefill_flops(prompt) for layer, _ in self.layers)
         return round(2 * prompt * self.parameters + 2 * self.head_parameters + attention)
 
 
 def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
-    """Count a model.
+    """Count the work of a model's steps.
 
     Args:
-        model: loaded. What transformers runs is counted by its bytes, attention left out.
-        layouts: of its KV cache.
+        model: loaded model. A model run by transformers is counted by its bytes, without attention.
+        layouts: layouts of its KV cache.
     """
     if not isinstance(model, NativeModel):
         return Cost(
@@ -112,7 +112,7 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
 
 
 def product_type(model: Model) -> str:
-    """Number type in which most of a model's products are made."""
+    """Return the number type of most of a model's products."""
     name = dtype_name(model.dtype)
     if not isinstance(model, NativeModel):
         return name
@@ -122,7 +122,7 @@ def product_type(model: Model) -> str:
 
 
 def linear_kinds(model: Model) -> dict[str, int]:
-    """Linears by number type and kernel, most frequent first."""
+    """Return the number of linears by number type and kernel, most frequent first."""
     if not isinstance(model, NativeModel):
         return {}
     counts = Counter(linear.description for block in model.blocks for linear, _ in _linears(block))
@@ -130,7 +130,7 @@ def linear_kinds(model: Model) -> dict[str, int]:
 
 
 def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
-    """The linears of a block, and whether each belongs to an expert that only some tokens are sent to."""
+    """Yield the linears of a block, and whether each belongs to an expert that only some tokens use."""
     mlp, is_mixture = block.mlp, hasattr(block.mlp, "router")
     dense = mlp.shared if is_mixture else mlp
     mixing = () if block.attention is None else block.attention.linears

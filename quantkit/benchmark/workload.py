@@ -1,10 +1,10 @@
-"""Requests sent to an engine, and what a caller sees of them: when each arrived and when each token came out.
+"""Requests sent to an engine, and the timestamps that a caller sees: arrival of each request and of each token.
 
-Seeds are fixed, lengths fixed or spread, arrivals a closed loop or Poisson. Prompts are random tokens, so that no
-request shares a beginning with another; the engine stops at the asked length and nowhere else.
-One thread drives the engine's steps and reads the clock after each, so a timestamp is the moment at which the tokens of
-a step are in the caller's hands: sampling, detokenization and bookkeeping are inside the gaps. Tokens of one
-speculative burst share a timestamp; ITL counts the gaps between them as zero, TPOT spreads the burst.
+Seeds are fixed, lengths are fixed or spread, and arrivals are a closed loop or Poisson. Prompts are random tokens, so
+that no two requests share a prefix; the engine generates exactly the requested length. One thread runs the engine's
+steps and reads the clock after each, so a timestamp is the time when the caller receives the tokens: gaps include
+sampling, detokenization and bookkeeping. Tokens of one speculative step share a timestamp; ITL counts the gaps between
+them as zero, and TPOT spreads their time evenly.
 Source: Reddi et al. 2020, MLPerf Inference Benchmark (closed loop and server scenario).
 """
 
@@ -29,10 +29,10 @@ class Load:
     """The requests of one workload, warm-up first.
 
     Args:
-        workload: what was asked for.
+        workload: the workload.
         prompts: token ids of each request.
-        new_tokens: to generate, of each request.
-        due_s: when each that is measured is due after the start; empty in a closed loop.
+        new_tokens: number of tokens to generate for each request.
+        due_s: seconds after the start at which each measured request is due; empty in a closed loop.
     """
 
     workload: Workload
@@ -42,12 +42,12 @@ class Load:
 
 
 def closed_loop(concurrency: int, *, num_requests: int | None = None, **sizes: int) -> Workload:
-    """So many requests in flight at any time: the next is sent when one is answered.
+    """Return a workload with a constant number of requests in flight: each answer triggers the next request.
 
     Args:
         concurrency: requests in flight.
-        num_requests: in all; None = twice the concurrency, at least 4.
-        sizes: `prompt_tokens` and `new_tokens` of each, and the `seed` of the prompts.
+        num_requests: total number of requests; None = twice the concurrency, at least 4.
+        sizes: `prompt_tokens` and `new_tokens` of each request, and the `seed` of the prompts.
     """
     count = max(4, 2 * concurrency) if num_requests is None else num_requests
     shape: dict[str, Any] = {"concurrency": concurrency, "num_warmup": min(concurrency, 2), **sizes}
@@ -55,12 +55,12 @@ def closed_loop(concurrency: int, *, num_requests: int | None = None, **sizes: i
 
 
 def poisson(rate_per_s: float, *, num_requests: int | None = None, **sizes: int) -> Workload:
-    """Requests arrive by chance, so many per second on average, whether or not others are answered.
+    """Return a workload with random arrivals at an average rate, independent of answers.
 
     Args:
         rate_per_s: arrivals per second.
-        num_requests: in all; None = 16.
-        sizes: see `closed_loop`; the seed is also that of the arrivals.
+        num_requests: total number of requests; None = 16.
+        sizes: see `closed_loop`; the seed also determines the arrivals.
     """
     count = 16 if num_requests is None else num_requests
     shape: dict[str, Any] = {"rate_per_s": rate_per_s, "num_warmup": 2, **sizes}
@@ -68,12 +68,12 @@ def poisson(rate_per_s: float, *, num_requests: int | None = None, **sizes: int)
 
 
 def length_sweep(*, prompt_tokens: int, new_tokens: int, seed: int = 0) -> Workload:
-    """One request at a time, prompts from short to long and back: what the two fits need.
+    """Return a workload of single requests with prompts from short to long and back, as the two fits need.
 
     Args:
-        prompt_tokens: of the longest.
-        new_tokens: at most so many of each.
-        seed: of the prompts.
+        prompt_tokens: tokens of the longest prompt.
+        new_tokens: most new tokens per request.
+        seed: seed of the prompts.
     """
     sizes = {"prompt_tokens": prompt_tokens, "new_tokens": min(new_tokens, _SWEEP_TOKENS), "seed": seed}
     alone = closed_loop(1, num_requests=2 * _SWEEP_PARTS, **sizes)
@@ -83,14 +83,15 @@ def length_sweep(*, prompt_tokens: int, new_tokens: int, seed: int = 0) -> Workl
 def make_load(
     workload: Workload, vocab_size: int, *, avoid: Iterable[int] = (), spread: float = 0.0, turn: int = 0
 ) -> Load:
-    """The requests themselves; the same arguments make the same requests on every machine.
+    """Build the requests of a workload; the same arguments give the same requests on every machine.
 
     Args:
-        workload: what to send.
+        workload: the workload.
         vocab_size: tokens are drawn from 0 .. vocab_size - 1.
-        avoid: tokens that are never drawn, e.g. those that end a text.
-        spread: lengths are drawn evenly from (1 - spread) times the workload's up to it; 0 = all alike.
-        turn: number of the repetition; each gets other prompts, of the same lengths.
+        avoid: tokens that are never drawn, e.g. end tokens.
+        spread: lengths are drawn uniformly from (1 - spread) times the workload's length up to this length; 0 = all
+            equal.
+        turn: number of the repetition; each has different prompts of the same lengths.
     """
     key = request_key(workload)
     # Two generators, so that lengths stay the same over turns while prompts change.
@@ -107,19 +108,19 @@ def make_load(
 
 
 def request_key(workload: Workload) -> str:
-    """Key of the random requests: equal for a closed loop and the static batches it is compared with."""
+    """Return the random key of a workload's requests; a closed loop and its static batches have the same key."""
     return f"{workload.seed} {workload.name.replace(STATIC, 'closed-')}"
 
 
 def check_capacity(workloads: Sequence[Workload], capacity: int, what: str) -> None:
-    """Every request fits.
+    """Check that every request fits.
 
     Args:
-        workloads: what will be sent.
-        capacity: tokens of one sequence.
-        what: says what limits it, e.g. "the context of demo".
+        workloads: workloads to send.
+        capacity: most tokens of one sequence.
+        what: what limits it, e.g. "the context of demo".
     Raises:
-        RequestError: the message says what would fit.
+        RequestError: a request does not fit; the message says what would.
     """
     for workload in workloads:
         prompt, new = workload.prompt_tokens, workload.new_tokens
@@ -132,7 +133,7 @@ def check_capacity(workloads: Sequence[Workload], capacity: int, what: str) -> N
 
 
 def _lengths(workload: Workload, number: int, chance: random.Random, spread: float) -> tuple[int, int]:
-    """Tokens of prompt and answer of a request; numbers below 0 are warm-up."""
+    """Return the prompt and answer tokens of a request; numbers below 0 are warm-up."""
     if workload.name == SWEEP_NAME:
         step = max(0, number) % (2 * _SWEEP_PARTS)
         # Up and down again: otherwise a drift of the machine passes for a slope.
@@ -144,7 +145,7 @@ def _lengths(workload: Workload, number: int, chance: random.Random, spread: flo
 
 
 def _arrivals(workload: Workload) -> tuple[float, ...]:
-    """Seconds after the start at which the measured requests are due."""
+    """Return the seconds after the start at which the measured requests are due."""
     if workload.rate_per_s is None:
         return ()
     chance = random.Random(f"{workload.seed} {workload.name} arrivals")
@@ -156,19 +157,19 @@ def _arrivals(workload: Workload) -> tuple[float, ...]:
 
 
 class SteppedEngine(Protocol):
-    """The engine that is measured: ours, or vLLM."""
+    """The engine to measure: quantkit's or vLLM's."""
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int: ...
     def step(self) -> list[StepOutput]: ...
 
 
 class Driver:
-    """Keeps the clock while requests are under way. *Mutable*.
+    """Sends requests to an engine and records timestamps. *Mutable*.
 
     Args:
-        engine: to drive.
-        clock: seconds, never going back.
-        sleep: waits so many seconds.
+        engine: engine to run.
+        clock: returns seconds and never goes back.
+        sleep: waits for this many seconds.
     """
 
     def __init__(
@@ -184,16 +185,16 @@ class Driver:
 
     @property
     def num_under_way(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._under_way)
 
     def send(self, prompt: Sequence[int], new_tokens: int, arrived_s: float | None = None) -> None:
-        """Hand a request to the engine.
+        """Submit a request to the engine.
 
         Args:
-            prompt: its tokens.
-            new_tokens: to generate, end tokens or not.
-            arrived_s: when it was due; None = now.
+            prompt: prompt token ids.
+            new_tokens: number of tokens to generate, ignoring end tokens.
+            arrived_s: time at which it was due; None = now.
         """
         now = self.clock()
         # The clock is read before, so that the engine's own admission counts for the request.
@@ -201,7 +202,7 @@ class Driver:
         self._under_way[number] = (now if arrived_s is None else arrived_s), []
 
     def step(self) -> None:
-        """One step of the engine, and the time at which its tokens were there."""
+        """Compute one step of the engine, and record when its tokens arrived."""
         outputs = self._engine.step()
         now = self.clock()
         for output in outputs:
@@ -228,16 +229,16 @@ def run_load(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> BenchmarkRun:
-    """Send the requests of a load and time them; in static batches where its name says so.
+    """Send the requests of a load and record timestamps; in static batches if the workload says so.
 
-    The next batch is then sent only when all of the one before has ended, as servers did before continuous batching.
+    A static batch is sent only after the previous one has ended completely, as servers did before continuous batching.
 
     Args:
         engine: an idle engine.
-        load: what to send.
-        clock, sleep: for tests.
+        load: requests to send.
+        clock, sleep: replaced in tests.
     Returns:
-        the measured requests in order of sending; warm-up is left out.
+        The measured requests in order of sending, without warm-up.
     """
     driver = Driver(engine, clock, sleep)
     requests = deque(zip(load.prompts, load.new_tokens, strict=True))
@@ -269,7 +270,7 @@ def _in_a_loop(driver: Driver, requests: Requests, concurrency: int, static: boo
 
 
 def _arrive(driver: Driver, requests: Requests, due_s: Sequence[float]) -> None:
-    """Each request is sent when it is due, or as soon after that as a running step allows; it counts from when due."""
+    """Send each request when it is due, or after the current step; its latency counts from the due time."""
     start = driver.clock()
     waiting = deque(start + due for due in due_s)
     while waiting or driver.num_under_way:

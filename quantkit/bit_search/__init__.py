@@ -1,4 +1,4 @@
-"""Search for the number type of each fused group: measured, solved for a budget, written as a recipe, verified.
+"""Search for the number type of each fused group: measure, solve for a budget, write a recipe, verify it.
 
-Nothing is imported here: `--help` is answered from `options`.
+This file imports nothing, so that `--help` needs only `options`.
 """

@@ -21,14 +21,14 @@ from quantkit.numerics.dtype import DTYPES, find_dtype
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.planning.memory import from_linear
 
-FINE = 32  # groups of this many beside those of the base recipe, where its own are larger
+FINE = 32  # size of the finer groups that are tried too, if the base recipe has larger ones
 SKIP = "skip"
 _NOWHERE = "search-trial"  # an output that no plan of this module is carried out to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A number type and its groups.
+    """A number type and its group size.
 
     Args:
         dtype: name of a number type.
@@ -45,12 +45,12 @@ class Candidate:
 
     @property
     def file_name(self) -> str:
-        """`name` where colons cannot be."""
+        """`name` without a colon, for file names."""
         return f"{self.dtype}-{self.group_size}"
 
     @property
     def weights(self) -> dict[str, Any]:
-        """`weights:` of an override."""
+        """Value of `weights` in an override of a recipe."""
         return {"dtype": self.dtype, "group_size": self.group_size}
 
 
@@ -76,13 +76,13 @@ def base_groups(base: Recipe) -> int | str:
 
 
 def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candidate, ...]:
-    """Candidates as given by a user; `skip` among them is dropped, since leaving alone is always a choice.
+    """Read the candidates that a user gives; `skip` is dropped, since a group may always stay unquantized.
 
     Args:
         texts: such as `int4`, `int4:32` or `int8:channel`.
-        group_size: where none is given.
+        group_size: used for texts that give none.
     Raises:
-        RecipeError: one that cannot be read.
+        RecipeError: a text is not a candidate, or no candidate is left.
     """
     candidates = []
     for text in texts:
@@ -103,7 +103,7 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
 
 
 def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
-    """All integer types in the base recipe's groups, and those below 6 bits in finer ones.
+    """Return all integer types in the base recipe's group size, and those of 3 to 5 bits also in finer groups.
 
     Args:
         group_size: of the base recipe.
@@ -116,21 +116,21 @@ def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
 
 
 def changed(base: Recipe, default: Candidate, **fields: Any) -> Recipe:
-    """The base recipe with these weights where no override says otherwise, and with further fields replaced."""
+    """Return the base recipe with this candidate as its default for weights, and with further fields replaced."""
     weights = {f"weights.{key}": value for key, value in {**default.weights, "symmetric": True}.items()}
     return build(patched(base.source, {**weights, **fields}), base.name)
 
 
 def uniform(base: Recipe, candidate: Candidate) -> Recipe:
-    """The base recipe with these weights throughout, under a name of its own."""
+    """Return the base recipe with one candidate for all weights, named after the candidate."""
     return changed(base, candidate, name=candidate.file_name)
 
 
 def trial(base: Recipe, candidate: Candidate) -> Recipe:
-    """`uniform` for groups that are put into the original one at a time: what enters them there has no errors.
+    """Return the `uniform` recipe for groups that are put into the original model one at a time.
 
-    So a step has nothing to make up for: it needs neither the original model beside the quantized one nor the layer
-    once per set of linears, and all candidates are shown the same.
+    The inputs of such a group have no errors that a step could compensate for. So the steps calibrate on the original
+    model alone and run each layer once, and all candidates see the same inputs.
     """
     recipe = uniform(base, candidate)
     alone = {
@@ -145,7 +145,7 @@ def trial(base: Recipe, candidate: Candidate) -> Recipe:
 
 
 def override(patterns: Sequence[str], candidate: Candidate | None) -> dict[str, Any]:
-    """An entry of a recipe's `overrides`: what these modules are given; None = they are ignored."""
+    """Return an entry of a recipe's `overrides` that gives these modules a candidate; None = ignore them."""
     return {"modules": list(patterns), **({"skip": True} if candidate is None else {"weights": candidate.weights})}
 
 
@@ -173,7 +173,7 @@ def usable(
         raise RecipeError(
             f"a {base.format} file is not run by quantkit, so nothing can be measured; search with another format"
         )
-    kept: dict[Candidate, dict[str, LinearScheme]] = {}  # with what it gives each linear
+    kept: dict[Candidate, dict[str, LinearScheme]] = {}  # and the scheme of each linear under it
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
     weights = 0
     notes: list[str] = []
@@ -216,7 +216,7 @@ def _require(bits: float | None, least: float, names: list[str]) -> None:
 
 
 def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Weights and bytes of each linear to quantize by full name, counted as the recipe's format stores them."""
+    """Return the number of weights and the stored bytes of each linear to quantize, by full name."""
     sizes = {}
     for index, schemes in enumerate(plan.layers):
         shapes = plan.skeleton.linear_shapes(index)

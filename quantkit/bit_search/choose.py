@@ -25,9 +25,9 @@ from quantkit.runtime.llm import LLM
 if TYPE_CHECKING:
     from quantkit.bit_search.sensitivities import MeasuredGroups
 
-_ROUNDS = 3  # of moving every group; each measures the model about twice per group
-_PAIRS = 6  # of moves that are measured where all of them together do not help
-_TRIES = 5  # for a KL: each corrects by how far the parts were from the whole
+_ROUNDS = 3  # in which every group is moved; each round measures the model about twice per group
+_PAIRS = 6  # best pairs of moves to measure if making all moves together does not help
+_TRIES = 5  # to reach a KL: each corrects the limit by the ratio of summed and measured KL
 
 
 Progress = Callable[[str], None]
@@ -84,9 +84,9 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
         if measured <= kl and (best is None or total(options, choice).cost < total(options, best).cost):
             best = choice
         if measured <= 0 or 0.97 * kl <= measured <= kl:
-            break  # what is left would rarely pay for one group's next option
-        # The parts do not add up to the whole: by how far they were off, the limit of their sum is moved.
-        # 0.99 aims a little below, since only what is at or under the target counts.
+            break  # the rest of the KL would rarely pay for one group's next cheaper option
+        # Single-group KLs do not add up to the measured KL: scale the limit of their sum by the error.
+        # 0.99 aims slightly below the target, since a choice above it does not count.
         limit *= 0.99 * kl / measured
     if best is None:
         raise GateFailure(f"no choice reaches a KL of {kl:g}; allow more, or give larger candidates")
@@ -94,11 +94,11 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
 
 
 def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
-    """The option at hand, the next one that is cheaper, and the next that is dearer and better.
+    """Return the indices of the current option, the best cheaper one, and the next one that costs more and is better.
 
     Args:
-        group: options.
-        at: number of the one at hand.
+        group: options of one group.
+        at: index of the current option.
     """
     here = group[at]
     cheaper = [n for n, option in enumerate(group) if option.cost < here.cost]
@@ -109,7 +109,7 @@ def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
 
 
 def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
-    """Choices that may be better than one, the most promising first: all moves that pay, then the best one or two."""
+    """Yield choices that may improve on `choice`: first all paying moves together, then the best moves and pairs."""
     options = groups.options
     rows = [next_options(group, at) for group, at in zip(options, choice, strict=True)]
     near = _neighbours(groups, choice, best)
@@ -117,7 +117,7 @@ def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -
     assert together is not None  # the choice at hand is within the budget
     if any(together):
         yield tuple(row[n] for row, n in zip(rows, together, strict=True))
-    # All moves together may do to each other what none does alone, so few of them are tried too.
+    # Many moves together may interact, so single moves and pairs are tried too.
     single = [(position, n) for position, row in enumerate(rows) for n in range(1, len(row))]
     left = budget - total(options, choice).cost
     paying = []
@@ -134,7 +134,7 @@ def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -
 
 
 def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[list[Option]]:
-    """Options of each group that are one step away, with what each does beside the others as chosen."""
+    """Return `next_options` of each group, with the change of the KL when only this group is moved."""
 
     def beside(number: int, at: int) -> Option:
         moved = (*choice[:number], at, *choice[number + 1 :])
@@ -147,9 +147,9 @@ def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[lis
     ]
 
 
-_SEEN = 0.5  # per cent: a loss below this is taken for it, since items are too few to show it
+_SEEN = 0.5  # per cent: smaller losses count as this much, since the tasks have too few items to show them
 _STRICTER = (0.2, 0.7)  # how much of the KL remains after a miss, at least and at most
-_LARGEST = 4.0  # times the KL of the coarse model, beyond which nothing is known
+_LARGEST = 4.0  # times the KL of the coarse model; the search does not extrapolate beyond
 
 
 @dataclass(kw_only=True, slots=True)
@@ -181,12 +181,12 @@ class Judge:
         return overall
 
     def first_kl(self, coarse: LLM, kl: float) -> float:
-        """A KL that may do, learned from a coarse model and its KL."""
+        """Estimate the KL at which the goal is met, from a coarse model and its KL."""
         lost = max(_SEEN, 100 - self.recovery(coarse))
         return kl * min(_LARGEST, (100 - self.goal) / lost)
 
     def next_kl(self, missed: SearchResult) -> float:
-        """A stricter KL after a miss."""
+        """Return a smaller KL to try after a model missed the goal."""
         assert missed.recovery is not None
         share = (100 - self.goal) / max(_SEEN, 100 - missed.recovery)
         return missed.measured_kl * max(_STRICTER[0], min(_STRICTER[1], share))

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """Options of a search; what each means stands beside it.
+    """Options of a search; `setting` describes the others.
 
     Args:
-        recipe: to start from: its steps, calibration, format and what it ignores stay.
-        on, jobs: of one at a time, locally, each is compressed by this process.
-        work: without it they are kept beside the output, until done.
+        recipe: base recipe; the search keeps its steps, calibration, format and ignored modules.
+        on, jobs: with "local" and 1, this process compresses every trial itself.
+        work: None = a folder beside the output, deleted when the search is done.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        engine: keywords of `LLM`; the arithmetic is float32 unless given.
-        resume: go on where a killed search stopped.
+        engine: keyword arguments of `LLM`; the default dtype is float32.
+        resume: continue a search that was interrupted.
         overwrite: replace an existing recipe file or checkpoint.
     """
 

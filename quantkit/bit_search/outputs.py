@@ -22,34 +22,34 @@ from quantkit.output.writer import writing
 
 
 class SearchState:
-    """Measured numbers by key, saved after every one.
+    """Measured numbers by key, saved after every measurement.
 
     Args:
-        path: of the file; read if it is there.
-        identity: everything that decides the numbers, as plain data.
+        path: path of the file; read if it exists.
+        identity: everything that determines the numbers, as plain data.
     Raises:
-        ResumeError: the file is of another search, or damaged.
+        ResumeError: the file belongs to another search or is damaged.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self._path, self._identity = path, json.loads(json.dumps(identity))  # tuples as lists, as it is read again
         self._numbers: dict[str, float] = {}
-        self.threads = threads_within_quota()  # that the first of them was measured with
+        self.threads = threads_within_quota()  # the thread count of the first measurement
         self.resumed = 0
         if path.exists():
             self._read()
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: str, measure: Callable[[], float]) -> float:
-        """The number under a key, measured now if it is not known.
+        """Return the number saved under a key; measure it first if there is none.
 
         Args:
-            key: what it is of.
-            measure: makes it.
+            key: description of what is measured.
+            measure: function that measures the number.
         """
         if key not in self._numbers:
             self._numbers[key] = measure()
-            # At once: measuring takes seconds to minutes, and a kill may come at any time.
+            # Saved at once: a measurement takes seconds to minutes, and the search may be killed at any time.
             write_state(self._path, {"identity": self._identity, "threads": self.threads, "numbers": self._numbers})
         return self._numbers[key]
 
@@ -69,13 +69,13 @@ class SearchState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """All that a search writes, locked.
+    """Locked output paths of a search.
 
     Args:
-        work: of trials and measured numbers.
-        keep_work: it stays for further searches.
+        work: folder of the trials and the measured numbers.
+        keep_work: keep that folder for further searches.
         recipe: stage of the recipe's file.
-        checkpoint: stage of the compressed model; None = it is not kept.
+        checkpoint: stage of the compressed model; None = do not keep the model.
     """
 
     work: WorkFolder
@@ -85,14 +85,16 @@ class Outputs:
 
     @property
     def draft(self) -> Path:
-        """The recipe until everything is known; only then it gets its name."""
+        """Temporary path of the recipe, until the search is complete."""
         return self.recipe.work.path / self.recipe.output.name
 
     def hand_over(self, trial: Path) -> None:
-        """The recipe and what was asked for beside it take their places; the rest goes.
+        """Move the recipe, and the checkpoint if one was requested, to their final paths; delete the work folder.
+
+        A work folder that the user named with `--work` stays.
 
         Args:
-            trial: the model compressed by the recipe, in the work folder.
+            trial: folder of the model that was compressed by the recipe.
         """
         with writing(self.recipe.output):
             self.recipe.promote(self.draft)

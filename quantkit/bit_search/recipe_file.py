@@ -1,4 +1,4 @@
-"""The recipe that a search writes: an ordinary file, with what was expected and measured in its comments."""
+"""Write the recipe of a search as an ordinary YAML file, with the expected and measured KL in comments."""
 
 import fnmatch
 from collections import Counter
@@ -15,11 +15,11 @@ from quantkit.compress.recipe import Recipe
 from quantkit.models.linear_sets import common_owner
 from quantkit.output.writer import write_text
 
-_FEW = 4  # modules of a group that are listed by name; of more a pattern is looked for
+_FEW = 4  # the most modules of a group to list by name; larger groups get a pattern if one fits
 
 
 def default_candidate(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> Candidate:
-    """Candidate that most weights are given, which the recipe states once; ignoring is stated for each group."""
+    """Return the candidate chosen for most weights; it becomes the recipe's default, and never `skip`."""
     counts = Counter[int]()
     for group, number in zip(groups, choice, strict=True):
         if number < len(candidates):
@@ -28,12 +28,12 @@ def default_candidate(candidates: Sequence[Candidate], groups: Sequence[Measured
 
 
 def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> list[dict[str, Any]]:
-    """Overrides of the default, one for each candidate in use.
+    """Return the overrides of the recipe: one for each chosen candidate other than the default.
 
     Args:
-        candidates: in the order that `choice` counts in; one beyond the last is leaving alone.
-        groups: the groups.
-        choice: number of the candidate of each.
+        candidates: the candidates that `choice` indexes; an index past the last one means "skip".
+        groups: the fused groups.
+        choice: index of the candidate chosen for each group.
     """
     common = default_candidate(candidates, groups, choice)
     every = [name for group in groups for name in group.modules]
@@ -46,7 +46,7 @@ def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], 
 
 
 def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str]:
-    """Comment on each group, by the pattern that an override of it begins with."""
+    """Return a comment for each group, by the first pattern of the group in an override."""
     every = [name for group in groups for name in group.modules]
     return {
         _patterns(group.modules, every)[0]: f"layer {group.layer} {group.name}: "
@@ -56,8 +56,8 @@ def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str
 
 
 def _patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The modules' names, or one pattern that matches these and no others where they are many."""
-    if len(modules) > _FEW:  # experts by the hundred are no recipe that people read
+    """Return the modules' names; for many modules, one pattern that matches exactly these, if there is one."""
+    if len(modules) > _FEW:  # nobody reads a recipe that lists hundreds of experts
         pattern = f"{common_owner(modules)}.*"
         if set(fnmatch.filter(every, pattern)) == set(modules):
             return [pattern]
@@ -65,13 +65,13 @@ def _patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns: Mapping[str, str]) -> None:
-    """Write a recipe as YAML for people.
+    """Write a recipe as readable YAML with comments.
 
     Args:
-        path: of the file.
-        recipe: what it has to say when it is read again.
-        remarks: lines at the top.
-        of_patterns: a line above a pattern of an override.
+        path: path of the file.
+        recipe: the recipe, which reading the file gives again.
+        remarks: comment lines at the top.
+        of_patterns: comment line by the pattern of an override that it is written above.
     """
     source = recipe.source
     lines = [f"# {text}" for text in remarks]
@@ -95,6 +95,6 @@ _WRITTEN = ("name", "description", "weights", "activations", "ignore", "override
 
 
 def _flow(value: Any) -> str:
-    """A value on one line."""
+    """Return a value as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

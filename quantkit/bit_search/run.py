@@ -50,22 +50,22 @@ from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 from quantkit.sweep.trials import Command, Trial, check_place, planned_bytes, run_trials
 
-_REFERENCE_BYTES = 2 << 30  # of the original's logits on them
-_TRIES = 3  # recipes that are made and measured before a target is given up
+_REFERENCE_BYTES = 2 << 30  # the most bytes of reference logits of the original
+_TRIES = 3  # recipes to compress and measure before the search gives up on a target
 
 
 def search_recipe(
     model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Progress = lambda _: None
 ) -> SearchResult:
-    """Find which numbers each fused group of a model should have, and write them as a recipe.
+    """Find the best number type for each fused group of a model, and write a recipe.
 
     Args:
         model: directory or hub id; None = the demo model.
-        target: what is asked for.
-        options: how to search.
-        progress: told what is going on, in lines.
+        target: target of the search.
+        options: options of the search.
+        progress: called with one line per event.
     Returns:
-        what was chosen, expected and measured; `reached` says whether the target is met.
+        The choice with its expected and measured KL; `reached` tells whether the target is met.
     Raises:
         InputError: model, recipe, text or output cannot be used.
         GateFailure: no choice can meet the target.
@@ -99,20 +99,20 @@ class _Search:
     ) -> None:
         self.target, self.outputs, self.trial = target, outputs, Path()
         work, folder = outputs.work.path, resolve(model)
-        moved = moves_scales(options.recipe.steps)  # refuses steps of which no part can be tried alone
+        moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
         self.candidates, notes = _candidates(model, options, target.bits)
         engine = {"dtype": "float32", "device": options.device, **options.engine}
         progress("loading the original")
         self.original = load_llm(str(folder), **engine)
         self.data, windows, text_notes = _windows(self.original, options)
-        # Neighbouring windows tell of the same matter, so both halves are alike and share no token.
+        # Neighbouring windows have similar content, so both halves are alike and share no token.
         used = few(windows[::2], self.original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
-        # A text of a single window has none to hold out.
+        # A text with a single window leaves none to hold out.
         self.num_tokens, self.held_out = sum(map(len, used)), windows[1::2][: len(used)] or used
         self.notes = (*notes, *text_notes)
         identity = _identity(options.recipe, folder, self.original, used)
         state = SearchState(work / "state.json", identity)
-        # Sums depend on the number of threads: a resumed search goes on with that of its first numbers.
+        # Sums depend on the number of threads: a resumed search keeps the thread count of its first measurement.
         engine["threads"] = state.threads
         torch.set_num_threads(state.threads)
         if state.resumed:
@@ -152,15 +152,15 @@ class _Search:
         return result
 
     def _coarsest(self) -> tuple[LLM, float]:
-        """The coarsest form that is still a model, and its KL: what a loss of accuracy is first learned from."""
+        """Return the coarsest model that still works, and its KL, for a first estimate of the accuracy loss."""
         choices = [(n,) * len(self.measured.groups) for n in range(len(self.candidates))]
         known = sorted((self.measured.kl(choice), choice[0]) for choice in choices)
-        # Above 0.2 a model says little that is right, and how much it loses tells nothing of smaller losses.
+        # Above a KL of 0.2 most answers are wrong, and the loss says nothing about smaller losses.
         kl, number = next(((kl, n) for kl, n in reversed(known) if kl < 0.2), known[0])
         return self.runner.load(self.runner.folder / self.candidates[number].file_name), kl
 
     def verify(self, choice: Choice, judge: Judge | None = None) -> SearchResult:
-        """Write the recipe of a choice, compress by it and measure; the file is written before and after."""
+        """Write the recipe of a choice, compress the model with it, measure the KL, and add it to the recipe."""
         measured, runner, fresh = self.measured, self.runner, Probe(self.original, self.held_out)
         bits, added = measured.bits_per_weight(choice), measured.total(choice).sensitivity
         expected = measured.kl_on(fresh, choice)
@@ -199,13 +199,13 @@ class _Search:
         )
 
     def _is_reached(self, kl: float, recovery: float | None) -> bool:
-        """Whether a model is what was asked for; a number of bits or bytes is kept by every choice."""
+        """Whether a model meets the target; every choice meets a target in bits or bytes."""
         if self.target.recovery is not None:
             return recovery is not None and recovery >= self.target.recovery
         return self.target.kl is None or kl <= self.target.kl
 
     def _write(self, choice: Choice, remarks: list[str]) -> Recipe:
-        """The recipe of a choice, also as a file."""
+        """Write the recipe of a choice to a file, and return it."""
         base, groups, target = self.runner.base, self.measured.groups, self.target
         recipe = changed(
             base,
@@ -220,7 +220,7 @@ class _Search:
 
     @property
     def _names(self) -> list[str]:
-        """Names of the options of every group, in the order that a choice counts in."""
+        """Names of the options of a group, in the order that a choice indexes."""
         return [*(candidate.name for candidate in self.candidates), SKIP]
 
     def _candidate_records(self) -> tuple[CandidateRecord, ...]:
@@ -249,7 +249,7 @@ class _Search:
 
 
 def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], threads: int, options: SearchOptions) -> None:
-    """Compress by the candidates that nobody has compressed by yet, several at a time; what that gives is kept."""
+    """Compress the model with each candidate that has no trial yet, several at a time, and keep the results."""
     trials = []
     for recipe in (trial(runner.base, candidate) for candidate in candidates):
         made = (runner.folder / recipe.name).resolve()
@@ -312,8 +312,8 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
 
 
 def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
-    """Everything that decides the numbers that are kept."""
-    # What candidates set is no part of it, so that numbers of one search serve another with other candidates.
+    """Return everything that determines the measured numbers, as plain data."""
+    # Without the fields that candidates set, so that a search with other candidates can reuse the numbers.
     source = {key: value for key, value in recipe.source.items() if key not in ("name", "weights", "overrides")}
     return {
         "recipe": source,

@@ -52,7 +52,7 @@ class TrialRunner:
     progress: Callable[[str], None]
 
     def compress_trials(self, recipes: Sequence[Recipe]) -> None:
-        """Compress by those that can share a pass of calibration data and that are not there yet; see `compress`."""
+        """Compress the model with the recipes that can share a calibration pass and have no output yet."""
         missing = {self.folder / recipe.name: recipe for recipe in recipes if recipe.has_original_inputs}
         missing = {output: recipe for output, recipe in missing.items() if not output.exists()}
         if missing:
@@ -87,19 +87,19 @@ class TrialRunner:
         return CompressionResult.from_dict(made)
 
     def load(self, path: Path) -> LLM:
-        """A compressed model, set up as the original is."""
+        """Load a compressed model with the settings of the original."""
         return load_llm(str(path), **self.engine)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredGroup:
-    """One fused group of the model and what it may become.
+    """One fused group of the model and its options.
 
     Args:
         layer, name, modules: see `evaluate.fused_groups.FusedGroup`.
-        num_weights: in it.
-        options: bytes and KL of each candidate, in the order of the candidates; leaving alone is the last.
-        forms: the group in each candidate's form.
+        num_weights: number of weights in the group.
+        options: bytes and KL of each candidate, in order; the last option leaves the group unquantized.
+        forms: the group as compressed with each candidate.
     """
 
     layer: int
@@ -112,11 +112,11 @@ class MeasuredGroup:
 
 @dataclass(kw_only=True, slots=True)
 class MeasuredGroups:
-    """All groups with all their options; a choice can be measured.
+    """All groups with their options; measures the KL of a choice.
 
     Args:
-        groups: in running order.
-        rest_bytes: of the tensors that no choice changes.
+        groups: the groups, in the order in which the model runs them.
+        rest_bytes: bytes of the tensors that no choice changes.
     """
 
     groups: list[MeasuredGroup]
@@ -136,20 +136,20 @@ class MeasuredGroups:
         return sum(group.num_weights for group in self.groups)
 
     def total(self, choice: Choice) -> Option:
-        """Bytes of a choice, and what its groups do one at a time, added up."""
+        """Return the bytes of a choice, and the sum of the sensitivities of its groups."""
         return total(self.options, choice)
 
     def bits_per_weight(self, choice: Choice) -> float:
-        """Stored bits of a choice, scales included."""
+        """Return the stored bits per weight of a choice, scales included."""
         return 8 * self.total(choice).cost / self.num_weights
 
     def kl(self, choice: Choice) -> float:
-        """KL of the original with every group in its chosen form, none of it additive."""
+        """Return the KL of the original model with all groups replaced by the chosen options; measured once."""
         key = "choice " + ",".join(map(str, choice)) + " of " + " ".join(self._names)
         return self._state.get(key, lambda: self.kl_on(self._probe, choice))
 
     def kl_on(self, probe: Probe, choice: Choice) -> float:
-        """KL of the same choice on the text of another probe."""
+        """Measure the KL of a choice on the text of a probe."""
         chosen = [group.forms[n] for group, n in zip(self.groups, choice, strict=True) if n < len(group.forms)]
         return probe.measure(chosen).mean
 
@@ -184,7 +184,7 @@ def measure_groups(
         forms.append(groups)
         options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
         rest = made.output_bytes - sum(map(_stored_bytes, linears.values()))
-        gc.collect()  # what the candidate's model holds in cycles, before the next one is loaded
+        gc.collect()  # free the candidate's model, which reference cycles hold, before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; is everything ignored?")
     measured_groups = [
@@ -193,7 +193,7 @@ def measure_groups(
             name=group[0].name,
             modules=group[0].modules,
             num_weights=sum(math.prod(linears[module].shape) for module in group[0].modules),
-            # Left as it is, a group differs in nothing from the original.
+            # An unquantized group equals the original.
             options=(*of_group, Option(cost=group[0].stored_bytes, sensitivity=0.0)),
             forms=group,
         )
@@ -217,5 +217,5 @@ def _sensitivities(
 
 
 def _stored_bytes(linear: LinearRecord) -> int:
-    # Bits per weight are bytes times 8 over weights: rounding undoes the division.
+    # bits_per_weight is bytes * 8 / weights: rounding recovers the whole number of bytes.
     return round(linear.bits_per_weight * math.prod(linear.shape) / 8)

@@ -1,7 +1,7 @@
-"""The option of each group for the least sensitivity within a budget: exact, and nothing but numbers.
+"""Choose one option per group to minimise total sensitivity within a budget, exactly.
 
-This is the multiple-choice knapsack problem. Lagrange's relaxation gives a price per unit of cost, a first choice and a
-bound on what any other can reach; states that the bound rules out are dropped, and what is left is searched in full.
+This is the multiple-choice knapsack problem. Lagrangian relaxation gives a price per unit of cost, a first choice and a
+bound on all other choices. Dynamic programming then searches all states that the bound does not rule out.
 Sources: Nemhauser and Ullmann 1969, Discrete dynamic programming and capital allocation; Shoham and Gersho 1988,
 Efficient bit allocation for an arbitrary set of quantizers.
 """
@@ -20,8 +20,8 @@ class Option:
     """One way to store a group.
 
     Args:
-        cost: what it takes, e.g. bytes.
-        sensitivity: what it does to the model, e.g. KL; may be negative.
+        cost: size of the group, e.g. in bytes.
+        sensitivity: effect on the model, e.g. KL; may be negative.
     """
 
     cost: float
@@ -32,42 +32,42 @@ Options = Sequence[Sequence[Option]]
 
 
 def least_sensitivity(groups: Options, budget: float) -> Choice | None:
-    """The choice with the least sensitivity that the budget allows.
+    """Return the choice with the least total sensitivity within the budget.
 
     Args:
         groups: options of each group, at least one.
-        budget: total cost at most.
+        budget: maximum total cost.
     Returns:
-        number of the chosen option of each group; None when the cheapest options are beyond the budget.
+        The index of the chosen option of each group; None if even the cheapest options exceed the budget.
     """
     return _solve([[(o.cost, o.sensitivity) for o in options] for options in groups], budget)
 
 
 def least_cost(groups: Options, sensitivity: float) -> Choice | None:
-    """The cheapest choice with at most this sensitivity.
+    """Return the cheapest choice with at most this total sensitivity.
 
     Args:
         groups: options of each group, at least one.
-        sensitivity: in total at most.
+        sensitivity: maximum total sensitivity.
     Returns:
-        as `least_sensitivity`; None when the least sensitivity possible is more.
+        The index of the chosen option of each group; None if no choice has so little sensitivity.
     """
     return _solve([[(o.sensitivity, o.cost) for o in options] for options in groups], sensitivity)
 
 
 def total(groups: Options, choice: Choice) -> Option:
-    """Cost and sensitivity of a choice, summed."""
+    """Return the total cost and the total sensitivity of a choice."""
     chosen = [options[number] for options, number in zip(groups, choice, strict=True)]
     return Option(cost=math.fsum(o.cost for o in chosen), sensitivity=math.fsum(o.sensitivity for o in chosen))
 
 
-Points = list[tuple[float, float, int]]  # weight, value and number of an option
+Points = list[tuple[float, float, int]]  # weight, value and index of an option
 
 
 def _solve(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> Choice | None:
-    """Least sum of values with a sum of weights within the limit; one (weight, value) of each group."""
+    """Choose one (weight, value) per group with the least sum of values and a sum of weights within the limit."""
     points = [_undominated(options) for options in groups]
-    # A choice that takes the limit exactly must not fail by the rounding of its sum.
+    # Rounding of the sum must not exclude a choice that meets the limit exactly.
     slack = _ROUNDING * max(abs(limit), math.fsum(max(abs(w) for w, _, _ in group) for group in points))
     limit += slack
     if math.fsum(group[0][0] for group in points) > limit:
@@ -77,7 +77,7 @@ def _solve(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> Cho
 
 
 def _undominated(options: Sequence[tuple[float, float]]) -> Points:
-    """Options of which no other is both lighter and better, the lightest first."""
+    """Return the options that no other option beats in both weight and value, lightest first."""
     kept: Points = []
     for weight, value, number in sorted((w, v, n) for n, (w, v) in enumerate(options)):
         if not kept or value < kept[-1][1]:
@@ -86,19 +86,19 @@ def _undominated(options: Sequence[tuple[float, float]]) -> Points:
 
 
 def _cheapest_at(group: Points, price: float) -> int:
-    """Position of the least value plus price times weight; of equals the lightest."""
+    """Return the position of the option with the least value + price * weight, the lightest on ties."""
     return min(range(len(group)), key=lambda at: (group[at][1] + price * group[at][0], group[at][0]))
 
 
 def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
-    """The lowest price at which what each group takes by itself is within the limit, and what they take."""
-    # What a group takes by itself changes only at the slope between two of its options: no other price matters.
+    """Return the lowest price at which the groups' own best options fit the limit, and those options."""
+    # A group's best option changes only at the slope between two of its options: no other price matters.
     slopes = {0.0}
     for group in points:
         for at, (weight, value, _) in enumerate(group):
             slopes |= {(v - value) / (weight - w) for w, v, _ in group[:at]}
     prices = sorted(slopes)
-    prices.append(2 * prices[-1] + 1)  # here everything takes its lightest, however ties above were rounded
+    prices.append(2 * prices[-1] + 1)  # at this price every group takes its lightest option, however ties were rounded
 
     def fits(price: float) -> bool:
         return math.fsum(group[_cheapest_at(group, price)][0] for group in points) <= limit
@@ -109,7 +109,7 @@ def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
 
 
 def _filled(points: Sequence[Points], start: list[int], limit: float) -> list[int]:
-    """Spend what the relaxation left over on the exchanges that help most."""
+    """Use up the limit that the relaxation left over: repeatedly exchange the option that gains most."""
     chosen = list(start)
     left = limit - math.fsum(group[at][0] for group, at in zip(points, chosen, strict=True))
     while True:
@@ -128,7 +128,7 @@ def _filled(points: Sequence[Points], start: list[int], limit: float) -> list[in
 
 @dataclass(slots=True)
 class _State:
-    """A choice for the first groups: its weight, its value, the last option and what came before."""
+    """A choice for the first groups: its weight, its value, its last option and the state before that option."""
 
     weight: float
     value: float
@@ -137,18 +137,18 @@ class _State:
 
 
 def _search(points: Sequence[Points], limit: float, price: float, start: list[int]) -> Choice:
-    """Every state that may still lead to something better than `start`, group after group."""
+    """Return the best choice: extend all states that can still beat `start`, group by group."""
     best = math.fsum(group[at][1] for group, at in zip(points, start, strict=True))
-    rest = [0.0] * (len(points) + 1)  # of the groups from here on: value plus price times weight, at least
-    light = [0.0] * (len(points) + 1)  # and their weight, at least
+    rest = [0.0] * (len(points) + 1)  # lower bound of value + price * weight of the groups from here on
+    light = [0.0] * (len(points) + 1)  # lower bound of their weight
     for n in reversed(range(len(points))):
         rest[n] = rest[n + 1] + min(value + price * weight for weight, value, _ in points[n])
         light[n] = light[n + 1] + points[n][0][0]
-    # Better than the start by more than rounding, or the start is kept.
+    # A choice must beat the start by more than rounding, or the start is kept.
     ceiling = best - _ROUNDING * abs(best)
     states = [_State(0.0, 0.0, -1, None)]
     for n, group in enumerate(points):
-        # Lagrange: no completion adds less than rest - price * (weight left); states that cannot win go.
+        # Lagrangian bound: no completion adds less than rest - price * (weight left); drop states that cannot win.
         grown = [
             _State(state.weight + weight, state.value + value, number, state)
             for state in states
@@ -156,7 +156,7 @@ def _search(points: Sequence[Points], limit: float, price: float, start: list[in
             if state.weight + weight + light[n + 1] <= limit
             and state.value + value + rest[n + 1] - price * (limit - state.weight - weight) < ceiling
         ]
-        # Of two states the heavier one is worth keeping only if its value is lower.
+        # A heavier state is worth keeping only if its value is lower.
         grown.sort(key=lambda state: (state.weight, state.value))
         states = []
         for state in grown:

@@ -1,1 +1,1 @@
-"""Checkpoints read tensor by tensor: what a folder holds, its bytes, and its tokenizer."""
+"""Read checkpoints tensor by tensor, with their config and tokenizer."""

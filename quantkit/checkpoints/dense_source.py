@@ -34,13 +34,13 @@ _TEXT = "text_config"
 
 
 def open_dense(path: Path) -> CheckpointReader:
-    """A reader of a checkpoint's values, whatever they are stored as; of an ordinary one the reader of its files.
+    """Open a checkpoint, quantized or not, as a dense model.
 
     Args:
-        path: its directory.
+        path: directory of the checkpoint.
     Raises:
-        ModelError, CheckpointError: not a checkpoint, damaged, or quantized by a method that no format reads.
-        SchemeError: of a known format, but a kind that cannot be decoded.
+        ModelError, CheckpointError: it is not a checkpoint, is damaged, or its quantization method is not supported.
+        SchemeError: the format is known, but quantkit cannot decode this variant.
     """
     reader = CheckpointReader(path)
     described = recognise(_with_section(reader.config), str(reader.path / CONFIG_NAME))
@@ -87,7 +87,7 @@ class _Source:
         return tensors | {name: self._encoded(name, parts) for name, parts in weights.items()}
 
     def note(self, tensors: Mapping[str, TensorInfo]) -> str:
-        """Tell the user that weights are dequantized."""
+        """Return a note for the user that weights are dequantized."""
         number = sum(isinstance(info, EncodedInfo) for info in tensors.values())
         dtype = dtype_name(self.dtype)
         return f"the source is quantized ({self.format.name}): {number} weights are dequantized to {dtype} while read"
@@ -97,7 +97,7 @@ class _Source:
         where = f"{self.reader.path}: {module}"
         with located(where):
             infos = {local: self.reader.info(full) for local, full in parts.items()}
-            # Parts of a stack (E, ...) are looked at as those of its first matrix.
+            # For a stack (E, ...), the parts of the first matrix are checked.
             stack = () if name != module else (_stacked(infos),)
             matrix = {local: info.item(0) for local, info in infos.items()} if stack else infos
             scheme = self._scheme(module)
@@ -121,7 +121,7 @@ class _Source:
     def _scheme(self, module: str) -> LinearScheme:
         """Return the scheme of a module that is stored as codes."""
         linear = self.scheme.find(module)
-        if linear is None:  # names of wrappers differ between files and config.json; the codes are there all the same
+        if linear is None:  # the names of wrappers may differ between files and config.json
             known = {self.scheme.default, *(rule.linear for rule in self.scheme.rules)} - {None}
             if len(known) != 1:
                 raise CheckpointError("has codes, but config.json does not say which; copy the original config.json")
@@ -156,7 +156,7 @@ def _stacked(infos: Mapping[str, TensorInfo]) -> int:
 
 
 def _with_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config whose section is where formats look for it; wrappers have it in that of their language model."""
+    """Return a config with quantization_config at the top level; multimodal models have it under text_config."""
     inner = config.get(_TEXT)
     if _SECTION in config or not isinstance(inner, Mapping) or _SECTION not in inner:
         return config
@@ -172,7 +172,7 @@ def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Dtype that the model was made in, which libraries dequantize to; bfloat16 where config.json does not say."""
+    """Return the dtype in config.json, to which libraries dequantize; bfloat16 if there is none."""
     inner = config.get(_TEXT)
     known = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
     for entries in (config, inner if isinstance(inner, Mapping) else {}):

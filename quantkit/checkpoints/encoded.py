@@ -37,7 +37,7 @@ class EncodedInfo(TensorInfo):
     transposed: bool
 
     def item(self, index: int) -> "EncodedInfo":
-        """See `TensorInfo`; of every part only the bytes of this entry are read."""
+        """See `TensorInfo`; reads only this entry's bytes of every part."""
         parts = {name: part.item(index) for name, part in self.parts.items()}
         shape, num_bytes = self.shape[1:], self.num_bytes // self.shape[0]
         return replace(self, shape=shape, num_bytes=num_bytes, parts=parts)
@@ -57,12 +57,12 @@ class EncodedInfo(TensorInfo):
         return weight
 
     def values(self, read: Read) -> Tensor:
-        """The values, a stack of matrices one after another.
+        """Return the dequantized values; the matrices of a stack are decoded one after another.
 
         Args:
-            read: gives a tensor of the files.
+            read: reads a stored tensor.
         Raises:
-            CheckpointError: some are not finite, or codes and scales do not belong together.
+            CheckpointError: some values are not finite, or the shapes of codes and scales do not match.
         """
         if len(self.shape) < 3:
             return self._matrix(read)
@@ -73,7 +73,7 @@ class EncodedInfo(TensorInfo):
 
     def _matrix(self, read: Read) -> Tensor:
         weight = self._codes(replace(self.scheme, activation=None), read)
-        # In the dtype of the scales first, as libraries multiply; only then in the model's.
+        # First in the dtype of the scales, as libraries multiply; then converted to the model's.
         values = weight.dequantize(weight.values_dtype).to(self.dtype)
         if not bool(torch.isfinite(values).all()):
             bad = int((~torch.isfinite(values)).sum())

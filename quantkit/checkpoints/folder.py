@@ -19,7 +19,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MODELOPT_NAME = "hf_quant_config.json"
 
-_MAX_NAME_BYTES = 255  # of a file, where most people are
+_MAX_NAME_BYTES = 255  # longest file name on common file systems
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _METADATA = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -35,10 +35,10 @@ _NEVER_CARRIED = (
 
 
 def check_folder(path: Path) -> Path:
-    """`path` itself, if it is a directory whose files are its own.
+    """Return the path of a model's directory after checking it.
 
     Raises:
-        ModelError: it is missing or a file, or holds links that lead out of it; see `links`.
+        ModelError: the path does not exist or is a file, or the directory has links to outside files; see `symlinks`.
     """
     check_path(path, ModelError)
     if path.is_dir():
@@ -51,17 +51,17 @@ def check_folder(path: Path) -> Path:
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """The contents of config.json.
+    """Return the contents of config.json.
 
     Raises:
-        ModelError: it is missing, unreadable, not JSON, or not an object.
+        ModelError: the file is missing, unreadable, or not a JSON object.
     """
     path = folder / CONFIG_NAME
     if path.is_file():
         config = read_object(path, ModelError)
         beside = folder / _MODELOPT_NAME
         if "quantization_config" not in config and beside.is_file():
-            # ModelOpt says in a file of its own what others say here.
+            # ModelOpt writes its quantization_config into a file of its own.
             config["quantization_config"] = {**read_object(beside, ModelError), "quant_method": "modelopt"}
         return checked_names(config, str(path))
     if (folder / "adapter_config.json").is_file():
@@ -72,10 +72,10 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """A config.json whose names are names, also those of the language model in one: they are looked up in tables.
+    """Check that names in a config.json, which are looked up in tables, are texts; also those under text_config.
 
     Raises:
-        ModelError: one is something else.
+        ModelError: a name is something else.
     """
     inner = config.get("text_config")
     for entries in (config, inner if isinstance(inner, dict) else {}):
@@ -125,7 +125,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files that hold a checkpoint's tensors, those that its index names, whether they are there or not."""
+    """Return the files with a checkpoint's tensors; with an index, also listed files that are missing."""
     index = folder / INDEX_NAME
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -146,13 +146,13 @@ def metadata_files(folder: Path) -> list[Path]:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a file of this name belongs to the model, see `metadata_files`."""
+    """Whether a file with this name is copied into a compressed checkpoint; see `metadata_files`."""
     name = name.lower()
     return matches_any(name, _METADATA) and not matches_any(name, _NEVER_CARRIED)
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches one of some shell-style patterns."""
+    """Whether a name matches one of these shell-style patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -178,7 +178,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
     for tensor, name in weight_map.items():
-        # A path is refused here; where links may lead is checked when the folder is opened.
+        # Paths are refused here; links are checked when the folder is opened.
         if not isinstance(name, str) or not _is_shard_name(name):
             raise CheckpointError(
                 f"{index} says that tensor {shorten(tensor)} is in {shorten(name)}; "
@@ -217,40 +217,40 @@ _DOWNLOADED = (
     *("*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.tiktoken", "chat_template*"),
     *("LICENSE*", "NOTICE*", "README*"),
 )
-# Folders hold exports in other layouts, "consolidated" is the same weights once more.
+# Folders hold exports in other layouts; "consolidated" files repeat the same weights.
 _LEFT_THERE = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.py", "*.pkl", "*.gguf", "*.onnx")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether this may be an id on the hub, and no path that was mistyped."""
+    """Whether a text has the form of a hub id, rather than of a mistyped path."""
     return _HUB_ID.fullmatch(model) is not None
 
 
 def resolve(model: str | Path | None) -> Path:
-    """The directory of a model; downloads it when it is an id on the hub, never pickles and never code.
+    """Return the directory of a model; a model on the hub is downloaded first, without pickle files and code.
 
     Args:
-        model: a directory, or an id such as `Qwen/Qwen3-0.6B`; None = the bundled demo model.
+        model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`; None = the bundled demo model.
     Returns:
         The directory itself, or the snapshot in the hub's cache.
     Raises:
-        ModelError: a path that does not exist or is a file, or an id that cannot be downloaded; says what to do.
+        ModelError: the path does not exist or is a file, or the id cannot be downloaded; says what to do.
     """
     if model is None:
         return DEMO_MODEL
     path = Path(model).expanduser()
-    # What exists here is never asked of the hub, even if it looks like an id.
+    # An existing path is never looked up on the hub, even if it looks like an id.
     return check_folder(path) if path.exists() or not is_hub_id(str(model)) else download(str(model))
 
 
 def download(model: str, file: str | None = None) -> Path:
-    """Return the place of a hub's model, or of one of its files, in the cache; download what is missing.
+    """Download a model from the hub, or one of its files, if it is not in the cache; return the path in the cache.
 
     Args:
-        model: an id on the hub.
-        file: the only one that is wanted; None = all that a model needs.
+        model: hub id.
+        file: the file to download; None = all files that a model needs.
     Raises:
-        ModelError: it cannot be downloaded; says what to do.
+        ModelError: the download failed; says what to do.
     """
     try:
         # Imported late: a local directory must not depend on the hub's library.

@@ -25,15 +25,15 @@ from quantkit.safety.untrusted import opened, parse_object, shorten
 if TYPE_CHECKING:
     import torch
 
-# The limit of the safetensors library itself.
+# The limit in the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MAX_DIMS = 64
-_MAX_NAME = 1024  # characters; numbers in it are read as such, which Python refuses of thousands of digits
+_MAX_NAME = 1024  # characters; Python refuses to parse numbers of thousands of digits in a name
 _DAMAGED = "the file is damaged; download or copy it again"
 
-# In the order in which the safetensors library writes them: wide types first, which keeps every tensor aligned.
-# Other kinds (4 and 6 bits) pack several elements into a byte; they can be counted, not read.
+# In the order in which the safetensors library writes them: wide types first, so that every tensor is aligned.
+# Other kinds (4 and 6 bits) pack several elements into a byte; quantkit can list but not read them.
 _TORCH_NAMES = (
     {"U64": "uint64", "I64": "int64", "F64": "float64"}
     | {"F32": "float32", "U32": "uint32", "I32": "int32"}
@@ -48,14 +48,14 @@ _RANKS = {kind: rank for rank, kind in enumerate(_TORCH_NAMES)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Place of one tensor in a file.
+    """Type, shape and position of one tensor in a file.
 
     Args:
-        kind: of its elements, in the words of safetensors: `BF16`.
-        shape: empty for a single number.
-        file: the safetensors file that holds it.
-        offset: of its first byte from the start of the file.
-        num_bytes: its length.
+        kind: safetensors name of its element type, e.g. `BF16`.
+        shape: shape; empty for a single number.
+        file: safetensors file that holds the tensor.
+        offset: position of its first byte in the file.
+        num_bytes: length in bytes.
     """
 
     kind: str
@@ -66,35 +66,35 @@ class TensorInfo:
 
     @property
     def dtype_name(self) -> str | None:
-        """The kind as torch calls it; None = torch has no such numbers."""
+        """Name of the dtype in torch; None = torch has no such dtype."""
         return _TORCH_NAMES.get(self.kind)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The kind as torch has it; of every tensor that `checked_dtypes` passed."""
+        """Dtype in torch; `checked_dtypes` must have accepted the tensor."""
         import torch
 
         dtype: torch.dtype = getattr(torch, _TORCH_NAMES[self.kind])
         return dtype
 
     def item(self, index: int) -> TensorInfo:
-        """Return the place of one entry of the first dimension."""
+        """Return the description of one entry of the first dimension."""
         num_bytes = self.num_bytes // self.shape[0]
         return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Name of a dtype in safetensors; "" = it cannot hold it."""
+    """Return the safetensors name of a dtype; "" = safetensors has no such type."""
     return _KINDS.get(dtype_name(dtype), "")
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Tensors of one safetensors file, checked against each other and against the size of the file.
+    """Read the header of a safetensors file, and check that its tensors fill the file without gaps or overlaps.
 
     Args:
-        path: of the file.
+        path: path of the file.
     Raises:
-        CheckpointError: missing or unreadable, not safetensors, truncated, or inconsistent; names tensor and values.
+        CheckpointError: the file is missing, unreadable, not safetensors, truncated or inconsistent.
     """
     with opened(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
@@ -107,10 +107,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def checked_dtypes(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-    """`tensors`, if torch can hold all of them.
+    """Return `tensors` after checking that torch supports all their dtypes.
 
     Raises:
-        CheckpointError: names the first that it cannot, and what it can.
+        CheckpointError: a dtype is not supported; names the tensor and the supported dtypes.
     """
     import torch
 
@@ -178,7 +178,7 @@ def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """One entry of the header, its offsets made absolute."""
+    """Parse one entry of the header and make its offsets absolute."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
     if len(name) > _MAX_NAME:
@@ -201,13 +201,13 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _is_sizes(values: Any) -> TypeGuard[list[int]]:
-    """Whether this is a short list of whole numbers >= 0; JSON's true is none."""
+    """Whether a value is a short list of whole numbers >= 0; booleans do not count as numbers."""
     is_short = isinstance(values, list) and len(values) <= _MAX_DIMS  # their product is taken
     return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int, file_bytes: int) -> None:
-    """Tensors lie one behind the other, without gap or overlap, up to the end of the file."""
+    """Check that the tensors fill the file up to its end, without gaps or overlaps."""
     end, previous = data_start, "the header"
     # An empty tensor begins where the next one does, and must come before it.
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):

@@ -26,18 +26,18 @@ from quantkit.models.stored_names import TensorConversion
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-# Conversions whose result is kept: parts of experts are asked for one by one, gate and up and down in turns.
+# Number of conversion results to keep: experts' gate, up and down are read in turns, one expert at a time.
 _KEPT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPart:
-    """A linear's share of a stored tensor.
+    """The part of a stored tensor that belongs to one linear.
 
     Args:
-        stored: name of that tensor.
-        expert: its index in the first dimension; None = the whole tensor.
-        outputs: which outputs, of all that the tensor has.
+        stored: name of the stored tensor.
+        expert: index of the expert in the first dimension; None = the tensor has no such dimension.
+        outputs: the outputs of the tensor that belong to the linear.
         transposed: outputs are the last dimension.
     """
 
@@ -47,7 +47,7 @@ class StoredPart:
     transposed: bool
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part as a view of the stored tensor (of one expert, if it has several): (N, K) or (N,)."""
+        """Return the part as a view of the stored tensor, or of one expert's entry of it: (N, K) or (N,)."""
         if not self.transposed:
             return whole[self.outputs]
         return whole[..., self.outputs].mT if whole.dim() == 2 else whole[self.outputs]
@@ -69,7 +69,7 @@ class ModelReader(CheckpointReader):
 
     @classmethod
     def of(cls, reader: CheckpointReader, family: Family) -> "ModelReader":
-        """A view of what another reader has opened."""
+        """Return a view of a checkpoint that another reader has opened."""
         view = cls.__new__(cls)
         view._share(reader)
         view._view(family)
@@ -84,7 +84,7 @@ class ModelReader(CheckpointReader):
         return part.of(whole).clone(memory_format=torch.contiguous_format)
 
     def stored_scheme(self, name: str) -> LinearScheme | None:
-        """See `CheckpointReader`; what transformers makes of several tensors has no codes of its own."""
+        """See `CheckpointReader`; None for tensors that transformers converts on loading."""
         part = self._parts.get(name)
         if name in self._made or (part is not None and part.stored in self._made):
             return None
@@ -111,28 +111,28 @@ class ModelReader(CheckpointReader):
         return weight.take_rows(torch.arange(weight.shape[0])[part.outputs])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """See `CheckpointReader`; all of a part is read."""
+        """See `CheckpointReader`; reads the whole tensor if it is a part of a stored one."""
         return self.tensor(name)[start:stop].clone() if self._is_view(name) else super().rows(name, start, stop)
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """See `CheckpointReader`; all of a part is read."""
+        """See `CheckpointReader`; reads the whole tensor if it is a part of a stored one."""
         return self.tensor(name)[indices.cpu()] if self._is_view(name) else super().gather_rows(name, indices)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
-        """See `CheckpointReader`; a part comes in one chunk."""
+        """See `CheckpointReader`; a part of a stored tensor is one chunk."""
         if self._is_view(name):
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
         else:
             yield from super().chunks(name, size)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors in the layout of the files.
+        """Convert tensors to the layout and the names of the files.
 
         Args:
-            tensors: by the names of this view. Where some parts of a stored tensor are missing, being codes under
-                names of their own, the others stay apart too.
+            tensors: tensors by the names of this view. If some parts of a stored tensor are missing, because they are
+                stored as codes, the other parts stay separate.
         Returns:
-            tensors by the names to write.
+            Tensors by the names to write.
         """
         restored = dict(tensors)
         whole = self._whole_parts(tensors)
@@ -140,7 +140,7 @@ class ModelReader(CheckpointReader):
             if whole_name.removesuffix("_bias") not in whole:
                 continue  # biases go with their weights
             if any(f"{name}_scale" in tensors for name in names):
-                continue  # codes under the names of weights, which loaders look for expert by expert
+                continue  # codes under the names of weights; loaders look for these expert by expert
             info = self._stored[whole_name]
             value = torch.empty(info.shape, dtype=restored[names[0]].dtype)
             for name in names:
@@ -148,7 +148,7 @@ class ModelReader(CheckpointReader):
                 part.of(value if part.expert is None else value[part.expert]).copy_(restored.pop(name))
             restored[whole_name] = value
         for conversion in self._conversions():
-            # What a step has changed stays as the model has it, which loaders take as well.
+            # Tensors that a step has changed stay in the model's form, which loaders accept too.
             targets = [name for name in conversion.targets if name in restored]
             same = (_same(restored[name], self._converted(name)) for name in targets)
             if len(targets) == len(conversion.targets) and all(same):
@@ -158,7 +158,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
-        """Name in the files of a tensor of this view; parts of a stored tensor keep their names."""
+        """Return the name in the files for a tensor of this view; parts of a stored tensor keep their names."""
         if self._family.stored_names is not None:
             return self._family.stored_names.of(name)
         for own, stored in _renamed(self._family):
@@ -167,21 +167,21 @@ class ModelReader(CheckpointReader):
         return name
 
     def write_converted(self, sources: Container[str]) -> bool:
-        """Write what is made of these stored tensors in the form that the model has; whether that is news."""
+        """Make `restore` keep the converted form of these stored tensors; return whether this changes anything."""
         kept = [item for item in self._conversions() if any(name in sources for name in item.sources)]
         self._unrestored |= {id(item) for item in kept}
         return bool(kept)
 
     def _conversions(self) -> list[TensorConversion]:
-        """Conversions by which files keep their tensors."""
+        """Return the conversions that `restore` has to reverse."""
         made = {id(item): item for item in self._made.values()}
         return [item for key, item in made.items() if key not in self._unrestored]
 
     def written_shapes(self, quantized: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Shapes of what is written beside codes, by the names of files, if nothing else is changed.
+        """Return the shapes of the unquantized tensors to write, by the names in the files.
 
         Args:
-            quantized: tensors of this view that become codes.
+            quantized: names of the tensors of this view that are stored as codes.
         """
         names = [name for name in self.names if name not in quantized]
         blank = {name: torch.empty(self.info(name).shape, device="meta") for name in names}
@@ -197,7 +197,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tuple(value.shape) for name, value in blank.items()}
 
     def _whole_parts(self, present: Container[str]) -> dict[str, list[str]]:
-        """The parts of each stored tensor of which all are present."""
+        """Return the parts of each stored tensor whose parts are all present."""
         parts: dict[str, list[str]] = {}
         for name, part in self._parts.items():
             parts.setdefault(part.stored, []).append(name)
@@ -207,9 +207,9 @@ class ModelReader(CheckpointReader):
         return name in self._parts or name in self._made
 
     def _converted(self, name: str) -> Tensor:
-        """A tensor that transformers makes of others; the last ones are remembered."""
+        """Return a tensor that transformers converts from stored ones; the latest results are cached."""
         conversion = self._made[name]
-        with self._converting:  # several threads may ask for parts of the same
+        with self._converting:  # several threads may read parts of the same tensor
             if id(conversion) not in self._kept:
                 while len(self._kept) >= _KEPT:
                     del self._kept[next(iter(self._kept))]
@@ -223,7 +223,7 @@ class ModelReader(CheckpointReader):
             return value if expert is None else value[expert]
         info = self._stored[stored]
         if expert is not None:
-            info = info.item(expert)  # only this expert's bytes are read; the tensor holds those of the whole layer
+            info = info.item(expert)  # read only this expert's bytes; the tensor holds all experts of the layer
         return self._read_tensor(info)
 
     def _view(self, family: Family) -> None:
@@ -242,7 +242,7 @@ class ModelReader(CheckpointReader):
             info = self._stored[stored] = self._tensors.pop(stored)
             shape = info.shape if next(iter(parts.values())).expert is None else info.shape[1:]
             for name, part in parts.items():
-                # On the meta device slicing tells the shape and takes no memory.
+                # On the meta device, slicing gives the shape and takes no memory.
                 own = tuple(part.of(torch.empty(shape, device="meta")).shape)
                 size = torch.Size(own).numel() * info.dtype.itemsize
                 self._parts[name] = part
@@ -250,11 +250,11 @@ class ModelReader(CheckpointReader):
         self.names = tuple(sorted(name for name in self._tensors if name not in copied))
 
     def _convert(self, family: Family) -> set[str]:
-        """Put in what transformers makes of the files' tensors; what of it is copied in the form that files have."""
+        """Add the converted tensors to the view; return the names of those that are copied in their stored form."""
         copied: set[str] = set()
         for conversion in family.stored_names.conversions if family.stored_names else ():
             if not all(name in self._tensors for name in conversion.sources):
-                continue  # of another shard, or written in the form that the model has
+                continue  # in another shard, or stored in the model's form
             inside = all(name.startswith(f"{family.layers}.") for name in conversion.targets)
             self._stored |= {name: self._tensors[name] for name in conversion.sources}
             first = self._tensors[conversion.sources[0]]
@@ -269,15 +269,15 @@ class ModelReader(CheckpointReader):
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same; of other dtypes, such as codes beside a weight, they never do."""
+    """Whether two tensors have the same dtype and values."""
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def _renamed(family: Family) -> list[tuple[str, str]]:
-    """Prefixes of tensor names in the model and in the files, where they differ; the head's first."""
+    """Return the pairs of tensor name prefixes in the model and in the files that differ; the head's first."""
     pairs = []
     if family.stored_head is not None:
-        # Asked first: the backbone's prefix may be empty, and every name begins with that.
+        # First, since the backbone's prefix may be empty and would match every name.
         pairs.append((f"{family.head}.", f"{family.stored_head}."))
     if family.stored_prefix is not None:
         pairs.append((f"{family.backbone}." if family.backbone else "", family.stored_prefix))
@@ -285,7 +285,7 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
 
 
 def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
-    """Names as the causal LM has them, where files were saved by a wrapper around it or by the model inside it."""
+    """Rename tensors to the names of the causal LM; a wrapper, or the model inside the LM, may have saved the files."""
     if family.stored_names is not None:
         return {own: tensors[name] for name, own in family.stored_names.own(tuple(tensors)).items()}
     pairs, (prefix, _, inside) = _renamed(family), family.layers.partition(".")
@@ -300,7 +300,7 @@ def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str,
 
 
 def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, StoredPart]]:
-    """Parts by name, for each stored tensor that is not itself one."""
+    """Return the parts by name for each stored tensor that is not itself a tensor of the view."""
     layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
     parts_of: dict[str, dict[str, StoredPart]] = {}
     own_names = {stored: own for own, stored in family.stored_tensors.items()}
@@ -321,13 +321,13 @@ def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, 
 
 
 def expert_parts(name: str, local: str, shape: tuple[int, ...], data: Experts) -> Iterator[tuple[str, StoredPart]]:
-    """Linears of all experts out of a stacked tensor, by relative name; none if it is not stacked.
+    """Yield the linears of all experts in a stacked tensor by relative name; nothing if the tensor is not stacked.
 
     Args:
-        name: of the tensor, for its parts.
-        local: the same, relative to its layer.
-        shape: of the tensor.
-        data: of the family.
+        name: name of the tensor.
+        local: its name relative to the layer.
+        shape: its shape.
+        data: description of the family's experts.
     """
     for stacked, linears in ((data.stacked_up, data.up), (data.stacked_down, (data.down,))):
         kind = {stacked: "weight", f"{stacked}_bias": "bias"}.get(local)

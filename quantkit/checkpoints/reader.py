@@ -60,12 +60,12 @@ class CheckpointReader:
         self._digests: dict[str, str] = {}  # shared with views
 
     def _share(self, reader: "CheckpointReader") -> None:
-        """Take over what another reader has read and checked."""
+        """Share the headers that another reader has read and checked."""
         self.__dict__ |= reader.__dict__
 
     @classmethod
     def of_file(cls, file: Path) -> "CheckpointReader":
-        """The tensors of one safetensors file of a checkpoint."""
+        """Return a reader of one safetensors file of a checkpoint."""
         reader = cls.__new__(cls)
         reader.path, reader.config, reader.files = file.parent, {}, (file,)
         reader._index, reader._stamps, reader._digests = None, {}, {}
@@ -74,12 +74,12 @@ class CheckpointReader:
         return reader
 
     def view(self, tensors: Mapping[str, TensorInfo], config: dict[str, Any], note: str) -> "CheckpointReader":
-        """Read the same files, and so the same digests, as another model.
+        """Return a reader that presents the same files as another model.
 
         Args:
-            tensors: of that model by name, made of those of the files.
+            tensors: tensors of that model by name, built from those of the files.
             config: contents of its config.json.
-            note: for the user.
+            note: remark for the user.
         """
         view = copy.copy(self)
         view._tensors, view.names, view.config = dict(tensors), tuple(sorted(tensors)), config
@@ -91,14 +91,14 @@ class CheckpointReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(info.num_bytes for info in self._tensors.values())
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype, shape and place of a tensor.
+        """Return dtype, shape and position of a tensor.
 
         Raises:
-            CheckpointError: no such tensor; suggests the nearest name.
+            CheckpointError: there is no such tensor; suggests the most similar name.
         """
         if name not in self._tensors:
             raise CheckpointError(
@@ -107,7 +107,7 @@ class CheckpointReader:
         return self._tensors[name]
 
     def stored_scheme(self, name: str) -> LinearScheme | None:
-        """Return the scheme of a weight that is stored as codes."""
+        """Return the scheme of a quantized weight; None = the weight is not quantized."""
         info = self._tensors.get(name)
         return info.scheme if isinstance(info, EncodedInfo) else None
 
@@ -126,10 +126,10 @@ class CheckpointReader:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in memory of its own.
+        """Read a tensor into new memory.
 
         Raises:
-            CheckpointError: no such tensor, or its file cannot be read.
+            CheckpointError: there is no such tensor, or its file cannot be read.
         """
         return self._read_tensor(self.info(name))
 
@@ -140,15 +140,15 @@ class CheckpointReader:
             return _read(file, info, 0, info.num_bytes).view(info.dtype).view(info.shape)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the first dimension; only their bytes are read.
+        """Read rows [start, stop) of the first dimension, and only their bytes.
 
         Args:
-            name: of a tensor (N, ...).
+            name: name of a tensor (N, ...).
             start, stop: 0 <= start <= stop <= N.
         Returns:
-            (stop - start, ...) in memory of its own.
+            (stop - start, ...) in new memory.
         Raises:
-            CheckpointError: no such tensor or rows, or its file cannot be read.
+            CheckpointError: there is no such tensor or rows, or the file cannot be read.
         """
         info = self.info(name)
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
@@ -161,17 +161,17 @@ class CheckpointReader:
         return data.view(info.dtype).view(stop - start, *info.shape[1:])
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """Rows by number, e.g. the embeddings of some tokens; only those rows are read, in the order of the file.
+        """Read rows by index, e.g. the embeddings of some tokens, and only their bytes, in the order of the file.
 
-        Beside the result, memory stays within a few MiB and a few bytes per index.
+        Besides the result, this needs a few MiB of memory and a few bytes per index.
 
         Args:
-            name: of a tensor (N, ...).
+            name: name of a tensor (N, ...).
             indices: whole numbers in [0, N), any shape; may repeat.
         Returns:
-            (*indices.shape, ...) in memory of its own.
+            (*indices.shape, ...) in new memory.
         Raises:
-            CheckpointError: no such tensor or row, or its file cannot be read.
+            CheckpointError: there is no such tensor or row, or the file cannot be read.
         """
         info = self.info(name)
         rows = indices.detach().reshape(-1).to("cpu", torch.int64)
@@ -182,7 +182,7 @@ class CheckpointReader:
         if isinstance(info, EncodedInfo):
             return self._read_tensor(info)[rows].view(*indices.shape, *info.shape[1:])
         width = _row_bytes(info)
-        # Bytes, not elements: indexing must not depend on what torch can do with 8-bit floats.
+        # As bytes: torch cannot index every 8-bit float type.
         result = torch.empty(len(rows), width, dtype=torch.uint8)
         limit = max(1, CHUNK_BYTES // max(1, width))
         with opened(info.file) as file:
@@ -192,10 +192,10 @@ class CheckpointReader:
         return result.view(-1).view(info.dtype).view(*indices.shape, *info.shape[1:])
 
     def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
-        """The raw bytes of a tensor, at most `size` at a time.
+        """Yield the raw bytes of a tensor, at most `size` at a time.
 
         Raises:
-            CheckpointError: no such tensor, or its file cannot be read.
+            CheckpointError: there is no such tensor, or its file cannot be read.
         """
         info = self.info(name)
         if isinstance(info, EncodedInfo):
@@ -204,9 +204,9 @@ class CheckpointReader:
 
     @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 by file name of what a compression depends on: config, index, weights and tokenizer.
+        """SHA-256 by file name of all files that determine a compression: config, index, weights and tokenizer.
 
-        Read once, in chunks, several files at a time, and remembered.
+        Computed once, for several files at a time, and cached.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -233,7 +233,7 @@ class CheckpointReader:
 
 
 def value_chunks(value: Tensor, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """The bytes of a tensor in memory, at most `size` at a time."""
+    """Yield the bytes of a tensor in memory, at most `size` at a time."""
     # Flattened first: a single number has no last dimension to view as bytes.
     data = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), size):
@@ -241,7 +241,7 @@ def value_chunks(value: Tensor, size: int = CHUNK_BYTES) -> Iterator[memoryview]
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Marks of a file that differ after it was written to, by whatever clock."""
+    """Return size and modification time of a file, which change when the file is written."""
     with opened(path) as file:
         status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
@@ -252,16 +252,16 @@ def _row_bytes(info: TensorInfo) -> int:
 
 
 def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Consecutive rows of those asked for, in ascending order, at most `limit` positions at a time.
+    """Yield runs of consecutive rows among those asked for, in ascending order, at most `limit` positions each.
 
     For asked = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
 
     Args:
-        asked: (T,) int64 row numbers.
-        limit: > 0.
+        asked: (T,) int64 row indices.
+        limit: maximum number of positions, > 0.
     Yields:
         first, last: rows [first, last) to read.
-        positions: those in `asked` whose row is one of them.
+        positions: the positions in `asked` of these rows.
     """
     order = torch.argsort(asked, stable=True)
     rows = asked[order]
@@ -274,10 +274,10 @@ def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _read(file: BinaryIO, info: TensorInfo, start: int, num_bytes: int) -> Tensor:
-    """Bytes [start, start + num_bytes) of a tensor, as uint8."""
+    """Read bytes [start, start + num_bytes) of a tensor as uint8."""
     data = torch.empty(num_bytes, dtype=torch.uint8)
     file.seek(info.offset + start)
-    # Straight into the tensor's memory: bytes that `read` returns would be a second copy.
+    # Read into the tensor's memory: `read` would return a second copy.
     done: int = file.readinto(data.numpy().data)  # type: ignore[attr-defined]
     if done < num_bytes:
         raise CheckpointError(
@@ -287,10 +287,10 @@ def _read(file: BinaryIO, info: TensorInfo, start: int, num_bytes: int) -> Tenso
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal.
+    """Return the SHA-256 of a file, hexadecimal.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     digest = hashlib.sha256()
     with opened(path) as file:

@@ -17,17 +17,17 @@ _READ_FOLDERS = ("additional_chat_templates",)
 
 
 def check_links(folder: Path, *, deep: bool = False) -> None:
-    """Refuse links that lead out of a model's folder, and what is neither a file nor a folder.
+    """Refuse links that lead out of a model's folder, and entries that are neither files nor folders.
 
-    A link may lead to the folder itself, or, where it is a snapshot in a cache of the hub, to that cache's blobs:
+    A link may lead into the folder or, for a snapshot in the hub's cache, to the blobs of that cache:
 
         models--X/snapshots/<revision>/config.json -> ../../blobs/<hash>
 
     Args:
-        folder: of the model; may itself be reached through a link.
-        deep: all folders in it too, and not only those that are read.
+        folder: folder of the model; may itself be reached through a link.
+        deep: check all folders inside it, not only those that are read.
     Raises:
-        ModelError: names the link and where it leads.
+        ModelError: a link leads elsewhere; names the link and its target.
     """
     root = Path(os.path.realpath(folder))
     blobs = _blobs(root)
@@ -52,7 +52,7 @@ def check_pointers(folder: Path) -> None:
         )
     try:
         settings = read_object(folder / "tokenizer_config.json", ModelError)
-    except ModelError:  # missing or damaged, as whoever needs it says
+    except ModelError:  # missing or damaged: its reader reports that
         return
     root = Path(os.path.realpath(folder))
     for key, name in settings.items():
@@ -67,7 +67,7 @@ def check_pointers(folder: Path) -> None:
 
 
 def _blobs(root: Path) -> Path | None:
-    """The blobs that belong to a snapshot in a cache of the hub; None when the folder is not one."""
+    """Return the blobs folder that belongs to a snapshot in the hub's cache; None for other folders."""
     model = root.parent.parent
     blobs = model / "blobs"
     # Blobs that are a link themselves could lie anywhere.
@@ -77,7 +77,7 @@ def _blobs(root: Path) -> Path | None:
 
 
 def _entries(folder: Path, deep: bool) -> Iterator[Path]:
-    """Entries of a folder, in order, then those of the folders in it that are read."""
+    """Yield the entries of a folder in order, then those of the folders in it that are read."""
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
     for entry in inside:
@@ -98,7 +98,7 @@ def _check_entry(path: Path, shown: Path, root: Path, blobs: Path | None) -> Non
     try:
         # Opening a pipe would wait for its other end, and a device may never end.
         mode = path.stat().st_mode
-    except OSError:  # a link that leads nowhere, which whoever wants the file calls missing
+    except OSError:  # a broken link: the reader of the file reports it as missing
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ModelError(f"{shown} is a pipe, a socket or a device, not a file; remove it")

@@ -17,11 +17,11 @@ from quantkit.safety.child import ends_well
 _TIMEOUT_S, _MAX_BYTES = 20.0, 1 << 30
 _CHAT_S, _CHAT_BYTES = 10.0, 1 << 30
 _CHAT_CHARACTERS, _CHAT_GROWTH = 1 << 20, 8
-# tokenizers takes 0.2 ms for each; the most that a published model adds are 65,536, told in both files.
+# tokenizers takes 0.2 ms per added token; published models add at most 65,536, listed in both files.
 _MAX_ADDED_TOKENS, _MAX_FILE_BYTES = 1 << 18, 1 << 28
-# Of characters. Unicode's own normal forms make 18 of one at most.
+# Growth in characters. Unicode normalization turns one character into at most 18.
 _MAX_GROWTH = 1000
-# Digits, accents, an emoji, another script, spaces and a run: what tokenizers have steps of their own for.
+# Digits, accents, an emoji, another script, spaces and repeats: tokenizers treat these specially.
 _SAMPLE = "The quick brown fox, 12.5 km/h: à l'été — \U0001f98a 狐狸\n\tdef f(x):  return x_1**2  # aaaaaaaa\n"
 
 _TURNS = tuple({"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant", "user"))
@@ -47,7 +47,7 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from error
 
     _check_growth(folder, getattr(tokenizer, "backend_tokenizer", None))
-    # A step that replaces nothing by something, thirty times, turns a line into gigabytes.
+    # For instance, a step that inserts text, repeated thirty times, turns a line into gigabytes.
     if not ends_well(partial(_try_out, tokenizer), seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
         raise ModelError(
             f"{folder}: its tokenizer fails on a line of text, or takes more than {_TIMEOUT_S:.0f} s or 1 GiB for it; "
@@ -57,21 +57,21 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return a conversation as text in a chat template, which a stranger wrote.
+    """Render a conversation with a chat template, which is not trusted.
 
     Args:
         renderer: a tokenizer or processor of transformers that has a template.
         messages: [{"role": "user", "content": "..."}, ...].
-        options: what else the template may use.
+        options: further variables for the template.
     Raises:
-        TimeoutError: it takes more time or memory than any should.
-        ValueError: it makes far more text of the conversation than any should.
-        Exception: whatever the template raises.
+        TimeoutError: the template takes too much time or memory.
+        ValueError: the rendered text is far longer than the conversation.
+        Exception: any error that the template raises.
     """
     render = partial(renderer.apply_chat_template, **options, tokenize=False)
     template = str(renderer.chat_template)
-    # Only a process can be ended in the middle of one operation such as 10**10**10. A child for every conversation
-    # would cost a server with a large model too much, so a child renders the first one and one of several turns.
+    # Only a process can be stopped inside an operation such as 10**10**10. A child for every conversation would cost
+    # a server with a large model too much, so a child renders the first one and a sample with several turns.
     if _TRIED_TEMPLATES.get(renderer) != template:
         work = partial(_try_template, render, (list(messages), _TURNS))
         if not ends_well(work, seconds=_CHAT_S, num_bytes=_CHAT_BYTES):
@@ -93,15 +93,15 @@ def _try_template(render: Any, conversations: Sequence[Sequence[Mapping[str, Any
             render(messages)
         except MemoryError:
             raise
-        except Exception:  # to be raised by the parent, which can read it
+        except Exception:  # the parent raises it again and reports it
             continue
 
 
 def _check_size(folder: Path) -> None:
-    """Refuse what would take minutes or gigabytes to load, before it is loaded."""
+    """Refuse files that would take minutes or gigabytes to load."""
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
         file = folder / name
-        with suppress(OSError):  # not there, or for the loader to say
+        with suppress(OSError):  # missing or unreadable: the loader reports it
             if file.stat().st_size > _MAX_FILE_BYTES:
                 raise ModelError(
                     f"{file}: has {file.stat().st_size} bytes, over the limit of {_MAX_FILE_BYTES}; download it again"
@@ -114,7 +114,7 @@ def _check_size(folder: Path) -> None:
 
 
 def _check_growth(folder: Path, steps: Any) -> None:
-    """Refuse steps that together blow a text up, also one that only some texts have."""
+    """Refuse a normalizer or decoder that can make some texts extremely long."""
     for kind in ("normalizer", "decoder"):
         step = getattr(steps, kind, None)
         growth = 1 if step is None else _growth(json.loads(step.__getstate__()))
@@ -126,17 +126,17 @@ def _check_growth(folder: Path, steps: Any) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return how many times as long a text may become by a step, or the steps in it."""
+    """Return the largest factor by which a step, or the steps in it, can lengthen a text."""
     inner = step.get("normalizers") or step.get("decoders")
     if inner:
-        # Bounded after each: the product of very many is no float.
+        # Bounded, since a product of very many factors overflows.
         return min(prod(_growth(one) for one in inner[:_MAX_GROWTH]), 1e300)
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
-        # A regular expression may match nothing, in front of every character.
+        # A regular expression may match the empty text before every character.
         return max(1, len(step["content"]) / len(pattern)) if pattern else 1 + len(step["content"])
     if step["type"] == "Precompiled":
-        # A table of the texts that characters become, behind an index whose size is in front; as in sentencepiece.
+        # As in sentencepiece: the size of an index, the index, and a table of the replacement texts.
         table = base64.b64decode(step["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :]
         return max([1, *(len(text) for text in texts.split(b"\0"))])
@@ -149,7 +149,7 @@ def _try_out(tokenizer: Any) -> None:
 
 @contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Rust's `println!` about options of a file that it does not know goes to stderr: stdout is for results."""
+    """While open, send stdout to stderr: Rust code prints warnings with `println!`, and stdout is for results."""
     try:
         stdout = os.dup(1)
     except OSError:  # closed

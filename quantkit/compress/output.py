@@ -1,6 +1,6 @@
-"""Files of a compressed checkpoint, each shard read back as soon as it is written: for `quantize` and `convert`.
+"""Write the files of a compressed checkpoint, and read every shard back; for `quantize` and `convert`.
 
-Not the work folder and the final name, see `output.staging`; nor what a format demands, see `formats`.
+`output.staging` handles the work folder and the final path, `formats` the encoding.
 """
 
 import shutil
@@ -21,12 +21,12 @@ from quantkit.output.writer import write_index, write_json, write_shard
 
 
 class Shard:
-    """One safetensors file in the making.
+    """Tensors to write into one safetensors file.
 
     Args:
-        format_: of the quantized linears in it.
+        format_: format of its quantized linears.
     Attributes:
-        tensors: by the names that the model's modules have.
+        tensors: tensors by the names of the model's modules.
     """
 
     def __init__(self, format_: Format) -> None:
@@ -34,16 +34,16 @@ class Shard:
         self.tensors: dict[str, Tensor] = {}
 
     def add_linear(self, module: str, weight: QuantizedTensor, scheme: LinearScheme) -> int:
-        """Take in a quantized linear, of which only what it is stored as is kept.
+        """Encode a quantized linear and add its stored tensors.
 
         Args:
-            module: its full name.
-            weight: what the file must read back as.
-            scheme: of the linear.
+            module: full name of the linear.
+            weight: its codes and scales.
+            scheme: its scheme.
         Returns:
-            bytes of the tensors that it is stored as, without one that only says its shape.
+            Size in bytes of the stored tensors, without the tensor that records the shape.
         Raises:
-            AuditError: these do not decode to the numbers that calibration computed with.
+            AuditError: the stored tensors do not decode to the values that calibration used.
         """
         encoded = self._format.encode(weight, scheme)
         self._format.check_encoded(module, weight, scheme, encoded)
@@ -59,13 +59,13 @@ class Shard:
         """Write the file, read it back and compare.
 
         Args:
-            path: of the file.
-            layout: what tensors are stored as.
-            read: the inverse: the file with the tensors by the names that they have here.
+            path: path of the file.
+            layout: converts the tensors to the names and layout of the file.
+            read: opens the file with the names and layout of this shard.
         Returns:
-            SHA-256 of the file, and the names of the tensors in it.
+            SHA-256 of the file, and the names of its tensors.
         Raises:
-            AuditError: it does not hold what it should.
+            AuditError: the file does not hold the same tensors.
         """
         stored = layout(self.tensors)
         digest = write_shard(path, stored)
@@ -73,10 +73,10 @@ class Shard:
         return digest, sorted(stored)
 
     def check(self, reader: CheckpointReader) -> None:
-        """Bits in the file are those in memory.
+        """Check that the tensors in the file equal those in memory, bit for bit.
 
         Raises:
-            AuditError: names the tensor.
+            AuditError: a tensor differs; names it.
         """
         for name, tensor in self.tensors.items():
             if not identical(reader.tensor(name), tensor):
@@ -87,12 +87,12 @@ def write_rest(folder: Path, source: CheckpointReader, weight_map: Mapping[str, 
     """Write everything but the shards.
 
     Args:
-        folder: with all shards.
-        source: whose tokenizer, licence and the like are copied.
+        folder: folder with all shards.
+        source: checkpoint from which tokenizer, licence etc. are copied.
         weight_map: file name by tensor name.
         config: contents of config.json.
     Returns:
-        bytes of all tensors.
+        Size of all tensors in bytes.
     """
     files = sorted(set(weight_map.values()))
     size: int = sum(info.num_bytes for name in files for info in read_header(folder / name).values())

@@ -47,7 +47,7 @@ class RotatedReader(ModelReader):
         self._check(source.path)
         self._tied = self._head not in self._tensors
         if self._tied:
-            # It cannot stay tied: the final norm is folded into the head and not into the embedding.
+            # It cannot stay tied: the final norm is folded into the head but not into the embedding.
             self._tensors[self._head] = self._tensors[self._embedding]
             self.names = tuple(sorted(self._tensors))
             self.config = {**self.config, "tie_word_embeddings": False}
@@ -62,7 +62,7 @@ class RotatedReader(ModelReader):
         if name in (self._embedding, self._head):
             return self.rows(name, 0, self.info(name).shape[0])
         value = super().tensor(name)
-        # In float32, so that norm, rotations and their sums are rounded once, at the end.
+        # In float32, so that the result is rounded only once, at the end.
         return self._rotated(name, value.float()).to(value.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -73,7 +73,7 @@ class RotatedReader(ModelReader):
         return self._stream.apply(scaled).to(value.dtype)
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """See `CheckpointReader`; of the embedding only."""
+        """See `CheckpointReader`; works for the embedding only."""
         assert name == self._embedding, "rows are gathered from the embedding only"
         value = super().gather_rows(name, indices)
         return self._stream.apply(value.float().view(-1, value.shape[-1])).view(value.shape).to(value.dtype)
@@ -86,17 +86,17 @@ class RotatedReader(ModelReader):
             yield block.view(-1).view(torch.uint8).numpy().tobytes()
 
     def _rotated(self, name: str, value: Tensor) -> Tensor:
-        """A tensor (N, K) or (N,) float32 of the rotated model."""
+        """Return a tensor (N, K) or (N,) float32 of the rotated model, given the original one."""
         names, parts = self._family, self._family.parts
         match = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
         if match is None:
-            # What is folded away leaves a weight of one, less what the family adds to its weights anyway.
+            # A folded norm has a weight of one, minus the offset that the family adds to norm weights.
             return torch.full_like(value, 1 - names.norm_offset) if name == self._final_norm else value
         prefix, module, kind = match.groups()
         if module in (parts.input_norm, parts.mlp_norm):
             return torch.full_like(value, 1 - names.norm_offset)
         if module in self._readers and kind == "weight":
-            # The norm's weight first: once the channels are mixed it can no longer be folded in.
+            # The norm's weight first: it cannot be folded in once the channels are mixed.
             value = self._stream.apply(value * self._norm(f"{prefix}{self._readers[module]}.weight"))
         if self._heads is not None and module == parts.qkv[-1]:
             value = _outputs(self._heads, value)
@@ -144,5 +144,5 @@ class RotatedReader(ModelReader):
 
 
 def _outputs(rotation: Rotation, value: Tensor) -> Tensor:
-    """Outputs of a weight (N, K) or bias (N,) rotated, in blocks of the rotation's width."""
+    """Rotate the outputs of a weight (N, K) or bias (N,), in blocks of the rotation's width."""
     return rotation.apply_blocks(value.view(len(value), -1).T.contiguous()).T.reshape(value.shape)

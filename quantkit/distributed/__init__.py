@@ -1,9 +1,8 @@
-"""Several processes that do one job: which of them this is, what they tell each other, and that they end together.
+"""Run one job in several processes: rank and world size, collectives, and a common end.
 
-The processes are those that torchrun starts, or `launch`, which asks torch for the same. Outside of `joined`, and in a
-job of one, there is nobody to talk to: `rank` is 0, `world` 1, and what is told comes back as it is. Not how work is
-cut: what is summed in which order is for those who know the work; what they promise is that the result does not depend
-on the number of processes.
+torchrun starts the processes, or `launch`, which uses torch's launcher. Outside of `joined`, and in a job of one
+process, `rank` is 0, `world` is 1, and collectives return their input. Callers decide how to divide the work and in
+which order to sum; they guarantee that the result does not depend on the number of processes.
 """
 
 from quantkit.distributed.collectives import assign_work, barrier, broadcast, exchange, fill, gather, share_out

@@ -1,4 +1,4 @@
-"""Messages between the processes of a job: tensors on a GPU by NCCL, all else by gloo, and nothing alone."""
+"""Collectives between the processes of a job: NCCL for tensors on a GPU, gloo for everything else."""
 
 import io
 import itertools
@@ -15,13 +15,13 @@ T = TypeVar("T")
 S = TypeVar("S")
 K = TypeVar("K", bound=Hashable)
 
-_TOLD_AT_ONCE = 32  # results of shared work
-_PADDED_AT_MOST = 1 << 16  # bytes of a value that is gathered at once with the others', each as long as the longest
-_ALIGNED = 16  # bytes: where a tensor may begin among others
+_TOLD_AT_ONCE = 32  # results of shared work that are gathered at once
+_PADDED_AT_MOST = 1 << 16  # bytes: values up to this size are padded to the longest and gathered at once
+_ALIGNED = 16  # bytes: alignment of each tensor in a row of bytes
 
 
 class Layout(NamedTuple):
-    """Layout of a tensor in memory, which the order of a sum over it may follow."""
+    """Layout of a tensor in memory; the order in which torch sums the tensor may depend on it."""
 
     dtype: "torch.dtype"
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ def barrier() -> None:
 
 
 def broadcast(value: T, source: int = 0) -> T:
-    """Return the value of process `source` in every process; the others' values are not looked at."""
+    """Return the value of process `source` in every process; the other processes' values are ignored."""
     if world() == 1:
         return value
     import torch
@@ -79,7 +79,7 @@ def broadcast(value: T, source: int = 0) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all processes in every process, in their order."""
+    """Return the values of all processes, in order of rank, in every process."""
     if world() == 1:
         return [value]
     import torch
@@ -100,7 +100,7 @@ def gather(value: T) -> list[T]:
 
 
 def _gathered(tensor: "torch.Tensor") -> "list[torch.Tensor]":
-    """A tensor of each process, on the CPU and of one shape in all."""
+    """Gather a CPU tensor of each process; it has the same shape in all processes."""
     import torch
 
     gathered = [torch.empty_like(tensor) for _ in range(world())]
@@ -110,7 +110,7 @@ def _gathered(tensor: "torch.Tensor") -> "list[torch.Tensor]":
 
 
 def fill(tensor: "torch.Tensor", source: int) -> None:
-    """Overwrite a contiguous tensor with what process `source` has in its own."""
+    """Overwrite a contiguous tensor with the contents of the same tensor in process `source`."""
     if world() == 1:
         return
     from torch.distributed import BroadcastOptions
@@ -130,12 +130,12 @@ def _packed(value: Any) -> "torch.Tensor":
 
 
 def _unpacked(packed: "torch.Tensor") -> Any:
-    """Unpack what another process of this job has packed; what was on its GPU is on that of this one."""
+    """Unpack a value from another process of this job; tensors that were on its GPU go to this process's GPU."""
     return pickle.loads(packed.numpy().data)  # of the same job, so trusted
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by their bytes; torch would write all of the memory that one is a part of, and the GPU it lay on."""
+    """Pickle a tensor as its own bytes; torch would write the whole storage that it views, and the GPU's number."""
 
     def reducer_override(self, value: Any) -> Any:
         import torch
@@ -156,14 +156,14 @@ def _tensor(layout: Layout, data: bytearray, is_on_gpu: bool) -> "torch.Tensor":
 def share_out(
     items: Sequence[S], compute: Callable[[S], T], costs: Sequence[float] = (), owners: Sequence[int] = ()
 ) -> list[T]:
-    """The result of each item in every process, each computed by one: the same as computing all of them here.
+    """Divide items among the processes, and return the results of all items in every process.
 
     Args:
         items: the same in every process.
-        compute: of one item; may talk to other processes only where the items have owners and each of them does, in
-            the same order.
-        costs: of the items, which are then dealt out largest first.
-        owners: of the items, where that has been decided already; of neither, who is free takes the next one.
+        compute: computes the result of one item. It may use collectives only if `owners` is given and every process
+            calls them in the same order.
+        costs: cost of each item; the items are assigned largest first.
+        owners: process of each item. Without `costs` and `owners`, each process takes the next item when it is free.
     """
     if world() == 1:
         return [compute(item) for item in items]
@@ -178,11 +178,11 @@ def share_out(
     return [results[number] for number in range(len(items))]
 
 
-_asked = itertools.count()  # alike in all processes
+_asked = itertools.count()  # equal in all processes
 
 
 def _free(count: int) -> Iterator[int]:
-    """Numbers below this one that no other process has taken, one after another."""
+    """Yield numbers below `count` that no other process has taken."""
     name = f"free {next(_asked)}"
     while True:
         with lost_contact():
@@ -193,7 +193,7 @@ def _free(count: int) -> Iterator[int]:
 
 
 def assign_work(costs: Sequence[float]) -> list[int]:
-    """The process for each piece of work, known to all without talking: the largest first, to who has least."""
+    """Return the process for each piece of work: the largest first, to the least loaded; needs no communication."""
     loads = [0.0] * world()
     owners = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
@@ -205,11 +205,11 @@ def assign_work(costs: Sequence[float]) -> list[int]:
 def exchange(
     outgoing: "Sequence[Mapping[K, torch.Tensor]]", device: "torch.device"
 ) -> "list[Mapping[K, torch.Tensor]]":
-    """Send tensors to each process, and return those that each process has sent to this one.
+    """Send tensors to each process, and return the tensors that each process sent to this one.
 
     Args:
-        outgoing: by name, per process; those for oneself come back as they are.
-        device: of all of them.
+        outgoing: tensors by name, for each process; this process's own entry is returned unchanged.
+        device: device of all tensors.
     """
     if world() == 1:
         return list(outgoing)
@@ -225,7 +225,7 @@ def exchange(
 def _swapped(
     named: "Mapping[K, torch.Tensor]", to: int, header: Mapping[K, Layout], source: int, device: "torch.device"
 ) -> "dict[K, torch.Tensor]":
-    """Send tensors to one process while those of another come, each way as one row of bytes."""
+    """Send tensors to one process and receive tensors from another, in each direction as one row of bytes."""
     import torch
 
     sizes = [_padded(layout.nbytes) for layout in header.values()]
@@ -239,7 +239,7 @@ def _swapped(
     travels = group(device.type)
     todo = [(travels.send, sent, to), (travels.recv, received, source)]
     with lost_contact():
-        # NCCL does in order what a pair has to do, so that one of the two must receive first.
+        # NCCL runs the operations of a pair of processes in order, so one of the two must receive first.
         works = [move([data], peer, 0) for move, data, peer in (todo if rank() < to else todo[::-1]) if len(data)]
         for work in works:
             work.wait()

@@ -24,19 +24,19 @@ RESUME = "give the same command again to go on, with any number of processes"
 START = timedelta(minutes=30)
 """In which all processes of a job must have come together: people and schedulers start them one after another."""
 
-# Deaths are noticed at once; waiting is no sign of one, since a writer may be busy for hours with what it alone can do.
+# A dead process is noticed at once. A long wait is no sign of one: rank 0 may work alone for hours.
 _PATIENCE = timedelta(days=7)
-# Torch has no class of errors for it.
+# torch has no class for timeout errors.
 _TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
-_LAUNCHED = "QUANTKITLAUNCHED"  # by `launch`, which itself says which process was killed
-_STARTED = "TORCHELASTIC_RUN_ID"  # by torchrun or `launch`: both end the other processes when one fails
-_FIRST_SPEAKS = 1.0  # seconds in which the first process, if it fails likewise, says so as one process alone would
-_BEING_ENDED = 10.0  # seconds in which whoever started this process ends it
+_LAUNCHED = "QUANTKITLAUNCHED"  # set by `launch`, which itself reports which process was killed
+_STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun and `launch`: both end the other processes when one fails
+_FIRST_SPEAKS = 1.0  # seconds to wait for rank 0: if it fails too, it reports the error
+_BEING_ENDED = 10.0  # seconds to wait for the launcher to end this process
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 _rank, _world = 0, 1
 _groups: dict[str, Any] = {}  # by type of device
-_store: Any = None  # torch's, that all processes have
+_store: Any = None  # torch's key-value store, shared by all processes
 
 
 class LostError(ResourceError):
@@ -54,7 +54,7 @@ def world() -> int:
 
 
 def is_writer() -> bool:
-    """Whether this is the process that writes the output, prints and asks for more."""
+    """Whether this process is the one that writes the output and prints: rank 0."""
     return rank() == 0
 
 
@@ -65,18 +65,18 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
-    """While open, this process is one of those that torchrun has started, if it has; none leaves before the others.
+    """While open, this process is part of the job that the launcher started, if any; all processes leave together.
 
-    An error is told by one process alone: by the first one, if it has it too.
+    Only one process reports an error: rank 0, if it has the error too.
 
     Args:
-        explain: exit code and one line for an error.
+        explain: returns the exit code and a one-line message for an error.
     """
     global _rank, _world, _store
     if not is_launched() or _store is not None:
         yield
         return
-    stream = sys.stderr  # of now: later a library's own words may be kept away from it
+    stream = sys.stderr  # the stream of now: later, stderr may be redirected to hide messages of libraries
     if _STARTED in os.environ:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -106,7 +106,7 @@ def _meet() -> Any:
         store.wait([f"here {other}" for other in range(size)], START)
     except (RuntimeError, OSError, ValueError) as error:
         text = first_line(error)
-        if not _TIMED_OUT.search(text):  # a port in use, a host that nobody knows
+        if not _TIMED_OUT.search(text):  # such as a port in use or an unknown host
             raise InputError(f"the processes cannot meet by MASTER_ADDR and MASTER_PORT: {text}") from error
         minutes = START.total_seconds() / 60
         text = f"not all processes of this job came together within {minutes:.0f} minutes ({text})"
@@ -116,7 +116,7 @@ def _meet() -> Any:
 
 
 def _open_groups(number: int, size: int) -> None:
-    # No default group of torch's: libraries that see one talk to their own kind in all processes, who are away.
+    # Not torch's default group: libraries that find one start collectives that the other processes do not join.
     from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     _groups["cpu"] = ProcessGroupGloo(PrefixStore("gloo", _store), number, size, _PATIENCE)
@@ -129,7 +129,7 @@ def _open_groups(number: int, size: int) -> None:
 
 
 def _use_gpu(local: int) -> bool:
-    """Make the GPU of this number the current one; False where there are none."""
+    """Make the GPU with this index current; return False on a machine without GPUs."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -145,21 +145,21 @@ def _use_gpu(local: int) -> bool:
 
 
 def group(device_type: str) -> Any:
-    """Process group that moves tensors on such a device."""
+    """Return the process group for tensors on this type of device."""
     return _groups[device_type]
 
 
 def next_number(name: str) -> int:
-    """0 for who asks first of all processes, then 1, and so on; no two of them get the same."""
+    """Return 0 to the first call in any process, then 1, and so on; no two calls get the same number."""
     return int(_store.add(name, 1)) - 1
 
 
 @contextlib.contextmanager
 def lost_contact() -> Iterator[None]:
-    """While open, an error of torch's means that another process is gone.
+    """Treat errors of torch in this block as the loss of another process.
 
     Raises:
-        LostError: it is.
+        LostError: torch raised an error.
     """
     try:
         yield
@@ -168,15 +168,15 @@ def lost_contact() -> Iterator[None]:
 
 
 def _is_first_to_fail() -> bool:
-    """Whether no other process of this job has told an error yet; from now on one has."""
+    """Whether this is the first process of the job to report an error; later calls return False."""
     try:
         return _store is None or next_number("failed") == 0
-    except RuntimeError:  # the store was in a process that is gone, so one of those that are left has to speak
+    except RuntimeError:  # the process with the store is gone, so one of the others must report the error
         return os.environ["RANK"] in ("0", "1")
 
 
 def _fail(error: BaseException, code: int, text: str, stream: TextIO) -> None:
-    """End this process, whose error is told by one process of all; return in the first one, if that is to tell it."""
+    """Report the error if no other process has, and exit; return in rank 0 if its caller must report the error."""
     number, is_lost = int(os.environ["RANK"]), isinstance(error, LostError)
     if number and not is_lost:
         time.sleep(_FIRST_SPEAKS)
@@ -197,12 +197,12 @@ def _say(text: str, stream: TextIO) -> None:
 
 
 def launch(nproc: int, command: Sequence[str]) -> int:
-    """Run a command as that many processes of this machine, by torch's own launcher; the exit code of all.
+    """Run a command in several processes on this machine with torch's launcher, and return the exit code of the job.
 
-    What goes wrong inside of them they say themselves; who is killed cannot, so that is said here.
+    Processes report their own errors; `launch` reports a process that was killed.
 
     Args:
-        nproc: as many processes. The CPU's threads are divided among them, unless OMP_NUM_THREADS says how many.
+        nproc: number of processes. They share the CPU's threads equally, unless OMP_NUM_THREADS is set.
         command: a program and its arguments.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -221,7 +221,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
         local_addr="localhost",
         max_restarts=0,
     )
-    logging.disable(logging.CRITICAL)  # its own words about a failure are a page
+    logging.disable(logging.CRITICAL)  # torch's message about a failure fills a page
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:

@@ -1,7 +1,8 @@
-"""Devices on paper: memory, bandwidth and dense peaks, from their makers' data sheets.
+"""Data sheet figures of devices: memory, bandwidth and dense peaks.
 
-Paper figures are floors that nothing beats; copies reach some 90 % of the bandwidth and large products 70 to 80 % of
-the peak. Give measured ones with --bandwidth and --peak. A test checks that every row is complete and plausible.
+Data sheet figures give lower bounds on time. Real copies reach about 90 % of the bandwidth, and large products 70 to 80
+% of the peak. Give measured figures with --bandwidth and --peak. A test checks that every row is complete and
+plausible.
 """
 
 from dataclasses import dataclass, replace
@@ -20,13 +21,13 @@ class Device:
     """One accelerator.
 
     Args:
-        name: as given to --device.
+        name: name for --device.
         title: its full name.
-        memory_bytes: what its driver reports.
+        memory_bytes: memory that its driver reports.
         bandwidth: bytes per second.
-        peaks: operations per second by number type, without sparsity; a type that is missing has no units.
-        source: where the figures are from.
-        capability: compute capability times ten, or `OTHER`; None = not said.
+        peaks: operations per second by number type, without sparsity; types without hardware units are missing.
+        source: where the figures come from.
+        capability: compute capability times ten, or `OTHER`; None = unknown.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Device:
     capability: int | None = None
 
     def peak(self, compute: str) -> float:
-        """Operations per second in a number type; in 16 bits where it has no units for it."""
+        """Return operations per second in a number type; in 16 bits if the device has no units for the type."""
         return self.peaks.get(compute, self.peaks["bf16"])
 
 
@@ -89,16 +90,16 @@ NAMED = {name: device.capability for name, device in DEVICES.items()} | {"cpu": 
 
 
 def device_key(name: str) -> str:
-    """The name as tables have it: without upper case and without a maker's name in front."""
+    """Return the name as used in tables: lower case, without the manufacturer's name."""
     key = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
     return key.removeprefix("rtx-").removeprefix("rtx")
 
 
 def find_device(name: str) -> Device:
-    """The device called `name`, see `device_key`.
+    """Return the device called `name`, see `device_key`.
 
     Raises:
-        InputError: no such device; suggests the nearest, and says how to plan for another.
+        InputError: there is no such device; suggests the nearest name, and how to describe another device.
     """
     key = device_key(name)
     if key not in DEVICES:
@@ -112,13 +113,14 @@ def find_device(name: str) -> Device:
 def make_device(
     name: str | None = None, memory_bytes: int | None = None, bandwidth: float | None = None, peak: float | None = None
 ) -> Device | None:
-    """A device of the table with some figures replaced, or one made of given figures alone; None without any.
+    """Return a device of the table with some figures replaced, or one made of given figures only; None without any.
 
     Args:
-        name: of the table.
-        memory_bytes, bandwidth, peak: given ones win; a given peak is that of 16 bits, others keep their ratio to it.
+        name: name in the table.
+        memory_bytes, bandwidth, peak: replace the table's figures; `peak` is for 16 bits, and other types keep their
+            ratio to it.
     Raises:
-        InputError: no such device, or one made of figures without its memory.
+        InputError: there is no such device, or figures are given without memory.
     """
     if name is None and memory_bytes is None:
         if bandwidth is None and peak is None:

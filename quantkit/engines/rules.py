@@ -50,7 +50,7 @@ class StoredLinear:
 
     @property
     def groups(self) -> Groups:
-        """Number of inputs that share a scale, or the name of what shares one."""
+        """Group size, or "channel", "block" or "tensor"."""
         weight = self.scheme.weight
         if weight.block_rows != 1:
             return "tensor" if weight.block_rows is None else "block"

@@ -1,1 +1,1 @@
-"""Quality of a model: lm-eval tasks, perplexity and long-context retrieval, through the bundled runtime."""
+"""Evaluate the quality of a model: lm-eval tasks, perplexity and long-context retrieval, on the bundled runtime."""

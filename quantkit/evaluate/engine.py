@@ -1,4 +1,4 @@
-"""Engines under evaluation: ours, set up so that nobody waits for single answers and pages share more; or vLLM."""
+"""Load a model for evaluation: in quantkit's engine with settings for throughput, or in vLLM."""
 
 from functools import cache
 from pathlib import Path
@@ -22,17 +22,17 @@ _LOGIT_BYTES, _LEAST_BUDGET = 256 << 20, 256  # of a step's logits in float32; t
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")
 
 Evaluated = LLM | VllmLLM
-"""A model that can be asked, whichever engine computes."""
+"""A loaded model that can be evaluated, in either engine."""
 
 
 def load_llm(path: str | None = None, **settings: Any) -> LLM:
-    """An `LLM` for evaluation.
+    """Load an `LLM` for evaluation.
 
     Args:
         path: directory or hub id; None = the demo model.
-        settings: keywords of `LLM`; what is None or absent gets the default of evaluation.
+        settings: keywords of `LLM`; None or an absent keyword selects the default of evaluation.
     Raises:
-        QuantkitError: as `LLM`.
+        QuantkitError: `LLM` cannot load the model.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     on_cpu = pick_device(given.get("device", "auto")).type == "cpu"
@@ -50,11 +50,11 @@ def load_llm(path: str | None = None, **settings: Any) -> LLM:
 
 
 def _token_budget(path: Path, sequences: int) -> int:
-    """Return the tokens of a step: fewer for a large vocabulary, since a text's logits are needed for all of them.
+    """Choose the token budget of a step: smaller for a large vocabulary, because every token's logits are needed.
 
     Args:
         path: model directory.
-        sequences: that are computed together, each of which needs a token.
+        sequences: number of concurrent sequences, each of which needs at least one token.
     """
     try:
         config, _, _ = read_headers(CheckpointReader(path))
@@ -66,18 +66,18 @@ def _token_budget(path: Path, sequences: int) -> int:
 
 @cache
 def _threads(requested: int | None) -> int:
-    """Choose the threads of all models of this process, and of all ranks: a sum's last bits depend on their number."""
+    """Choose one number of threads for all models and ranks, because the last bits of sums depend on it."""
     return broadcast(choose_threads(requested, decodes=False).threads)
 
 
 def check_same_language(model: str | None, baseline: str | None) -> None:
-    """Refuse a pair whose tokens mean different things: perplexities and answer lengths would not compare.
+    """Refuse two models with different vocabularies, whose perplexities and answer lengths are not comparable.
 
     Args:
         model, baseline: directories or hub ids; None = the demo model.
     Raises:
         DataError: the vocabularies differ.
-        ModelError: one of them is no directory and no hub id.
+        ModelError: a model is neither a directory nor a hub id.
     """
     ours, theirs = map(resolve, (model, baseline))
     one, other = _vocabulary(ours), _vocabulary(theirs)
@@ -91,12 +91,12 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
 
 
 def other_arithmetic(name: str) -> str:
-    """The arithmetic that shows how much of a difference is noise: bfloat16, or float32 for a bfloat16 original."""
+    """Return the dtype for the noise run: bfloat16, or float32 if the original runs in bfloat16."""
     return "float32" if name == "bfloat16" else "bfloat16"
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token ids by text; None where tokenizer.json is missing or keeps them in a way not known here."""
+    """Read token ids by text from tokenizer.json; None if it is missing or has an unknown form."""
     try:
         vocabulary: Any = read_object(folder / "tokenizer.json", DataError)["model"]["vocab"]
         if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order

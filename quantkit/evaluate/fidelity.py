@@ -39,11 +39,11 @@ Windows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distances:
-    """Distance of one set of distributions from another.
+    """Distances between two sets of next-token distributions.
 
     Args:
         kl: (T,) float32 per position, nats.
-        agrees: (T,) bool, whether both prefer the same token.
+        agrees: (T,) bool, whether both have the same likeliest token.
     """
 
     kl: Tensor
@@ -57,7 +57,7 @@ class Distances:
 
     @property
     def top1(self) -> float:
-        """Share of positions where both prefer the same token."""
+        """Share of positions where both have the same likeliest token."""
         return float(self.agrees.double().mean())
 
     @property
@@ -103,14 +103,14 @@ def fidelity(
 
     Args:
         llm: the model.
-        original: the original, of the same vocabulary.
-        windows: of token ids, see `fixed_windows`.
+        original: the original, with the same vocabulary.
+        windows: windows of token ids, see `fixed_windows`.
         data: name of the text, for the record.
-        greedy_tokens: generated after the beginnings of the first windows; 0 = none.
-        say: is told how far it is.
+        greedy_tokens: number of tokens to generate after the beginnings of the first windows; 0 = none.
+        say: callback for progress.
     Raises:
         ModelError: the vocabularies differ.
-        RequestError: a window does not fit the context of one of them.
+        RequestError: a window exceeds the context of one of the models.
     """
     check_vocabulary(llm, original)
 
@@ -135,7 +135,7 @@ def fidelity(
 
 
 def _result(parts: Sequence[Distances], **known: Any) -> FidelityResult:
-    """The record of the distances of each window, with what else is known."""
+    """Build the record from the distances of each window and further fields."""
     every = join_distances(parts)
     return FidelityResult(
         num_tokens=len(every.kl),
@@ -158,17 +158,17 @@ def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
 
 
 def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
-    """Yield as many windows at a time as one step of an engine takes."""
+    """Yield batches of as many windows as one step of the engine can compute."""
     count = max(1, llm.engine.config.token_budget // max(map(len, windows)))
     for start in range(0, len(windows), count):
         yield windows[start : start + count]
 
 
 def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
-    """(T, V) float32 after every token of every window, computed together.
+    """Compute the logits (T, V) float32 after every token of every window in one batch.
 
-    With a quantized cache every token takes the decode path: within a prompt the newest keys and values are exact, and
-    what the cache costs would not show.
+    With a quantized cache, every token takes the decode path: within a prompt the newest keys and values are not
+    quantized, which would hide the error of the cache.
     """
     size = min(max(map(len, windows)), llm.engine.config.token_budget)
     return llm.score(windows, chunk_size=size if llm.kv_type in UNQUANTIZED else 1)
@@ -176,7 +176,7 @@ def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
 
 @torch.inference_mode()
 def distances(reference: Tensor, value: Tensor) -> Distances:
-    """KL and agreement of each row.
+    """Compute KL and agreement of each row.
 
     Args:
         reference, value: (T, V) logits of the original and of the model, float32.
@@ -194,12 +194,12 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
 
 
 def join_distances(parts: Sequence[Distances]) -> Distances:
-    """The positions of several windows one after another."""
+    """Concatenate the positions of several windows."""
     return Distances(kl=torch.cat([part.kl for part in parts]), agrees=torch.cat([part.agrees for part in parts]))
 
 
 def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple[int | None, ...]:
-    """Number of greedy tokens that agree before the first that differs, for each beginning."""
+    """Return for each beginning the number of greedy tokens before the first that differs."""
     longest = min(llm.capacity, original.capacity) - count
     if count < 1 or longest < 1:
         return ()
@@ -210,13 +210,13 @@ Texts = list[tuple[int, ...]]
 
 
 def greedy_texts(llm: Evaluated, windows: Windows, count: int, longest: int) -> Texts:
-    """Return the texts that a model writes after the beginnings of the first windows.
+    """Generate greedy texts after the beginnings of the first windows.
 
     Args:
         llm: the model.
-        windows: of token ids.
-        count: tokens to write.
-        longest: tokens of a beginning at most.
+        windows: windows of token ids.
+        count: number of tokens to generate.
+        longest: maximum number of tokens in a beginning.
     """
     prompts = [list(ids[: min(GREEDY_CONTEXT, longest)]) for ids in windows[:GREEDY_PROMPTS]]
     # Past EOS too, so that both texts have the same length and can be compared by position.
@@ -226,7 +226,7 @@ def greedy_texts(llm: Evaluated, windows: Windows, count: int, longest: int) -> 
 
 
 def divergences(texts: Texts, others: Texts) -> tuple[int | None, ...]:
-    """Return the first position where each pair of texts differs; None where none does."""
+    """Return the first position where each pair of texts differs; None if they are equal."""
     pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(texts, others, strict=True))
     return tuple(next((at for at, (a, b) in enumerate(pair) if a != b), None) for pair in pairs)
 
@@ -236,15 +236,15 @@ _NOTHING = 1e-6  # log-probabilities are float32, so their sums say nothing of l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopReading:
-    """Likeliest tokens that one model gave for a text.
+    """Likeliest next tokens of one model, for a text.
 
     Args:
         path, engine: directory of the model, and name of the engine that ran it.
-        vocab_size: number of tokens that it predicts.
+        vocab_size: size of its vocabulary.
         windows: likeliest tokens after every token of each window.
         texts: greedy texts, see `greedy_texts`.
-        arithmetic: number type that it computed in.
-        notes: remarks on how it ran.
+        arithmetic: dtype of the computation.
+        notes: remarks about the run.
     """
 
     path: Path
@@ -258,12 +258,12 @@ class TopReading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds(Distances):
-    """Distances of positions of which only the likeliest tokens are known; all in float64.
+    """Bounds of KL at positions where only the likeliest tokens are known; all in float64.
 
     Args:
-        kl: (T,) the most that KL can be, nats.
-        low: (T,) the least.
-        remainder: (T,) probability that the original leaves to tokens that are not known of both.
+        kl: (T,) upper bound of KL, nats.
+        low: (T,) lower bound of KL, nats.
+        remainder: (T,) probability under the original of tokens that are not known for both models.
     """
 
     low: Tensor
@@ -271,7 +271,7 @@ class Bounds(Distances):
 
 
 def read_top(llm: VllmLLM, windows: Windows, *, greedy_tokens: int = GREEDY_TOKENS) -> TopReading:
-    """Read the likeliest tokens of one model; ask the other of a pair the same."""
+    """Compute the likeliest tokens of one model; call it for both models with the same arguments."""
     longest = llm.capacity - greedy_tokens
     return TopReading(
         path=llm.path,
@@ -287,7 +287,7 @@ def read_top(llm: VllmLLM, windows: Windows, *, greedy_tokens: int = GREEDY_TOKE
 def top_fidelity(
     model: TopReading, original: TopReading, *, data: str, greedy_tokens: int = GREEDY_TOKENS
 ) -> FidelityResult:
-    """Compare two readings of the same windows.
+    """Compare the likeliest tokens of two models for the same windows.
 
     Raises:
         ModelError: the vocabularies differ.
@@ -309,15 +309,15 @@ def top_fidelity(
 def bounds(original: TopLogprobs, model: TopLogprobs) -> Bounds:
     """Bound KL(original || model) at each position.
 
-    Let S be the tokens that both name, p and q the probabilities of the original and of the model, and r the
-    probability of all other tokens. Then KL = sum over S of p log(p / q), plus the share of the others, which is
+    Let S be the tokens known for both models, p and q the probabilities of original and model, and r the probability of
+    all other tokens. Then KL is the sum over S of p log(p / q), plus the contribution of the other tokens, which is
 
-        at least   r_p log(r_p / r_q), since joining tokens never adds to a KL
-        at most    r_p max(log(r_p / r_q), log of the largest p / q that is seen)
+        at least   r_p log(r_p / r_q), since merging tokens never increases a KL
+        at most    r_p max(log(r_p / r_q), log of the largest known p / q)
 
-    The upper bound assumes that tokens which neither names lost, on average, no more than the one that lost most among
-    the named ones at that position. A token that only the original names counts with the smallest probability that the
-    model names, which is an upper bound of its own.
+    The upper bound assumes that the unknown tokens lost, on average, no more than the known token with the largest
+    p / q at that position. For a token known only for the original, q is replaced by the smallest probability known
+    for the model, which is an upper bound of q.
     """
     same = original.tokens[:, :, None] == model.tokens[:, None, :]  # (T, k, k)
     known = same.any(-1)

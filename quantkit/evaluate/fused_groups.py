@@ -29,15 +29,15 @@ from quantkit.runtime.model.model import NativeModel
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedGroup:
-    """One fused group that is quantized; equal only to itself.
+    """One quantized fused group; compared by identity.
 
     Args:
-        layer: its number.
-        name: e.g. "q/k/v", "gate/up"; "experts" for a whole mixture.
+        layer: number of its layer.
+        name: name of the group, e.g. "q/k/v", "gate/up"; "experts" for a whole mixture.
         modules: full names of its linears.
-        part: what it replaces in the original: the object and its attribute.
-        replacement: the quantized one, to be put there.
-        quantized_bytes, stored_bytes, dense_bytes: on disk as quantized, as the original stores it, and in 16 bits.
+        part: object and attribute that it replaces in the original.
+        replacement: the quantized module for this attribute.
+        quantized_bytes, stored_bytes, dense_bytes: bytes quantized, as stored by the original, and in 16 bits.
     """
 
     layer: int
@@ -51,10 +51,10 @@ class FusedGroup:
 
 
 class Rescaled(WrappedLinear):
-    """A linear between tensors of another scale.
+    """A linear whose inputs and outputs are multiplied by factors.
 
     Args:
-        linear: (T, K) -> (T, N).
+        linear: the linear, (T, K) -> (T, N).
         inputs: (K,) factors of its input, or None.
         outputs: (N,) factors of its output, or None.
     """
@@ -71,7 +71,7 @@ class Rescaled(WrappedLinear):
 
 @contextmanager
 def swapped(groups: list[FusedGroup]) -> Iterator[None]:
-    """The original with these groups quantized, for as long as the block runs."""
+    """Replace these groups in the original by their quantized versions inside the block."""
     kept = [getattr(*group.part) for group in groups]
     try:
         for group in groups:
@@ -106,7 +106,7 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None) -> 
 
 
 def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[FusedGroup]:
-    """The fused groups of one layer."""
+    """Yield the fused groups of one layer."""
     family = ours.config.family
     parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
     mixing, output, recurrent = parts.qkv, parts.output, family.recurrent
@@ -136,7 +136,7 @@ class _Sources:
     """Both checkpoints on disk.
 
     Args:
-        quantized, original: their readers.
+        quantized, original: readers of the checkpoints.
         layers: name of the list of decoder layers.
         moved: see `find_fused_groups`.
     """
@@ -160,7 +160,7 @@ class _Sources:
     def group(
         self, layer: int, name: str, modules: tuple[str, ...], part: tuple[Any, str], replacement: Any
     ) -> FusedGroup:
-        """A group with its sizes."""
+        """Create a group with its sizes."""
         dense = [self.original.info(f"{module}.weight") for module in modules if f"{module}.weight" in self.original]
         return FusedGroup(
             layer=layer,
@@ -178,7 +178,7 @@ class _Sources:
         )
 
     def fit(self, linear: Linear, names: tuple[str, ...], index: int, sets: tuple[LinearSet, ...]) -> Linear:
-        """The linear, made to fit between what the original has before and after it."""
+        """Scale the linear's inputs and outputs to fit the original's modules before and after it."""
         prefix = f"{self.layers}.{index}."
         home = next((group for group in sets if set(names) & set(group.linears)), None)
         # Where no scales were moved the quantized linear fits as it is.
@@ -202,7 +202,7 @@ class _Sources:
         return Rescaled(linear, inputs, outputs)
 
     def _norm_ratio(self, norm: str) -> Tensor | None:
-        """(K,) factors between the two norms; None where the source is a linear, or both norms are the same."""
+        """Return the factors (K,) between the two norms; None if the source is a linear or the norms are equal."""
         name = f"{norm}.weight"
         if name not in self.original or name not in self.quantized or len(self.original.info(name).shape) != 1:
             return None
@@ -213,7 +213,7 @@ class _Sources:
         return torch.where(before == 0, torch.ones_like(before), after / before)
 
     def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:
-        """(N,) factors of the outputs."""
+        """Return the factors (N,) of the outputs."""
         # Of fused linears only some feed another one, as values of q/k/v do; the others keep their scale.
         if not scaled:
             return torch.ones(self.original.info(f"{module}.weight").shape[0])
@@ -221,7 +221,7 @@ class _Sources:
         return _ratio(weight if inputs is None else weight * inputs, target, dim=1)
 
     def _pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """(N, K) float32: the dequantized weight and the original one."""
+        """Return the dequantized weight and the original weight, (N, K) float32."""
         target = self.original.tensor(f"{module}.weight").float()
         format_, scheme = self._stored
         linear = scheme.find(module) if scheme is not None and self.is_quantized(module) else None
@@ -232,7 +232,7 @@ class _Sources:
 
 
 def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
-    """The factor of each row (dim 1) or column (dim 0) of a weight that brings it nearest to another."""
+    """Fit by least squares a factor for each row (dim 1) or column (dim 0) of a weight to match another weight."""
     norm = (weight * weight).sum(dim)
     # Least squares for a single factor has this closed form; a weight of zeros leaves the factor open.
     return torch.where(norm == 0, torch.ones_like(norm), (weight * target).sum(dim) / norm)

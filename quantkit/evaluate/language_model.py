@@ -82,12 +82,12 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the tokens that precede a text without context."""
+        """Token that precedes a text without context."""
         for token in (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -95,12 +95,12 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     @property
     def max_length(self) -> int:
-        """Tokens of a sequence at most."""
+        """Maximum number of tokens in a sequence."""
         return self.llm.engine.capacity
 
     @property
     def max_gen_toks(self) -> int:
-        """New tokens where a task does not say."""
+        """Default number of tokens to generate."""
         return DEFAULT_NEW_TOKENS
 
     @property
@@ -109,10 +109,10 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as one text, by the model's template.
+        """Format a conversation as one text with the model's chat template.
 
         Raises:
-            RequestError: the template fails, or takes more time or memory than any should.
+            RequestError: the template fails, or exceeds the limits of time or memory.
         """
         options = {
             "add_generation_prompt": add_generation_prompt,
@@ -125,16 +125,16 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the facts that lm-eval notes about the model."""
+        """Return the facts that lm-eval records about the model."""
         model = self.llm.model
         return {"model_dtype": str(model.dtype), "model_bytes": model.num_bytes, "kv_cache": self.llm.kv_type}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return self._encode([string], add_special_tokens)[0]
 
     def _encode(self, strings: list[str], add_special_tokens: bool | None = None) -> list[Tokens]:
-        """Token ids of many texts; a text that brings its own BOS gets no second one."""
+        """Return the token ids of many texts; BOS is not added to a text that already begins with it."""
         if add_special_tokens is not None:
             return self._tokenize(strings, add_special_tokens)
         prefix = self.tokenizer.decode(self.prefix_token_id)
@@ -149,7 +149,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return list(self.tokenizer(strings, verbose=False, **options)["input_ids"]) if strings else []
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-probability, would be chosen greedily) of each continuation, as lm-eval's `LM`."""
+        """Return (log-probability, whether greedy decoding would choose it) for each continuation."""
         pairs = [request.args for request in requests]
         with_context = [pair for pair in pairs if pair[0]]
         encoded = dict(zip(with_context, self._encode_pairs(with_context), strict=True))
@@ -160,7 +160,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return self._loglikelihood_tokens([(pair, *encoded[pair]) for pair in pairs])
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
-        """Contexts and continuations, split where the context's own tokens end; all in one call of the tokenizer."""
+        """Tokenize contexts and continuations in one call, and split them where the context's own tokens end."""
         # As HFLM: trailing spaces go to the continuation, since tokenizers join a space to the word after it.
         split = [(context + continuation, context.rstrip()) for context, continuation in pairs]
         # A context repeats for each of its choices, so every distinct text is tokenized once.
@@ -174,7 +174,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return self._remembered("loglikelihood", [pair for pair, _, _ in requests], answers)
 
     def _remembered(self, kind: str, arguments: Sequence[tuple[Any, ...]], answers: list[Answer]) -> list[Answer]:
-        """Answers, told to lm-eval's cache."""
+        """Pass answers to lm-eval's cache and return them."""
         for argument, answer in zip(arguments, answers, strict=True):
             self.cache_hook.add_partial(kind, argument, answer)
         return answers
@@ -194,7 +194,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return score_in_turns(self.llm, texts, say=self.say)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of whole texts, in windows that score every token once."""
+        """Return the log-probability of each whole text, in windows that score every token once."""
         windows = [self._windows(ids) for ids in self._encode([request.args[0] for request in requests])]
         scores = iter(self._score([pair for group in windows for pair in group]))
         answers = [sum(float(next(scores).logprobs.sum()) for _ in group) for group in windows]
@@ -208,7 +208,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate texts up to a stop text, all requests in one continuous batch."""
+        """Generate a text for each request up to a stop text, in one continuous batch."""
         generations = [_Generation(dict(request.args[1]), self) for request in requests]
         prompts = self._encode([request.args[0] for request in requests])
         # As HFLM from the left: the question stands at the end of a prompt.
@@ -228,7 +228,7 @@ def _device(name: str | None) -> str | None:
 
 
 class _Generation:
-    """One task's generation options as sampling parameters."""
+    """Generation options of one task, converted to sampling parameters."""
 
     def __init__(self, options: dict[str, Any], model: QuantkitLM) -> None:
         given: Any = normalize_gen_kwargs(options, model.max_gen_toks)
@@ -251,15 +251,15 @@ class _Generation:
         self.stops = handle_stop_sequences(given["until"], eos=model.tokenizer.decode(model.eot_token_id))
 
     def cut(self, text: str) -> str:
-        """The text before the first stop text."""
+        """Return the text before the first stop text."""
         return str(postprocess_generated_text(text, self.stops, None))
 
 
 def make_vllm_model(llm: VllmLLM, *, add_bos_token: bool | None) -> Any:
-    """Make lm-eval's own model class over a loaded vLLM; texts, tokens and truncation are lm-eval's.
+    """Wrap a loaded vLLM model in lm-eval's own model class, which does tokenization and truncation.
 
     Args:
-        llm: answers.
+        llm: the loaded model.
         add_bos_token: whether texts begin with BOS; None = as the tokenizer does.
     """
     known = importlib.metadata.version

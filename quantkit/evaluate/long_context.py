@@ -32,9 +32,9 @@ class Needle:
     """One question about one long text.
 
     Args:
-        prompt: ends where the answer begins.
-        answer: what the generated text must begin with.
-        depth: where the fact stands: 0 at the beginning, 1 at the end.
+        prompt: text and question; the answer follows directly.
+        answer: text that the generated text must begin with.
+        depth: relative position of the fact: 0 at the beginning, 1 at the end.
     """
 
     prompt: str
@@ -99,7 +99,7 @@ def _needles(
 
 
 def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) -> TaskResult:
-    """Generate all answers and compare."""
+    """Generate all answers and score them."""
     # A fact ends at the first punctuation, so generating further only takes time.
     params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
     completions = generate_in_turns(llm, [needle.prompt for needle in needles], [params] * len(needles), say=say)
@@ -135,12 +135,12 @@ def _accuracy(records: Sequence[SampleRecord]) -> float:
 
 
 def write_passkey(rng: random.Random, depth: float, fits: Callable[[str], bool]) -> Needle:
-    """The pass key between as many sentences about grass as fit.
+    """Write a prompt with a pass key between as many sentences about grass as fit.
 
     Args:
-        rng: draws the key.
-        depth: of the key.
-        fits: whether a text is short enough.
+        rng: random generator that draws the key.
+        depth: relative position of the key.
+        fits: predicate: whether a text is short enough.
     """
     key = f"{rng.randrange(10000, 100000)}"
     head = "There is important information hidden in a lot of irrelevant text. Find it and remember it.\n"
@@ -154,10 +154,10 @@ def write_passkey(rng: random.Random, depth: float, fits: Callable[[str], bool])
 
 
 def ledger_writer(items: Path) -> Writer:
-    """Writes ledgers of the demo language between its clauses.
+    """Return a writer of prompts with a ledger of the demo language between clauses.
 
     Args:
-        items: recall items, one JSON object a line; their ledgers and clauses are taken apart.
+        items: file of recall items, one JSON object per line; the writer reuses their ledgers and clauses.
     """
     contexts = [json.loads(line)["context"].splitlines() for line in items.read_text(encoding="utf-8").splitlines()]
     ledgers = [lines[0].removeprefix("Ledger: ").removesuffix(".").split(", ") for lines in contexts]
@@ -181,7 +181,7 @@ def ledger_writer(items: Path) -> Writer:
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """The largest count that fits, by doubling and then halving; 0 when none does."""
+    """Find the largest count that fits by binary search; 0 if none does."""
     high = 1
     while fits(high):
         high *= 2

@@ -1,4 +1,4 @@
-"""Options of an evaluation. No torch: `--help` is answered from it."""
+"""Options of an evaluation. Torch-free, so that `--help` stays fast."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ DEFAULT_TEXT_TOKENS = 20480
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationOptions:
-    """Questions, the same for a model and its original. Each field is described beside it; no suite is also `none`."""
+    """Tasks and texts of an evaluation, the same for a model and its original. Suite None or `none` = no suite."""
 
     suite: str | None = setting(
         None, "Set of tasks: quick, standard, long-context or none.", flag="--suite NAME|FILE", shown="quick"

@@ -1,17 +1,16 @@
-"""Perplexity of a text in windows, through prefill or through the decode path.
+"""Perplexity of a text in windows, computed by prefill or token by token through the cache.
 
-The text is tokenized once, without a BOS of its own. Windows begin every `stride` tokens, and where the tokenizer puts
-BOS in front of texts each window gets one; a window's tokens, BOS included, are `window` at most:
+The text is tokenized once, without BOS. A window begins every `stride` tokens and has at most `window` tokens,
+including its BOS if the tokenizer adds one:
 
     window 6, stride 4, BOS        tokens   0 1 2 3 4 5 6 7 8 9 10 11
                                    window 0 B 0 1 2 3 4                    scores 0 to 4
                                    window 1         B 4 5 6 7 8            scores 5 to 8
                                    window 2                 B 8 9 10 11    scores 9 to 11
 
-Each token is scored once, in the first window that reaches it; the first token of all is scored only after a BOS. With
-`stride` as large as a window can be (the default) windows do not overlap, which is what the quantization literature
-reports on WikiText-2 at 2048 tokens; there every window but the first loses the token it begins with, unless BOS
-precedes it.
+Each token is scored once, in the first window that contains it; the first token of the text is scored only after a BOS.
+With the default stride, windows do not overlap, as in the quantization literature on WikiText-2 with 2048 tokens. There
+the first token of a window is not scored unless BOS precedes it.
 """
 
 import math
@@ -40,21 +39,21 @@ def perplexity(
     add_bos: bool | None = None,
     say: Say | None = None,
 ) -> PerplexityResult:
-    """Perplexity of one text.
+    """Measure the perplexity of one text.
 
     Args:
-        llm: to score with.
+        llm: model to measure.
         text: a text, or token ids.
         data: name of the text, for the record.
-        window: tokens per window, BOS included; None = 2048, or the model's context where that is shorter.
-        stride: tokens from one window to the next; None = as many as a window has of the text.
-        through: "prefill" computes a window in one pass, "decode" token by token, all others read from the cache.
-        max_windows: windows to score; None = all.
+        window: tokens per window including BOS; None = 2048, or the model's context if that is shorter.
+        stride: tokens from the start of one window to the next; None = no overlap.
+        through: "prefill" computes a window in one pass, "decode" token by token with earlier tokens in the cache.
+        max_windows: maximum number of windows; None = all.
         add_bos: whether windows begin with BOS; None = as the tokenizer does (without a tokenizer: no).
-        say: is told how far it is.
+        say: callback for progress.
     Raises:
-        DataError: the text has fewer than two tokens, or window and stride contradict each other or the model.
-        RequestError: tokens are unknown.
+        DataError: the text has fewer than two tokens, or window or stride is out of range.
+        RequestError: a token id is not in the vocabulary.
     """
     if through not in _CHUNKS:
         raise DataError(f"through is {through!r}; it can be 'prefill' or 'decode'")
@@ -88,13 +87,13 @@ def perplexity(
 
 
 def cut_windows(ids: Sequence[int], *, num_text: int, stride: int, bos: tuple[int, ...] = ()) -> list[ScoredText]:
-    """Cut a text as the module says.
+    """Split a text into windows as described in the module's docstring.
 
     Args:
         ids: tokens of the text.
-        num_text: tokens of the text in one window.
-        stride: from one window's beginning to the next; at most `num_text`.
-        bos: what every window begins with: one token or none.
+        num_text: tokens per window without BOS.
+        stride: tokens from the start of one window to the next; at most `num_text`.
+        bos: the BOS token of every window, or empty.
     """
     windows = []
     scored = 0  # tokens before this one have been scored, or never can be
@@ -111,14 +110,14 @@ def cut_windows(ids: Sequence[int], *, num_text: int, stride: int, bos: tuple[in
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether a tokenizer puts BOS in front of texts."""
+    """Whether a tokenizer adds BOS before texts."""
     bos = getattr(tokenizer, "bos_token_id", None)
     # By trying: what the tokenizer puts in front is decided by more than the flags of its configuration.
     return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 
 def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
-    """Return the tokens that windows of a text begin with: BOS or none; `add_bos` as for `perplexity`."""
+    """Return the BOS token that begins every window, or an empty tuple; `add_bos` as for `perplexity`."""
     if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
     if llm.tokenizer is None or llm.tokenizer.bos_token_id is None:
@@ -127,7 +126,7 @@ def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
 
 
 def token_ids(llm: Evaluated, text: str | Sequence[int]) -> list[int]:
-    """A text as tokens, without a BOS of its own."""
+    """Tokenize a text without BOS."""
     if not isinstance(text, str):
         return list(text)
     if llm.tokenizer is None:

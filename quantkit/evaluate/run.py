@@ -1,4 +1,4 @@
-"""One model, asked everything: tasks through lm-eval, perplexity, long contexts; the answers as one record."""
+"""Run a whole evaluation of one model: lm-eval tasks, perplexity and long contexts."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ Progress = Callable[[str], None]
 def evaluate(
     llm: Evaluated, options: EvaluationOptions | None = None, *, progress: Progress | None = None, **asked_for: Any
 ) -> EvaluationResult:
-    """Ask one model.
+    """Evaluate one model.
 
         evaluate(load_llm("demo-awq-int4"), tasks=["demo_facts"], limit=100)
 
     Args:
-        llm: from `engine.load_llm`, or any other.
-        options: what to ask; None = the suite `quick`.
-        progress: told what is done, in a line.
-        asked_for: fields of `EvaluationOptions`, in place of `options` or to change some.
+        llm: model from `engine.load_llm`, or another loaded model.
+        options: options of the evaluation; None = the suite `quick`.
+        progress: callback for lines of progress.
+        asked_for: fields of `EvaluationOptions` that override `options`.
     Raises:
-        DataError: nothing is asked, a task or text does not exist or cannot be had, or lm-eval is missing.
+        DataError: there is nothing to evaluate, a task or text is not available, or lm-eval is missing.
     """
     given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in asked_for.items()}
     options = replace(options or EvaluationOptions(suite=None if given else "quick"), **given)
@@ -78,7 +78,7 @@ def evaluate(
 
 
 def check_evaluation(options: EvaluationOptions) -> None:
-    """Refuse what can be refused before a model is loaded.
+    """Check the options before a model is loaded.
 
     Raises:
         DataError: the suite, a folder, a text or the items of a shipped task do not exist.
@@ -91,7 +91,7 @@ def check_evaluation(options: EvaluationOptions) -> None:
 
 
 def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict[str, str]]:
-    """The suite's part for this model with what the options add and replace; the seed; and what the engine lacks."""
+    """Return the tasks and texts for this model (suite and options combined), the seed, and omissions of the engine."""
     suite = None if options.suite is None else load_suite(options.suite)
     part = Asked() if suite is None else suite.part(speaks_demo(llm))
     read: dict[str, Any] = {"window": options.window, "stride": options.stride, "through": options.through}
@@ -114,7 +114,7 @@ def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict
 
 
 def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:
-    """Return the settings that decide the numbers, so that both sides of a comparison can be checked."""
+    """Return the settings that affect the numbers, so that two evaluations can be checked for equal settings."""
     bos = options.add_bos if options.add_bos is not None else llm.tokenizer is not None and adds_bos(llm.tokenizer)
     return {
         "engine": llm.engine_name,
@@ -161,10 +161,10 @@ def _long_context(llm: Evaluated, part: LongContext, seed: int, say: Progress) -
 
 
 def import_language_model() -> type[QuantkitLM]:
-    """lm-eval's view of a model.
+    """Import the lm-eval model class.
 
     Raises:
-        DataError: lm-eval is missing; says what to install.
+        DataError: lm-eval is missing; the message says what to install.
     """
     try:
         from quantkit.evaluate.language_model import QuantkitLM
@@ -188,7 +188,7 @@ def _run_tasks(
 
 
 def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -> Any:
-    """lm-eval's view of a model: its own of vLLM, ours of our engine."""
+    """Wrap a model for lm-eval: with lm-eval's class for vLLM, or quantkit's class for its own engine."""
     if isinstance(llm, VllmLLM):
         from quantkit.evaluate.language_model import make_vllm_model
 
@@ -225,10 +225,10 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: E
 
 @contextlib.contextmanager
 def _patched_lm_eval() -> Iterator[None]:
-    """While open, lm-eval compiles each template once and describes neither machine nor repository.
+    """Patch lm-eval inside the block: compile each template once, and do not describe machine and repository.
 
-    Compiling for each item took a quarter of the time. Describing the machine takes seconds on every rank, and git's
-    complaint about a missing repository would stand among the progress. lm-eval has no setting for either.
+    Compiling a template for each item took a quarter of the time. Describing the machine takes seconds on every rank,
+    and git would print an error about a missing repository. lm-eval has no setting for either.
     """
     from lm_eval import evaluator
     from lm_eval.utils import env
@@ -245,7 +245,7 @@ def _patched_lm_eval() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither the bars of lm-eval and datasets nor their log lines; progress is told by ours."""
+    """Silence progress bars and logs of lm-eval and datasets inside the block; quantkit prints its own progress."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
     levels = [logger.level for logger in loggers]
     try:
@@ -260,15 +260,15 @@ def _quiet() -> Iterator[None]:
 
 
 FAVOURITES = ("acc_norm", "acc", "exact_match")
-"""The metric by which a task is judged, the first it has; a task without any of these by its own first one."""
+"""Preferred main metrics: the first that a task has is used; if it has none of them, its own first metric."""
 
 
 def task_results(results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> tuple[TaskResult, ...]:
-    """One record per task.
+    """Convert lm-eval's results to one record per task.
 
     Args:
-        results: what lm-eval's `simple_evaluate` returned, samples included.
-        count_tokens: length of a generated text.
+        results: result of lm-eval's `simple_evaluate`, including samples.
+        count_tokens: function that counts the tokens of a generated text.
     """
     return tuple(_task_result(name, results, count_tokens) for name in results["configs"])
 
@@ -302,7 +302,7 @@ def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[
 
 
 def _main_key(keys: list[str], declared: list[str]) -> str:
-    """`metric,filter` of the favourite metric, else of the first that the task declares."""
+    """Return the key `metric,filter` of the preferred metric, else of the first that the task declares."""
     # Reversed, so that of several filters of one metric the first stays in the dict.
     known = {key.split(",", 1)[0]: key for key in reversed(keys)}
     return next((known[metric] for metric in (*FAVOURITES, *declared) if metric in known), keys[0])

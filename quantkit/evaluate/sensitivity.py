@@ -38,13 +38,13 @@ Forms = tuple[tuple[FusedGroup, ...], ...]  # the groups of each layer that are 
 
 
 class Replay:
-    """Inputs of a layer, kept from one measurement to the next, so that layers which both share run once. *Mutable*.
+    """Cache of one layer's inputs, so that a measurement does not rerun the layers it shares with the last. *Mutable*.
 
-    Measurements of one group after another share all layers before it, half of the work on average. Only models that
-    run natively on a CPU are replayed; others run in full.
+    Successive measurements share all layers before the quantized group, half of the work on average. Only models of the
+    native backend on a CPU are cached; others run in full.
 
     Args:
-        llm: asked the same in every measurement.
+        llm: the model; every measurement must use the same inputs.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -55,10 +55,10 @@ class Replay:
 
     @contextmanager
     def start(self, groups: Sequence[FusedGroup]) -> Iterator[None]:
-        """While open, one measurement runs what it does not share with the one before.
+        """Run one measurement inside the block, without the layers it shares with the last one.
 
         Args:
-            groups: those that are swapped in it.
+            groups: groups that are quantized in this measurement.
         """
         if self._model is None:
             yield
@@ -83,7 +83,7 @@ class Replay:
 
 
 class _Recorded:
-    """A block that keeps what passes."""
+    """A block that records its inputs and passes them on."""
 
     rope = None
 
@@ -96,7 +96,7 @@ class _Recorded:
 
 
 class _Replayed:
-    """A block that gives what has been kept in place of what comes."""
+    """A block that returns recorded states instead of its inputs."""
 
     rope = None
 
@@ -119,12 +119,12 @@ MARGIN = 0.8  # of a goal that a proposal may use up: it is measured on other te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """Limits that the model has to reach.
+    """Limits that the model has to meet.
 
     Args:
-        kl: mean KL at most.
-        kl_p99: 99th percentile at most.
-        top1: share of positions with the same likeliest token at least.
+        kl: maximum mean KL.
+        kl_p99: maximum 99th percentile of KL.
+        top1: minimum share of positions with the same likeliest token.
     """
 
     kl: float = math.inf
@@ -132,7 +132,7 @@ class Goal:
     top1: float = 0.0
 
     def reached(self, measured: Distances) -> bool:
-        """Whether measured distances are within the goal, with a margin to spare."""
+        """Whether measured distances meet the goal with a margin."""
         # The margin applies to disagreement, which a repair reduces as it reduces KL.
         agrees = not self.top1 or 1 - measured.top1 <= MARGIN * (1 - self.top1)
         return measured.mean <= MARGIN * self.kl and measured.p99 <= self.kl_p99 and agrees
@@ -201,16 +201,16 @@ def propose(
     goal: Goal,
     ignored: Sequence[str] = (),
 ) -> SensitivityProposal | None:
-    """The groups to ignore, those with the most KL per byte first.
+    """Propose groups to ignore, those with the most KL per byte first.
 
     Args:
-        groups: all of them, as in the map.
+        groups: all groups, in the order of the map.
         measured: the map.
-        measure: distances of the original with these groups quantized.
-        goal: to be reached; checked by measuring, since the sum is only a prediction.
-        ignored: patterns that the recipe ignores already.
+        measure: measures the distances of the original with these groups quantized.
+        goal: limits to meet; checked by measuring, since the sum of KL is only a prediction.
+        ignored: patterns that the recipe already ignores.
     Returns:
-        the proposal, or None when only ignoring everything would do.
+        The proposal; None if all groups would have to be ignored.
     """
     gain = {group: record.kl for group, record in zip(groups, measured.records, strict=True)}
     # Greedy, as for a knapsack: what a group mends for each byte that it costs.
@@ -238,7 +238,7 @@ def propose(
 
 
 def _extra_bytes(group: FusedGroup) -> int:
-    """Return the bytes on disk that ignoring a group costs."""
+    """Return the additional bytes on disk if a group is ignored."""
     return group.stored_bytes - group.quantized_bytes
 
 
@@ -248,10 +248,10 @@ def few(
     """Return as many windows as the limits allow, at least one.
 
     Args:
-        windows: of token ids.
+        windows: windows of token ids.
         vocab_size: logits per token.
-        max_tokens: of all windows together.
-        reference_bytes: of the logits that a `Probe` keeps of them.
+        max_tokens: maximum number of tokens in all windows.
+        reference_bytes: maximum bytes of the original's logits that a `Probe` keeps.
     Raises:
         InputError: there is no window.
     """
@@ -264,11 +264,11 @@ def few(
 
 
 class Probe:
-    """The original's answers on fixed text, and how far others are from them.
+    """Logits of the original on fixed text, for measuring distances from them.
 
     Args:
-        original: with all its own groups in place.
-        windows: the text.
+        original: the original, without replaced groups.
+        windows: windows of the text.
     """
 
     def __init__(self, original: LLM, windows: Windows) -> None:
@@ -277,12 +277,12 @@ class Probe:
         self._reference: list[list[Tensor]] = [window_logits(original, group) for group in self._groups]
 
     def measure(self, groups: list[FusedGroup]) -> Distances:
-        """The original with these groups quantized."""
+        """Measure the distances of the original with these groups quantized."""
         with swapped(groups), self._replay.start(groups):
             return self.compare(self._original)
 
     def compare(self, llm: LLM) -> Distances:
-        """Another model, or the original as it is now."""
+        """Measure the distances of another model, or of the original in its current state."""
         return join_distances(
             [
                 distances(p, q)
@@ -293,7 +293,7 @@ class Probe:
 
 
 def failed_accuracy(report: Report) -> list[GateResult]:
-    """Gates about accuracy that were measured and did not hold."""
+    """Return the accuracy gates that were measured and failed."""
     return [
         gate
         for gate in report.gates
@@ -302,13 +302,13 @@ def failed_accuracy(report: Report) -> list[GateResult]:
 
 
 def repair_goal(report: Report) -> Goal | None:
-    """Return what a repaired model has to reach; None when there is nothing to repair or no way to tell.
+    """Convert failed accuracy gates to limits of KL; None if none failed or a gate cannot be converted.
 
-    The goal is a KL, which a sensitivity map is made of. Losses of accuracy and the logarithm of a perplexity ratio are
-    assumed to shrink in proportion to KL. That is a careful guess: accuracy falls faster the more KL there is.
+    The conversion assumes that the loss of accuracy and the logarithm of a perplexity ratio are proportional to KL.
+    This is cautious, because accuracy falls faster at larger KL.
 
     Args:
-        report: with fidelity and judged gates.
+        report: report with fidelity and evaluated gates.
     """
     failed = failed_accuracy(report)
     if not failed or report.fidelity is None:
@@ -322,7 +322,7 @@ def repair_goal(report: Report) -> Goal | None:
 
 
 def _share(report: Report, gate: GateResult) -> float | None:
-    """Return the share of the loss that may remain; None for gates that do not limit it."""
+    """Return the share of the loss that may remain; None for gates that do not limit a loss."""
     assert gate.value is not None
     if gate.metric == "recovery":
         return _ratio(100 - gate.limit, 100 - gate.value)
@@ -343,7 +343,7 @@ def _share(report: Report, gate: GateResult) -> float | None:
 
 
 def _ratio(allowed: float, lost: float) -> float | None:
-    """A share between 0 and 1; None when nothing was lost or more was lost than can be said."""
+    """Return allowed / lost between 0 and 1; None if nothing was lost or the loss is not finite."""
     if not lost > 0 or math.isinf(lost):
         return None
     return max(0.0, min(1.0, allowed / lost))

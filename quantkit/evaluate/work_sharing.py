@@ -1,8 +1,8 @@
-"""Items of an evaluation in batches, of which whichever rank is free takes the next; every rank gets all answers.
+"""Distribute the items of an evaluation in batches: a free rank takes the next batch, and every rank gets all answers.
 
-What a model says of an item depends, in the last bits, on what is computed beside it and on what was cached before. So
-batches are cut by the items alone, never by how many ranks there are, and each begins with nothing cached: whoever
-computes a batch, alone or not, its answers are the same bits. All ranks must have the same number of threads.
+The last bits of an answer depend on the other items in its batch and on cached prefixes. So the batches depend only on
+the items, not on the number of ranks, and each starts with an empty cache: answers are bit-identical for any number of
+ranks. All ranks must have the same number of threads.
 """
 
 import time
@@ -28,12 +28,12 @@ Say = Callable[[str], None]
 
 
 class Meter:
-    """Say how much of a job is done and how long the rest will take: at most once for each 5 %, and each 2 seconds.
+    """Report progress and the estimated remaining time: at most once per 5 % and per 2 seconds.
 
     Args:
-        say: is told a line.
-        items: what they are called, e.g. "requests".
-        weights: of the items in the order in which they are computed: what part of the time each takes.
+        say: callback for a line of progress.
+        items: noun for the items, e.g. "requests".
+        weights: relative time of each item, in the order of computation.
     """
 
     def __init__(self, say: Say, items: str, weights: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class Meter:
         self._line = 0
 
     def reach(self, done: int) -> None:
-        """So many items are done, by all ranks together as far as one of them can know."""
+        """Report that this many items are done, by all ranks as far as this rank knows."""
         share, now = self._ends[done - 1] / self._ends[-1], time.monotonic()
         if int(share * _LINES) == self._line or now - self._last < _PAUSE_S:
             return
@@ -60,14 +60,14 @@ def score_in_turns(
     say: Say | None = None,
     items: str = "requests",
 ) -> list[PromptScores]:
-    """`score_tokens` of the model, all texts in order.
+    """Score all texts with the model's `score_tokens`, shared among ranks; results are in order.
 
     Args:
-        llm: to score with.
-        texts: to score.
+        llm: model to score with.
+        texts: texts to score.
         chunk_size: see `LLM.score`.
-        say: is told how far it is; of several ranks, each says it.
-        items: what it calls the texts.
+        say: callback for progress; every rank calls its own.
+        items: noun for the texts in progress lines.
     """
     if not isinstance(llm, LLM):  # vLLM, which is no part of a distributed run
         meter = Meter(say, items, [len(text.ids) for text in texts]) if say and texts else None
@@ -88,7 +88,7 @@ def score_in_turns(
 
 
 def _counted(meter: Meter | None, done: int) -> Callable[[int], None] | None:
-    """Return what a meter is told by: how many items are done since the last time, after so many."""
+    """Return a callback that adds newly finished items to `done` and reports the sum to the meter."""
     if meter is None:
         return None
 
@@ -107,7 +107,7 @@ def generate_in_turns(
     *,
     say: Say | None = None,
 ) -> list[Completion]:
-    """`generate` of the model, all prompts in order; `say` is told how far it is."""
+    """Generate answers to all prompts, shared among ranks; results are in order. `say` reports progress."""
     if not isinstance(llm, LLM):
         return llm.generate(prompts, params)
     # A request without a seed draws by its number, which differs from rank to rank.
@@ -127,11 +127,11 @@ def generate_in_turns(
 
 
 def cut(weights: Sequence[int], least: int, most: int) -> list[range]:
-    """Items in neighbouring batches of about equal weight.
+    """Split items into consecutive batches of about equal weight.
 
     Args:
-        weights: of the items.
-        least, most: of a batch, about.
+        weights: weights of the items.
+        least, most: approximate minimum and maximum weight of a batch.
     """
     total = sum(weights)
     count = min(len(weights), max(1, total // least), _PARTS * -(-total // (_PARTS * most)))
@@ -143,7 +143,7 @@ def cut(weights: Sequence[int], least: int, most: int) -> list[range]:
 
 
 def _new_tokens(ids: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return for each text the number of tokens behind those that it shares with the one before."""
+    """Return for each text the number of tokens after the prefix that it shares with the text before it."""
     return [len(own) - _shared(own, before) for own, before in zip(ids, [(), *ids], strict=False)]
 
 
@@ -152,7 +152,7 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def forget(llm: Evaluated) -> None:
-    """Have a model that runs nothing begin with nothing cached; vLLM keeps what it has."""
+    """Clear the prefix cache of an idle model; vLLM keeps its cache."""
     if isinstance(llm, LLM):
         llm.engine.pool.forget()
         # Kept scores, a few bytes each, lie between freed logits, which would take ever more memory otherwise.

@@ -44,5 +44,5 @@ def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | 
 
 
 def writable(fits: Callable[[Format], bool]) -> str:
-    """Names of the formats that are written and of which something holds, for messages."""
+    """List the writable formats for which `fits` is true, for messages."""
     return ", ".join(name for name, known in REGISTRY.all().items() if known.is_written and fits(known))

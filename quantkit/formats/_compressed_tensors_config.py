@@ -60,7 +60,7 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
 
 
 def cache_only_config() -> dict[str, Any]:
-    """A `quantization_config` that quantizes no linear, to hold the `kv_cache_scheme` of a model whose weights stay."""
+    """Return a `quantization_config` that holds the `kv_cache_scheme` of a model whose weights stay unquantized."""
     return _section({}, "dense", [])
 
 
@@ -79,7 +79,7 @@ def _section(
 
 
 def fp8_cache_args(strategy: str) -> dict[str, Any]:
-    """The `kv_cache_scheme` of FP8 keys and values with fixed scales: strategy "tensor" or "attn_head"."""
+    """Return the `kv_cache_scheme` for FP8 keys and values with fixed scales: strategy "tensor" or "attn_head"."""
     fields: dict[str, Any] = _arguments(FP8, strategy=strategy).model_dump(mode="json")
     return fields
 
@@ -115,7 +115,7 @@ def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
 
 
 def _group(scheme: LinearScheme, targets: list[str]) -> QuantizationScheme:
-    """One config group in the library's own classes, which check it."""
+    """Build one config group with the library's own classes, which validate it."""
     from compressed_tensors.quantization import QuantizationScheme
 
     weight, inputs = scheme.weight, scheme.activation
@@ -144,7 +144,7 @@ def _arguments(dtype: DType, *, symmetric: bool = True, dynamic: bool | str = Fa
 
 
 def _granularity(dtype: DType, group_size: int | None, ungrouped: str) -> dict[str, Any]:
-    """Arguments that say what shares a scale; `ungrouped` is the strategy of numbers without groups."""
+    """Return the arguments that define which values share a scale; `ungrouped` is the strategy without groups."""
     if group_size is None:
         return {"strategy": ungrouped}
     if dtype.scale == "e4m3":
@@ -184,7 +184,7 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _plain(value: Any) -> str:
-    """The text of an enum member or string."""
+    """Return the value of an enum member, or a string unchanged."""
     return str(getattr(value, "value", value))
 
 
@@ -253,7 +253,7 @@ def _dtype(name: str, args: QuantizationArgs) -> DType:
 
 
 def _pattern(target: str) -> str:
-    """A target or ignored name of the library as the pattern of a `Rule`."""
+    """Convert a target or ignored name of the library to the pattern of a `Rule`."""
     if target == _LINEAR:
         return "*"
     if not target.startswith("re:"):

@@ -106,14 +106,14 @@ def _check_integer(weight: WeightScheme) -> None:
 
 
 def library_version() -> str:
-    """Return the version of the installed library, which writes it into config.json."""
+    """Return the version of the installed library; the library writes it into config.json."""
     import compressed_tensors
 
     return str(compressed_tensors.__version__)
 
 
 def library_formats() -> tuple[str, ...]:
-    """Names of the formats that the installed library knows."""
+    """Return the names of the formats that the installed library knows."""
     from compressed_tensors.config import CompressionFormat
 
     return tuple(item.value for item in CompressionFormat)
@@ -121,7 +121,7 @@ def library_formats() -> tuple[str, ...]:
 
 @functools.cache
 def packs_densely() -> bool:
-    """Whether the installed library packs 64 codes of 3 bits into 6 words; older ones leave bits unused and take 7."""
+    """Whether the installed library packs 3-bit codes without unused bits: 64 codes in 6 words, not 7."""
     from compressed_tensors.compressors import pack_to_int32
 
     return bool(pack_to_int32(torch.zeros(1, 64, dtype=torch.int8), 3).shape[1] == 6)

@@ -27,25 +27,25 @@ _OFFSETS = {Block.Q4_0: 8, Block.Q4_1: 0, Block.Q5_0: 16}  # from codes to the u
 
 
 def block_values(block: Block) -> int:
-    """Values per block."""
+    """Return the number of values per block."""
     return int(gguf.GGML_QUANT_SIZES[block][0])
 
 
 def num_bytes(block: Block, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of this shape, whose last dimension must fill blocks."""
+    """Count the bytes of a tensor of this shape; its last dimension must be a multiple of the block's values."""
     values, size = gguf.GGML_QUANT_SIZES[block]
     return int(math.prod(shape) // values * size)
 
 
 def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = None) -> Tensor:
-    """Rows of values as the bytes of a type; ggml's rounding, and our own search for K-quants.
+    """Round rows of values to blocks of a type: by ggml's rounding, or for K-quants by quantkit's own search.
 
     Args:
-        values: (..., K), any float dtype; K must fill blocks.
+        values: (..., K), any float dtype; K must be a multiple of the block's values.
         block: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K or Q6_K.
-        importance: (K,) weights of the squared errors of each input, for K-quants.
+        importance: (K,) weight of each input's squared error, for K-quants.
     Returns:
-        uint8, of any shape, in the order of the file.
+        uint8 bytes in file order; only their order matters, not the shape.
     """
     if block in PLAIN:
         return values.to(PLAIN[block]).contiguous().view(-1).view(torch.uint8)
@@ -120,13 +120,13 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
 
 
 def _per_block(parameters: Tensor, weight: QuantizedTensor, block: Block) -> Tensor:
-    """Scales or zero points (N, G), repeated for every block of a group: (M,)."""
+    """Repeat scales or zero points (N, G) for every block of a group: (M,)."""
     repeats = weight.shape[1] // parameters.shape[1] // block_values(block)
     return parameters.repeat_interleave(repeats, dim=1).view(-1)
 
 
 def _pack(block: Block, codes: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
-    """Bytes of blocks with one scale, from codes (M, 32): value = scale * code, for Q4_1 + minimum."""
+    """Pack codes (M, 32) into blocks with one scale each: value = scale * code, for Q4_1 + minimum."""
     head = [_half_bytes(scale)]
     if block == Block.Q8_0:
         return torch.cat([*head, codes.to(torch.int8).view(torch.uint8)], dim=1)
@@ -140,7 +140,7 @@ def _pack(block: Block, codes: Tensor, scale: Tensor, minimum: Tensor | None = N
 
 
 def _half_bytes(values: Tensor) -> Tensor:
-    """(M,) as float16, (M, 2) uint8."""
+    """Return the float16 bytes of values (M,): (M, 2) uint8."""
     return values.to(torch.float16).view(-1, 1).contiguous().view(torch.uint8)
 
 

@@ -44,13 +44,13 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFTensor:
-    """Place of one tensor in a file.
+    """Type, shape and position of one tensor in a file.
 
     Args:
-        block: its type.
-        shape: outermost dimension first, as torch has it; the last is in elements, not bytes.
-        offset: of its first byte from the start of the file.
-        num_bytes: its length.
+        block: type of the tensor.
+        shape: outermost dimension first, as in torch; the last dimension counts elements, not bytes.
+        offset: position of the first byte in the file.
+        num_bytes: length in bytes.
     """
 
     block: Block
@@ -60,18 +60,18 @@ class GGUFTensor:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its values are codes with scales."""
+        """Whether the tensor holds codes with scales."""
         return self.block not in PLAIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFFile:
-    """The header of one file.
+    """Header of one file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         metadata: entries by key; arrays are lists.
-        tensors: by name, in the order of the file.
+        tensors: tensors by name, in file order.
     """
 
     path: Path
@@ -79,10 +79,10 @@ class GGUFFile:
     tensors: dict[str, GGUFTensor]
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of one tensor, a few MiB at a time.
+        """Yield the bytes of one tensor, a few MiB at a time.
 
         Raises:
-            CheckpointError: no such tensor, or the file cannot be read.
+            CheckpointError: the file has no such tensor or cannot be read.
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
@@ -90,7 +90,7 @@ class GGUFFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file whose name or first bytes say GGUF."""
+    """Whether this is a file whose name or first bytes identify it as GGUF."""
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("rb") as file:
@@ -99,19 +99,19 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of a file; nothing is allocated that the file's size does not bear out.
+    """Read the header of a file; a length that exceeds the rest of the file is refused before memory is allocated.
 
     Args:
-        path: of the file.
+        path: path of the file.
     Raises:
-        CheckpointError: missing, not GGUF, truncated or inconsistent; names the byte.
+        CheckpointError: the file is missing, not GGUF, truncated or inconsistent; the message gives the byte offset.
     """
     with opened(path) as file:
         return _read(_Cursor(path, file))
 
 
 def _fits(value: Any) -> bool:
-    """Whether a value is one that `write_gguf_file` takes, in the room that it has for it."""
+    """Whether `write_gguf_file` accepts this value: its type is supported and the number is in range."""
     items = value if isinstance(value, list) else [value]
     if len(set(map(type, items))) != 1 or not isinstance(items[0], bool | int | float | str):
         return False

@@ -1,11 +1,11 @@
-"""Encoders of Q4_K and Q6_K: 256 values share 16-bit scales, which scale the small integer scales of sub-blocks.
+"""Encoders for Q4_K and Q6_K: blocks of 256 values whose float16 scales multiply small integer scales of sub-blocks.
 
-Both search, per sub-block, the scale (and minimum) with the least weighted squared error and round them to integers of
-the block's own scale. Then they improve all three in turn: codes for given scales, integer scales among their
-neighbours, the 16-bit scales by least squares; a step that does not lower the error of a block is not taken. ggml's own
-encoder stops before that last part, and the gguf package has none.
+For each sub-block, both search the scale (and minimum) with the least weighted squared error, and round it to an
+integer multiple of the block's scale. Then they refine in turn the codes, the integer scales (by at most one) and the
+float16 scales (by least squares); a step is kept only if it lowers the error of its block. ggml's own encoder does not
+refine, and the gguf package has no encoder.
 Shapes: M blocks, S sub-blocks of n values, S * n = 256.
-Source: the format and the first search are those of ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
+Source: format and first search: ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
 """
 
 import functools
@@ -22,17 +22,17 @@ State = tuple[Tensor, ...]
 
 
 def search_k_quant(values: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
-    """Encode to Q4_K or Q6_K.
+    """Encode values as Q4_K or Q6_K.
 
-    Q4_K: value = d * scale * code - dmin * minimum with codes 0..15 and 6-bit scales and minimums of 32 values each.
-    Q6_K: value = d * scale * code with codes -32..31 and 8-bit scales of 16 values each.
+    Q4_K: value = d * scale * code - dmin * minimum; codes 0..15, one 6-bit scale and minimum per 32 values.
+    Q6_K: value = d * scale * code; codes -32..31, one 8-bit scale per 16 values.
 
     Args:
         values: (M, 256) float32.
         bits: 4 or 6.
-        importance: (M, 256) float32 >= 0, weights of the squared errors; None = larger values count more.
+        importance: (M, 256) float32 >= 0, weights of the squared errors; None = weight errors by the values' size.
     Returns:
-        (M, 144) or (M, 210) uint8.
+        uint8, (M, 144) for Q4_K or (M, 210) for Q6_K.
     """
     encode, block_bytes = (_q4_k, 144) if bits == 4 else (_q6_k, 210)
     encoded = [torch.empty(0, block_bytes, dtype=torch.uint8)]
@@ -67,9 +67,10 @@ def _q4_k(values: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def _pack_scales(scales: Tensor, minimums: Tensor) -> Tensor:
-    """The eight 6-bit scales and minimums of a block, (M, 8) uint8 each, in twelve bytes.
+    """Pack the eight 6-bit scales and eight 6-bit minimums of a block, (M, 8) uint8 each, into twelve bytes.
 
-    The first four of each have a byte, whose two highest bits are those of the last four; their low nibbles pair up.
+    Each of the first four scales and minimums has a byte; its two highest bits hold the two highest bits of one of the
+    last four. The low nibbles of the last four scales and minimums share four bytes.
     """
     low = scales[:, :4] | scales[:, 4:] >> 4 << 6
     high = minimums[:, :4] | minimums[:, 4:] >> 4 << 6
@@ -77,13 +78,13 @@ def _pack_scales(scales: Tensor, minimums: Tensor) -> Tensor:
 
 
 def _weighted(blocks: Tensor, importance: Tensor) -> Tensor:
-    """Importance of each input times the size of its weight against the block's."""
+    """Multiply the importance of each input by the size of its weight relative to the block."""
     spread = 2 * blocks.square().mean((1, 2), keepdim=True)
     return importance.reshape(blocks.shape) * (spread + blocks.square()).sqrt()
 
 
 def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum (as a number >= 0 to subtract) of each sub-block for codes 0..15, each (M, S)."""
+    """Search the scale and minimum (a number >= 0 to subtract) of each sub-block for codes 0..15, each (M, S)."""
     # The format subtracts a minimum that is not negative, so a range cannot begin above zero.
     low, high = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True)
     width = (high - low).clamp_(min=1e-30)
@@ -111,10 +112,10 @@ def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def _improve_q4(
     blocks: Tensor, weights: Tensor, step: Tensor, offset: Tensor, scales: Tensor, minimums: Tensor
 ) -> State:
-    """Best codes for these 16-bit scales, with integer scales and minimums moved by at most one.
+    """Find the best codes for these float16 scales, changing integer scales and minimums by at most one.
 
     Returns:
-        error (M,), codes (M, 8, 32), and the four arguments with the integers chosen.
+        error (M,), codes (M, 8, 32), step, offset, and the chosen integer scales and minimums.
     """
 
     def moved(by: tuple[int, ...]) -> State:
@@ -128,7 +129,7 @@ def _improve_q4(
 
 
 def _fit_pair(blocks: Tensor, weights: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """d and dmin (M, 1) for which d * first - dmin * second is nearest to the values, as float16 holds them."""
+    """Fit d and dmin (M, 1), exact in float16, so that d * first - dmin * second approximates the values."""
     aa, ab, bb, ax, bx = (
         (weights * left * right).sum((1, 2))
         for left, right in ((first, first), (first, second), (second, second), (first, blocks), (second, blocks))
@@ -161,12 +162,12 @@ def _q6_k(values: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def pack_q6_k(codes: Tensor, scales: Tensor, step: Tensor) -> Tensor:
-    """Bytes of Q6_K blocks: value = step * scale * code.
+    """Pack Q6_K blocks: value = step * scale * code.
 
     Args:
-        codes: (M, 256) whole numbers in -32..31, or in sub-blocks.
+        codes: whole numbers in -32..31, (M, 256) or (M, 16, 16).
         scales: (M, 16) whole numbers in -128..127.
-        step: (M, 1), values that float16 holds.
+        step: (M, 1), exact in float16.
     Returns:
         (M, 210) uint8.
     """
@@ -180,7 +181,7 @@ def pack_q6_k(codes: Tensor, scales: Tensor, step: Tensor) -> Tensor:
 
 
 def _search_symmetric(blocks: Tensor, weights: Tensor) -> Tensor:
-    """Signed scale of each sub-block for codes -32..31, (M, S): the largest value in magnitude gets a code near -32."""
+    """Search the signed scale of each sub-block, (M, S): the value of largest magnitude gets a code near -32."""
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # (M, S, 1)
     safe = torch.where(extreme == 0, torch.ones_like(extreme), extreme)
     best: State = (extreme.new_ones(extreme.shape[:2]), extreme.new_zeros(extreme.shape[:2]))
@@ -193,7 +194,11 @@ def _search_symmetric(blocks: Tensor, weights: Tensor) -> Tensor:
 
 
 def _improve_q6(blocks: Tensor, weights: Tensor, step: Tensor, scales: Tensor) -> State:
-    """Best codes for this 16-bit scale, with integer scales moved by at most one; error (M,), codes, step, scales."""
+    """Find the best codes for this float16 scale, changing integer scales by at most one.
+
+    Returns:
+        error (M,), codes (M, 16, 16), step, and the chosen integer scales.
+    """
 
     def moved(by: int) -> State:
         tried = (scales + by).clamp_(-128, 127)
@@ -206,12 +211,12 @@ def _improve_q6(blocks: Tensor, weights: Tensor, step: Tensor, scales: Tensor) -
 
 
 def _error(blocks: Tensor, weights: Tensor, decoded: Tensor) -> Tensor:
-    """Weighted squared error per sub-block, (M, S)."""
+    """Compute the weighted squared error per sub-block, (M, S)."""
     return (decoded - blocks).square_().mul_(weights).sum(-1)
 
 
 def _better(old: State, new: State) -> State:
-    """Take the better of two choices, of which the first tensor is the error: per block, or per sub-block."""
+    """Choose the state with the lower error per block or sub-block; the first tensor of a state is its error."""
     better = new[0] < old[0]
     return tuple(
         torch.where(better.view(*better.shape, *[1] * (one.ndim - better.ndim)), other, one)
@@ -220,10 +225,10 @@ def _better(old: State, new: State) -> State:
 
 
 def _ratio(values: Tensor, by: Tensor) -> Tensor:
-    """values / by, and 0 where by is 0."""
+    """Divide values by `by`; the result is 0 where `by` is 0."""
     return torch.where(by == 0, torch.zeros_like(values), values / torch.where(by == 0, torch.ones_like(by), by))
 
 
 def _half(values: Tensor) -> Tensor:
-    """Rounded to what float16 holds, as float32."""
+    """Round values to float16 and return them as float32."""
     return values.to(torch.float16).float()

@@ -37,19 +37,19 @@ _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor of this full name says how keys and values are quantized."""
+    """Whether this is the full name of a scale of the KV cache."""
     return re.search(f"({CACHE_TENSORS})$", name) is not None
 
 
 def cache_tensors(
     attention: str, keys: tuple[float, ...], values: tuple[float, ...], *, by_head: bool
 ) -> dict[str, Tensor]:
-    """The fixed scales of one layer as they are stored.
+    """Return the tensors that store the fixed scales of one layer.
 
     Args:
         attention: name of the attention module.
-        keys, values: one scale each, or one per key/value head.
-        by_head: whether they are per head.
+        keys, values: scales of the keys and of the values: one each, or one per key/value head.
+        by_head: whether there is one scale per head.
     """
     scales, shape = {"k": keys, "v": values}, (-1, 1, 1) if by_head else (1,)
     return {
@@ -59,12 +59,12 @@ def cache_tensors(
 
 
 def describe_cache(described: Mapping[str, Any], asked: KVScheme, layers: Sequence[KVScheme]) -> dict[str, Any]:
-    """Entries of config.json, those for the KV cache added.
+    """Add the entries for the KV cache to those of config.json.
 
     Args:
-        described: what the format says.
-        asked: what the recipe asks for.
-        layers: what each layer got.
+        described: entries that the format writes.
+        asked: KV cache scheme of the recipe.
+        layers: KV cache scheme of each layer.
     """
     entries = dict(described)
     if asked.key.is_fixed:

@@ -1,12 +1,11 @@
-"""Codes of 2 to 8 bits to 32-bit words and back, densely and least significant bit first, as GPTQ, AWQ and
-compressed-tensors (from 0.18 on) have them.
+"""Pack codes of 2 to 8 bits into 32-bit words and unpack them: dense, least significant bit first.
 
-Value i of a row occupies bits [i * b, (i + 1) * b) of that row's stream; where b does not divide 32 a value may
-straddle two words: of 3 bits, ten values and two bits of the eleventh are in the first word, and so on. A row ends with
-its last word, filled up with zeros. Where b divides 8 a byte holds whole values, and neighbours are joined in bytes, on
-any device; else NumPy packs the bits one by one.
+GPTQ, AWQ and compressed-tensors (since 0.18) pack their codes this way. Value i of a row occupies bits
+[i * b, (i + 1) * b) of the row's bit stream. If b does not divide 32, a value may straddle two words: the first word of
+3-bit codes holds ten values and two bits of the eleventh. Zeros pad the last word of a row. If b divides 8, a byte
+holds whole values and torch combines them on any device; otherwise NumPy packs single bits.
 Shapes: R rows, C values per row, W words.
-Source: GPTQModel `nn_modules/qlinear/__init__.py` (`pack_original`), which writes 3-bit words by hand;
+Source: GPTQModel `nn_modules/qlinear/__init__.py` (`pack_original`; 3-bit words are unrolled);
 compressed-tensors `compressors/pack_quantized/helpers.py`.
 """
 
@@ -27,8 +26,8 @@ def pack_words(values: Tensor, bits: int, offset: int = 0) -> Tensor:
 
     Args:
         values: (R, C) whole numbers in [-offset, 2**bits - offset), any integer dtype.
-        bits: of one value.
-        offset: added to each, so that none is negative.
+        bits: bits per value.
+        offset: added to each value to make it non-negative.
     Returns:
         (R, ceil(C * bits / 32)) int32, contiguous.
     """
@@ -47,11 +46,11 @@ def unpack_words(words: Tensor, bits: int, offset: int = 0, width: int | None = 
 
     Args:
         words: (R, W) int32.
-        bits: of one value.
-        offset: subtracted from each.
-        width: C; None = as many as fill the words.
+        bits: bits per value.
+        offset: subtracted from each value.
+        width: C; None = as many values as the words hold.
     Returns:
-        (R, C) int16, or int8 where an offset has made them signed; contiguous.
+        (R, C), contiguous: int8 with an offset (signed values), else int16.
     """
     rows, width = words.shape[0], words.shape[1] * 32 // bits if width is None else width
     # Without an offset values of 8 bits reach 255, which int8 does not hold.
@@ -95,7 +94,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _filled(rows: Tensor, size: int) -> Tensor:
-    """Rows in runs of `size`, the last filled up with zeros: (R, P, size)."""
+    """Split rows into chunks of `size` and pad the last chunk with zeros: (R, P, size)."""
     filled = torch.nn.functional.pad(rows, (0, -rows.shape[1] % size))
     return filled.view(rows.shape[0], filled.shape[1] // size, size)
 
@@ -103,7 +102,7 @@ def _filled(rows: Tensor, size: int) -> Tensor:
 def packed_bytes(
     weight: WeightScheme, out_features: int, in_features: int, scale_bytes: int = 2, *, zeros: bool = True
 ) -> int:
-    """Count the bytes of codes, scales and, where there are any, zero points in words of 32 bits."""
+    """Count the bytes of codes, scales and zero points (if any), with codes and zero points in 32-bit words."""
     groups = 1 if weight.group_size is None else math.ceil(in_features / weight.group_size)
     words = math.ceil(in_features * weight.dtype.bits / 32) * out_features
     zero_words = zeros * math.ceil(out_features * weight.dtype.bits / 32) * groups

@@ -50,7 +50,7 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """Decode bytes of E8M0, of any shape, as float32; 255, its NaN, comes out as infinity."""
+    """Decode E8M0 bytes of any shape to float32; 255 (NaN in E8M0) becomes infinity."""
     return torch.exp2(exponents.view(torch.uint8).to(torch.float64) - _BIAS).float()
 
 
@@ -80,15 +80,16 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
 def with_scales(
     codes: Tensor, tensors: Mapping[str, Tensor], scheme: WeightScheme, scale_name: str = "weight_scale"
 ) -> QuantizedTensor:
-    """A symmetric weight with one scale for all, or per block of `block_rows` x `group_size`.
+    """Combine codes and stored scales to a symmetric weight with one scale per tensor or per block.
 
     Args:
         codes: (N, K).
-        tensors: of the linear, by local name.
-        scheme: of its weight.
-        scale_name: of the scales' tensor.
+        tensors: tensors of the linear, by local name.
+        scheme: scheme of its weight; a block has `block_rows` x `group_size` weights.
+        scale_name: name of the scale tensor.
     Returns:
-        Every row has its own copy of its block's scales; where K is no multiple of g, the last group is shorter.
+        The weight, with a block's scales repeated for each of its rows; if g does not divide K, the last group is
+        shorter.
     Raises:
         CheckpointError: the scales are missing or have the wrong shape.
     """
@@ -106,7 +107,7 @@ def with_scales(
 
 
 def encode_unpacked(weight: QuantizedTensor) -> dict[str, Tensor]:
-    """Codes as they are, and scales that `with_scales` reads."""
+    """Return the codes unchanged, and the scales in the shape that `with_scales` reads."""
     rows = weight.scheme.block_rows
     # All rows of a block have the same scales, so the first of them speaks for the block.
     scale = weight.scale[:1].reshape(1) if rows is None else weight.scale[::rows].contiguous()
@@ -114,7 +115,7 @@ def encode_unpacked(weight: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:
-    """FP4 codes of bytes (N, K / 2), even inputs in the low nibble: (N, K) float8_e4m3fn, which holds them exactly."""
+    """Unpack bytes (N, K / 2), even inputs in the low nibble, to FP4 values: (N, K) float8_e4m3fn, which is exact."""
     return fp4_values(torch.stack([packed & 15, packed >> 4], dim=2).view(packed.shape[0], -1))
 
 
@@ -125,7 +126,7 @@ def pack_fp4(codes: Tensor) -> Tensor:
 
 
 def fp4_indices(codes: Tensor) -> Tensor:
-    """Nibbles of FP4 codes, any shape: sign, then the rank among 0, 0.5, 1, 1.5, 2, 3, 4, 6; uint8."""
+    """Convert FP4 values of any shape to uint8 nibbles: sign bit, then the index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     bits = codes.to(torch.float8_e4m3fn).view(torch.uint8)
     # From 1 on neighbours are 4 apart as E4M3, which has two more bits of mantissa; 0.5 is 8 below 1.
     rank = ((bits & 0x7F) >> 2).clamp_min_(12) - 12
@@ -133,5 +134,5 @@ def fp4_indices(codes: Tensor) -> Tensor:
 
 
 def fp4_values(indices: Tensor) -> Tensor:
-    """Inverse of `fp4_indices`: the values as float8_e4m3fn, which holds them exactly."""
+    """Inverse of `fp4_indices`; returns float8_e4m3fn, which is exact."""
     return _E2M1.to(indices.device)[indices.long()].to(torch.float8_e4m3fn)

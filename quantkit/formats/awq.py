@@ -130,12 +130,12 @@ FORMAT = AWQFormat()
 
 
 def _pack(values: Tensor) -> Tensor:
-    """Signed int4 values (R, N) to words (R, N / 8) in AWQ's order."""
+    """Pack signed int4 values (R, N) into words (R, N / 8) in AWQ's order."""
     eights = values.reshape(values.shape[0], -1, 8)  # (R, N / 8, 8)
     return pack_words(eights[..., _ORDER.to(values.device)].reshape(values.shape), 4, _HALF)
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """Inverse of `_pack`, transposed: (N, R) int8."""
+    """Unpack and transpose words of `_pack`: (N, R) int8."""
     eights = unpack_words(words, 4, _HALF).view(words.shape[0], -1, 8)[..., _INVERSE.to(words.device)]
     return eights.reshape(words.shape[0], -1).t().contiguous()

@@ -72,13 +72,13 @@ class Format(ABC):
     package: ClassVar[str] = ""
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
-        """Refuse what this format cannot hold, before any work is done.
+        """Refuse a scheme that this format cannot hold, before any work is done.
 
         Args:
-            scheme: of one linear.
+            scheme: scheme of one linear.
             shape: (N, K) of its weight.
         Raises:
-            SchemeError: says which recipe field to change.
+            SchemeError: the format cannot hold the scheme; the message names the recipe field to change.
         """
         if not self.is_written:
             raise self._read_only()
@@ -105,14 +105,14 @@ class Format(ABC):
         return ()
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
-        """(N, K) of a linear from the shapes of its tensors; None when they do not tell.
+        """Return (N, K) of a linear from the shapes of its tensors; None if they do not determine it.
 
-        K may come out larger, by less than a word of codes, where words are filled up and nothing is read.
+        Without `read`, K may include the padding of the last word.
 
         Args:
-            shapes: of its tensors, by local name.
-            scheme: of the linear.
-            read: gives a small tensor by its local name, which may say the shape exactly.
+            shapes: shapes of its tensors, by local name.
+            scheme: scheme of the linear.
+            read: reads a small tensor by its local name, e.g. one that stores the exact shape.
         """
         return matrix_shape(shapes.get(self.shape_name))
 
@@ -132,16 +132,16 @@ class Format(ABC):
         )
 
     def beside_bytes(self, scheme: LinearScheme, scale_bytes: int) -> int:
-        """Count the bytes that a file holds beside a weight; see `linear_bytes`."""
+        """Count the bytes that a file stores for a linear in addition to `linear_bytes`."""
         return 0
 
     def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Weights that are stored as codes: their tensors' full names by local name, by full name of the weight.
+        """Find the weights stored as codes: for each full name, the full names of its tensors by local name.
 
-        A weight whose name does not end in `.weight` is a stack of matrices, and its tensors have one dimension more.
+        A weight whose name does not end in `.weight` is a stack of matrices; its tensors have one more dimension.
 
         Args:
-            names: of all tensors of a checkpoint.
+            names: names of all tensors of a checkpoint.
         """
         modules = ((module, local) for module, local in by_module(names).items() if stores_codes(local))
         return {
@@ -150,19 +150,19 @@ class Format(ABC):
         }
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
-        """Tensors to write in place of `weight`; `decode` gives back exactly the same codes and scales."""
+        """Return the tensors that store `weight`; `decode` restores exactly the same codes and scales."""
         raise self._read_only()
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        """Inverse of `encode`; also reads what other tools wrote.
+        """Decode the tensors of one linear: the inverse of `encode`; also reads checkpoints of other tools.
 
         Args:
-            tensors: of one linear, by local name.
-            scheme: of the linear.
+            tensors: tensors of one linear, by local name.
+            scheme: scheme of the linear.
         Raises:
             CheckpointError: a tensor is missing, has the wrong shape or dtype, or contradicts the scheme.
-            SchemeError: of a kind that cannot be decoded.
+            SchemeError: this variant of the format cannot be decoded.
         """
 
     def check_encoded(
@@ -193,16 +193,16 @@ class Format(ABC):
         group_order: bool = False,
         decode_at_load: bool = False,
     ) -> dict[str, Any]:
-        """Entries to add to config.json; nothing when no linear is quantized.
+        """Return the entries to add to config.json; empty if no linear is quantized.
 
         Args:
             linears: scheme of each quantized linear by full module name.
-            ignored: full names of linears that are not quantized, the output head included.
-            group_order: whether groups of some linear follow another order than that of the inputs; only formats
-                with `holds_group_index` are told so.
-            decode_at_load: whether loaders are to decode the weights while loading, where the format can say so.
+            ignored: full names of linears that are not quantized, including the output head.
+            group_order: whether some linear has groups in activation order; only formats with `holds_group_index`
+                support that.
+            decode_at_load: ask loaders to decode the weights while loading, if the format has an entry for that.
         Raises:
-            SchemeError: the schemes do not go together in this format.
+            SchemeError: the format does not support this combination of schemes.
         """
         if not self.is_written:
             raise self._read_only()
@@ -214,10 +214,10 @@ class Format(ABC):
     def check_config(
         self, config: Mapping[str, Any], linears: Mapping[str, LinearScheme], ignored: Iterable[str]
     ) -> None:
-        """A config.json as a loader will read it gives each linear the scheme that it was written with.
+        """Check that config.json, as a loader reads it, gives each linear the scheme that it was quantized with.
 
         Raises:
-            AuditError: names the linear of which it says something else.
+            AuditError: a linear has another scheme in config.json; the message names the linear.
         """
         scheme = self.recognise(config)
         if scheme is None:
@@ -232,14 +232,14 @@ class Format(ABC):
                 raise AuditError(f"config.json does not ignore {name}")
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
-        """The `quantization_config` of at least one quantized linear, if it is to have one; see `config`."""
+        """Build the `quantization_config` for one or more quantized linears; empty if the format has none."""
         raise self._read_only()
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme that a config.json in this format describes; None when it is not in this format.
+        """Return the scheme that a config.json in this format describes; None if it is not in this format.
 
         Raises:
-            SchemeError: it is in this format, but of a kind that cannot be decoded.
+            SchemeError: it is in this format, but this variant cannot be decoded.
         """
         section = config.get("quantization_config")
         return self.scheme(section) if isinstance(section, Mapping) and self.owns(section) else None
@@ -267,10 +267,13 @@ class Format(ABC):
 
 
 def ignored_rules(section: Mapping[str, Any], *keys: str) -> tuple[Rule, ...]:
-    """Rules of the names that a `quantization_config` leaves out, under the first of some keys that has any.
+    """Return rules for the modules that a `quantization_config` leaves unquantized.
 
+    Args:
+        section: the `quantization_config`.
+        keys: entries that may list the modules; the first non-empty one is used.
     Raises:
-        SchemeError: they are no list.
+        SchemeError: the entry is not a list.
     """
     names: Any = next((section[key] for key in keys if section.get(key)), [])
     if not isinstance(names, list):
@@ -279,7 +282,7 @@ def ignored_rules(section: Mapping[str, Any], *keys: str) -> tuple[Rule, ...]:
 
 
 def matrix_shape(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
-    """The shape of a matrix; None when there is no tensor or it is no matrix."""
+    """Return the shape of a matrix; None if there is no tensor or it is not a matrix."""
     return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
 
 
@@ -332,7 +335,7 @@ def take_one(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def identical(left: Tensor | None, right: Tensor | None) -> bool:
-    """Whether both are None, or the same bits in the same dtype."""
+    """Whether both are None, or have equal bits and dtype."""
     if left is None or right is None:
         return left is right
     # As bytes: minus zero is not zero here, and a NaN is itself.
@@ -341,13 +344,13 @@ def identical(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def unquantized_modules(name: str, shape: tuple[int, ...]) -> list[str]:
-    """Names by which loaders know the linears whose weights are in a tensor; none where it is of no linear.
+    """Return the names that loaders use for the linears whose weights a tensor holds; none if it holds no weight.
 
-    Experts in one tensor are known by the module around it, and engines ask for each of them as a linear of its own.
+    For experts stacked in one tensor, some loaders use the name of their container, and others a name per expert.
 
     Args:
-        name: full name of a tensor without codes.
-        shape: of it.
+        name: full name of an unquantized tensor.
+        shape: its shape.
     """
     module, _, leaf = name.rpartition(".")
     if leaf == "weight" and len(shape) == 2:
@@ -370,18 +373,17 @@ _CODES = re.compile(r"weight_packed|qweight|weight_scale(_inv)?|SCB|weight\.(abs
 
 
 def stores_codes(names: Iterable[str]) -> bool:
-    """Whether the tensors of one module, by local name, are those of a quantized linear."""
+    """Whether the local tensor names of one module are those of a quantized linear."""
     return any(_CODES.fullmatch(name) for name in names)
 
 
 def by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Local tensor names by full module name, in the order of the layers.
+    """Group tensor names by module: local names by full module name, in the order of the layers.
 
-    What some formats store inside a weight belongs to the weight's module: `a.b.weight.absmax` is `weight.absmax` of
-    `a.b`, and `a.b._weight_qdata` .
+    Some formats append to the name of the weight; `a.b.weight.absmax` is the local name `weight.absmax` of `a.b`.
 
     Args:
-        names: of all tensors of a checkpoint.
+        names: names of all tensors of a checkpoint.
     """
     modules: dict[str, list[str]] = {}
     for name in sorted(names, key=_natural):
@@ -394,5 +396,5 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that puts layer 10 behind layer 2."""
+    """Return a sort key that orders layer 10 after layer 2."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]

@@ -28,7 +28,11 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 
 class BitsAndBytes(Format):
-    """The format itself; the codes of 4-bit types are the values of their table, their groups may come out smaller."""
+    """The format.
+
+    Decoded 4-bit codes are the lookup-table values; groups may be smaller than the stored blocks, so that none crosses
+    a row.
+    """
 
     name: ClassVar[str] = "bitsandbytes"
     method: ClassVar[str] = "bitsandbytes"
@@ -96,7 +100,7 @@ def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _absmax(tensors: Mapping[str, Tensor], state: Mapping[str, Any], count: int) -> Tensor:
-    """Scale of each block, float32."""
+    """Decode the float32 scale of each block."""
     absmax = take(tensors, "weight.absmax", (count,))
     if absmax.dtype != torch.uint8:
         return absmax.float()

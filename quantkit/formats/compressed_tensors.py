@@ -145,7 +145,7 @@ def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
 
 
 def _is_packed(scheme: LinearScheme) -> bool:
-    """Whether codes lie in words of 32 bits; those with one scale for all do not."""
+    """Whether codes are packed into 32-bit words; codes with one scale per tensor are not."""
     return find_layout(scheme) == PACKED and scheme.weight.block_rows is not None
 
 
@@ -154,7 +154,7 @@ def _has_input_scale(scheme: LinearScheme) -> bool:
 
 
 def _input_name(activation: ActivationScheme) -> str:
-    """Name of the tensor that holds the calibrated scale."""
+    """Return the name of the tensor that holds the calibrated scale."""
     return "input_global_scale" if activation.dtype.scale == "e4m3" else "input_scale"
 
 
@@ -196,18 +196,18 @@ def _decode_weight(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Quant
 
 
 def _packed_zero_point(tensors: Mapping[str, Tensor], dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    """Zero points (N, G), which are packed along N."""
+    """Unpack zero points (N, G), which are packed along N."""
     packed = take(tensors, "weight_zero_point", (math.ceil(shape[0] * dtype.bits / 32), shape[1]))
     return unpack_words(packed.t(), dtype.bits, _half(dtype), shape[0]).t().contiguous()
 
 
 def _packed_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
-    """Codes (N, K) from `weight_packed` and `weight_shape`."""
+    """Unpack codes (N, K) from `weight_packed` and `weight_shape`."""
     rows, width = take(tensors, "weight_shape", (2,)).tolist()
     packed = take(tensors, "weight_packed", (rows, math.ceil(width * scheme.dtype.bits / 32)))
     return unpack_words(packed, scheme.dtype.bits, _half(scheme.dtype), width)
 
 
 def _half(dtype: DType) -> int:
-    """Offset that makes codes unsigned."""
+    """Return the offset that makes codes unsigned."""
     return -int(dtype.minimum)

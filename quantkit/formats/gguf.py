@@ -88,11 +88,11 @@ class GGUFFormat(CompressedTensorsFormat):
         return super().encode(weight, scheme)
 
     def symmetric_block(self, weight: WeightScheme) -> str:
-        """ggml's name of the block that holds a symmetric scheme which `check` passes."""
+        """Return ggml's name of the block type for a symmetric scheme that `check` accepts."""
         return _SYMMETRIC[weight.dtype.name]
 
     def blocks(self, weight: QuantizedTensor) -> tuple[Block, Tensor]:
-        """Store the same values as blocks of the file, exactly; see `encode_blocks`."""
+        """Convert a weight to GGUF blocks with exactly the same values; see `encode_blocks`."""
         from quantkit.formats._gguf_blocks import encode_blocks  # the gguf package: only whoever writes a file needs it
 
         return encode_blocks(weight, self.symmetric_block(weight.scheme))

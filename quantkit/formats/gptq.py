@@ -199,10 +199,10 @@ def check_scale(scale: Tensor) -> None:
 
 
 def read_group_size(value: Any) -> int | None:
-    """A group size as these formats write it: -1 means one scale per channel.
+    """Parse a group size in the convention of GPTQ and AWQ; None = one scale per channel, stored as -1.
 
     Raises:
-        SchemeError: it is no whole number, or less than -1.
+        SchemeError: the value is neither -1 nor a positive whole number.
     """
     if type(value) is not int or value == 0 or value < -1:
         raise SchemeError(
@@ -252,17 +252,17 @@ def _is_head(name: str) -> bool:
 
 
 def _num_inputs(words: int, bits: int, index: tuple[int, ...] | None) -> int:
-    """K: as many as fill the words, or as many as have a group, where those take as many words."""
+    """Return K: the length of g_idx if it needs the same number of words, else as many inputs as the words hold."""
     if index is not None and len(index) == 1 and math.ceil(index[0] * bits / 32) == words:
         return index[0]
     return words * 32 // bits
 
 
 def _unpack_zeros(packed: Tensor, bits: int, offset: int) -> Tensor:
-    """Zero points (G, N) from 0 to 2**bits - 1, with what was subtracted before they were stored added again.
+    """Unpack zero points (G, N) to 0 .. 2**bits - 1 and add back the offset that was subtracted before storing.
 
-    A zero point of 0 has wrapped there: field by field, or, where fields fill a word, with a borrow from the next one,
-    since GPTQModel subtracts from whole words then.
+    A stored zero point of 0 has wrapped around. If fields fill a word exactly, GPTQModel subtracts from whole words,
+    so the wrap borrows from the next field; otherwise each field wraps by itself.
     """
     if offset and 32 % bits == 0:
         ones = sum(offset << at for at in range(0, 32, bits))
@@ -283,7 +283,7 @@ def _zero_point(zero: Tensor, scheme: WeightScheme) -> Tensor | None:
 
 
 def _group_index(tensors: Mapping[str, Tensor], width: int, groups: int) -> Tensor | None:
-    """Group of each input (K,); None when they are in order."""
+    """Return the group of each input (K,); None if groups are in input order."""
     if "g_idx" not in tensors:
         return None
     index = take(tensors, "g_idx", (width,)).to(torch.int64)

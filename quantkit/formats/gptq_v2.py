@@ -1,4 +1,7 @@
-"""GPTQ version 2: zero points are stored as they are, so asymmetric weights fit. GPTQModel, vLLM and SGLang read it."""
+"""GPTQ version 2: zero points are stored without an offset, so asymmetric weights fit.
+
+GPTQModel, vLLM and SGLang read it.
+"""
 
 from typing import ClassVar
 
@@ -6,7 +9,7 @@ from quantkit.formats.gptq import GPTQFormat
 
 
 class GPTQv2Format(GPTQFormat):
-    """The format itself; see `gptq` for the layout."""
+    """GPTQ version 2; see `gptq` for the layout."""
 
     name: ClassVar[str] = "gptq-v2"
     version: ClassVar[str] = "gptq_v2"

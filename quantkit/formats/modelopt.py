@@ -93,7 +93,7 @@ def _layer_rules(layers: Any) -> tuple[Rule, ...]:
 
 
 def _unpack_int4(stored: Tensor) -> Tensor:
-    """Codes (N, K) of bytes (N / 2, K)."""
+    """Unpack bytes (N / 2, K) to codes (N, K)."""
     nibbles = torch.stack([stored & 15, stored >> 4], dim=1).view(-1, stored.shape[1]).to(torch.int8)
     # Two's complement, unlike the offset codes of compressed-tensors.
     return torch.where(nibbles > 7, nibbles - 16, nibbles)

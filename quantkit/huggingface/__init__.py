@@ -1,1 +1,1 @@
-"""Layers of a transformers model without its weights: built, given one layer at a time, and run."""
+"""Build a transformers model without its weights, and load and run its layers one at a time."""

@@ -1,9 +1,9 @@
-"""Decoder layers in which every weight to quantize is an `nn.Linear` with the name that checkpoints give it.
+"""Rebuild decoder layers so that every weight to quantize is an `nn.Linear` with its name in checkpoints.
 
-transformers 5 keeps the experts of a layer as two tensors, GPT-2 keeps its linears transposed, and some families have
-other module names than their files. A layer is rebuilt here, on the meta device, so that algorithms need to know none
-of this; it computes what it computed before. Not the tensors on disk: see `model_reader`.
-Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for each token.
+transformers 5 stacks the experts of a layer in two tensors, GPT-2 stores its linears transposed, and in some families
+module names differ between code and files. This module rebuilds a layer on the meta device and hides these differences
+from algorithms; the layer's output does not change. `model_reader` handles the tensors on disk.
+Shapes: T tokens, H hidden size, I intermediate size of an expert, E experts, k chosen experts per token.
 """
 
 import functools
@@ -17,25 +17,26 @@ from quantkit.models.family import Experts, Family
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module a parameter, in place of one of this name, e.g. on the meta device; without gradients.
+    """Replace a parameter of a module, e.g. one on the meta device; the new parameter has no gradient.
 
     Args:
-        module: modified.
-        name: relative, dots included.
-        value: itself, not a copy.
+        module: module to modify.
+        name: dotted name relative to the module.
+        value: the new value, which is not copied.
     """
     owner, _, leaf = name.rpartition(".")
     module.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
 def set_stored(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a module one of its parameters or saved buffers; buffers in their own dtype: they may be indices or flags.
+    """Set a parameter or persistent buffer of a module; a buffer keeps its own dtype, as it may hold indices or flags.
 
     Args:
-        module: modified.
-        name: relative, dots included.
-        value: of it.
-        dtype, device: of parameters, and of all.
+        module: module to modify.
+        name: dotted name relative to the module.
+        value: the new value.
+        dtype: dtype of a parameter.
+        device: device of the parameter or buffer.
     """
     owner, _, leaf = name.rpartition(".")
     buffers = module.get_submodule(owner)._buffers
@@ -46,13 +47,13 @@ def set_stored(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype, 
 
 
 class Expert(nn.Module):
-    """One expert of plain linears.
+    """One expert built of `nn.Linear` modules.
 
     Args:
-        names: of its linears: gate and up, or up alone, then down; those of the checkpoint.
+        names: names of its linears in the checkpoint: gate and up, or up alone, then down.
         hidden, width: H and I.
-        bias: whether they have biases.
-        gate: (T, I) of each of the first -> (T, I), their activation.
+        bias: whether the linears have biases.
+        gate: function that maps the outputs (T, I) of gate and up, or of up alone, to the activation (T, I).
     """
 
     def __init__(
@@ -65,18 +66,18 @@ class Expert(nn.Module):
         self.add_module(names[-1], nn.Linear(width, hidden, bias=bias, device="meta"))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(T, H) -> (T, H)."""
+        """Compute the expert: (T, H) -> (T, H)."""
         *up, down = (self.get_submodule(name) for name in self._names)
         output: Tensor = down(self._gate(*(linear(hidden_states) for linear in up)))
         return output
 
 
 class LinearExperts(nn.ModuleList):
-    """Stands in for a module that holds all experts of a layer in 3-D parameters, with the same call.
+    """Replacement, with the same call signature, for a module that stacks all experts of a layer in 3-D parameters.
 
     Args:
-        fused: the module; its activation is used, its parameters are not.
-        data: of the family.
+        fused: the replaced module; only its activation is used.
+        data: the family's description of experts.
     """
 
     def __init__(self, fused: nn.Module, data: Experts) -> None:
@@ -91,13 +92,13 @@ class LinearExperts(nn.ModuleList):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:
-        """Compute what the module that it stands in for computes.
+        """Compute the same output as the replaced module.
 
         Args:
-            hidden_states: (..., H); for modules that are called with nothing else, (E * T, H): all tokens for each
-                expert, weighed already.
-            top_k_index: (T, k) experts of each token.
-            top_k_weights: (T, k) how much each counts, or (T, E).
+            hidden_states: (..., H). If called without the other arguments: (E * T, H), all tokens once per expert,
+                already weighted.
+            top_k_index: (T, k) chosen experts of each token.
+            top_k_weights: (T, k) weights of the chosen experts, or (T, E) weights of all.
         Returns:
             (..., H).
         """
@@ -118,7 +119,7 @@ class LinearExperts(nn.ModuleList):
 
 
 def _activated(fused: Any, interleaved: bool, gate: Tensor, up: Tensor) -> Tensor:
-    """The activation of a fused module, for gate and up apart."""
+    """Apply the activation of a fused module to separate gate and up outputs."""
     activated: Tensor
     if hasattr(fused, "_apply_gate"):
         activated = fused._apply_gate(
@@ -133,11 +134,11 @@ def _activated(fused: Any, interleaved: bool, gate: Tensor, up: Tensor) -> Tenso
 
 
 def rebuild_layer(layer: nn.Module, family: Family) -> None:
-    """Give a layer on the meta device plain linears under the names of the checkpoint.
+    """Replace the weights of a layer on the meta device by `nn.Linear` modules with their names in checkpoints.
 
     Args:
-        layer: modified.
-        family: its family.
+        layer: layer to modify.
+        family: family of the model.
     """
     gated = family.experts is None or family.experts.gated
     stacked = [name for name, module in layer.named_modules() if holds_stacked_experts(module, gated)]
@@ -153,7 +154,7 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
 
 
 def holds_stacked_experts(module: nn.Module, gated: bool = True) -> bool:
-    """Whether a module holds experts in two 3-D parameters, of as many each; in LongCat's some have a gate alone."""
+    """Whether a module stacks experts in two 3-D parameters of equal E; in LongCat some modules have only a gate."""
     parameters = dict(module.named_parameters(recurse=False))
     names = ("gate_up_proj" if gated else "up_proj", "down_proj")
     stacked = [parameters[name] for name in names if name in parameters]
@@ -166,7 +167,7 @@ def _replace(layer: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
-    """Register modules under other names; the code of the layer still reaches them by those it knows."""
+    """Register modules under their names in checkpoints; the layer's code still finds them under its own names."""
     for name, other in stored.items():
         owner, _, leaf = name.rpartition(".")
         try:

@@ -28,7 +28,7 @@ _LEFT_OUT = ("use_cache", "return_dict", "output_attentions", "output_hidden_sta
 
 
 class _Called(Exception):
-    """Raised where the language model is called, with the arguments by name."""
+    """Signal that the language model was called; holds its arguments by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,13 +155,13 @@ def _check_plain(value: Any, name: str) -> None:
 
 
 def _tables(model: nn.Module, family: Family) -> set[str]:
-    """Weights of the language model's tables of embeddings, of which only some rows are read."""
+    """Return the names of the language model's embedding tables, of which only some rows are read."""
     modules = model.get_submodule(family.backbone).named_modules()
     return {f"{family.backbone}.{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
 
 
 def _special_tokens(model: Any) -> Iterator[int]:
-    """Token ids of config.json, which stand for images or are put in their place."""
+    """Yield the token ids in config.json, which mark or replace images."""
     for config in (model.config, model.config.get_text_config()):
         for name, value in vars(config).items():
             if name.endswith(("_token_id", "_token_index")) and type(value) is int and value >= 0:
@@ -169,7 +169,7 @@ def _special_tokens(model: Any) -> Iterator[int]:
 
 
 def _rows(reader: CheckpointReader, name: str, used: Tensor, dtype: torch.dtype) -> Tensor:
-    """A table of embeddings with only the rows `used`: anonymous pages that nothing is written to take no memory."""
+    """Return an embedding table in which only the rows `used` are filled; untouched pages take no memory."""
     shape = reader.info(name).shape
     pages = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize)
     table = torch.frombuffer(pages, dtype=dtype)[: math.prod(shape)].view(shape)

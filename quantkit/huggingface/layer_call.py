@@ -1,9 +1,9 @@
-"""Arguments of one decoder layer for one sequence, where they are more than hidden states.
+"""Arguments of one decoder layer for one sequence, for models whose layers exchange more than hidden states.
 
-Some models hand on more from layer to layer: indices of the tokens to attend to, states of a router, keys and values
-that later layers use again, the embeddings of the tokens. Tensors that do not follow from the shape of the hidden
-states alone are kept beside them, by their path among the arguments of the layer: the name of the argument, then keys
-and positions in it. Shapes: T tokens.
+Some models pass more from layer to layer: indices of the tokens to attend to, states of a router, keys and values that
+later layers reuse, or token embeddings. A `LayerCall` keeps tensors that the shape of the hidden states does not
+determine, by their path in the layer's arguments: the name of the argument, then keys and indices in it.
+Shapes: T tokens.
 """
 
 import inspect
@@ -21,22 +21,22 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """The argument in which a layer or a model of transformers takes its cache; None if it takes none."""
+    """Return the name of the cache argument of a transformers layer or model; None if it has none."""
     known = inspect.signature(forward).parameters
     return next((name for name in _CACHES if name in known), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCall:
-    """One sequence on its way through a model whose layers hand on more than hidden states.
+    """Call of one layer for one sequence, in a model whose layers exchange more than hidden states.
 
     Args:
         token_ids: (1, T) int64.
-        hidden: states before the layer, (1, T, ...) or with streams in front.
+        hidden: hidden states before the layer, (1, T, ...) or with a leading dimension of residual streams.
         beside: other tensors by path, e.g. `prev_topk_indices` or `shared_kv_states/full_attention/0`.
-        inputs: what the language model is called with, where that does not follow from the token ids: a nest of
-            tensors and plain data, on the CPU. See `image_inputs`.
-        absent: arguments that are no tensor in this call, though they are one in others of its shape.
+        inputs: arguments of the language model that the token ids do not determine: a nested structure of tensors and
+            plain data, on the CPU. See `image_inputs`.
+        absent: paths of arguments that are not a tensor in this call but are one in other calls of its shape.
     """
 
     token_ids: Tensor
@@ -51,16 +51,16 @@ class LayerCall:
         return self.token_ids.shape
 
     def __getitem__(self, rows: slice) -> "LayerCall":
-        """Itself: a call is one sequence, and as such can stand for a batch of them."""
+        """Return the call itself: it is one sequence and serves as a batch of one."""
         return self
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> "LayerCall":
-        """Move the call to another device; the token ids stay."""
+        """Move the call to another device except its token ids."""
         beside = {path: value.to(device, copy=copy) for path, value in self.beside.items()}
         return replace(self, hidden=self.hidden.to(device, copy=copy), beside=beside)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it by name, as it is saved; see `of_tensors`."""
+        """Return everything in the call as tensors by name, for saving; see `of_tensors`."""
         beside = {f"beside/{path}": value.contiguous() for path, value in self.beside.items()}
         saved = {"token_ids": self.token_ids, "hidden": self.hidden.contiguous(), **beside}
         if self.inputs is None:
@@ -72,7 +72,7 @@ class LayerCall:
 
     @classmethod
     def of_tensors(cls, saved: Mapping[str, Tensor]) -> "LayerCall":
-        """Make the call whose `tensors` these are."""
+        """Create the call from its saved `tensors`."""
         beside, inputs = (
             {name.removeprefix(kind): value for name, value in saved.items() if name.startswith(kind)}
             for kind in ("beside/", "inputs/")
@@ -88,11 +88,11 @@ class LayerCall:
 
 
 Batch = Tensor | LayerCall
-"""What enters a layer: hidden states (B, T, D) of sequences of equal length, or one sequence with all it needs."""
+"""Input of a layer: hidden states (B, T, D) of sequences of equal length, or the full call for one sequence."""
 
 
 def states_of(batch: Batch) -> Tensor:
-    """Hidden states of what enters a layer."""
+    """Return the hidden states of a layer's input."""
     return batch if isinstance(batch, Tensor) else batch.hidden
 
 
@@ -104,12 +104,12 @@ def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
 def tensors_beside(
     arguments: Any, known: Any, same: Callable[[Tensor, Tensor], bool] = torch.equal
 ) -> dict[str, Tensor]:
-    """Tensors of a layer's arguments that are not the same among others, by path.
+    """Return the tensors in a layer's arguments that differ from those in known arguments, by path.
 
     Args:
-        arguments: a nest of dicts, tuples and lists.
-        known: another one of them.
-        same: says which tensors are.
+        arguments: arguments, a nested structure of dicts, tuples and lists.
+        known: arguments to compare with.
+        same: predicate that decides whether two tensors are equal.
     """
     others = dict(_leaves(known))
     leaves = _leaves(arguments)
@@ -117,7 +117,7 @@ def tensors_beside(
 
 
 def tensors_missing(arguments: Any, known: Any) -> list[str]:
-    """Paths of tensors among other arguments of a layer where these have none."""
+    """Return the paths at which known arguments have a tensor but these arguments do not."""
     present = dict(_leaves(arguments))
     return [path for path, _ in _leaves(known) if path not in present]
 
@@ -137,11 +137,11 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def merged(arguments: Any, beside: Mapping[str, Tensor]) -> Any:
-    """A layer's arguments with tensors in their places; containers are new ones, which a layer may change.
+    """Copy a layer's arguments and insert tensors; the containers are new, so the layer may modify them.
 
     Args:
-        arguments: a nest of dicts, tuples and lists, not modified.
-        beside: by path.
+        arguments: a nested structure of dicts, tuples and lists, not modified.
+        beside: tensors to insert, by path.
     """
     if "" in beside:
         return beside[""]
@@ -165,12 +165,12 @@ def _mapping(like: Mapping[Any, Any], parts: Mapping[str, Any]) -> Any:
 
 
 def hand_back(arguments: Any, used: Any, device: torch.device | str) -> None:
-    """Have dicts of a layer's arguments hold what the layer has put into those that it was really called with.
+    """Copy entries that a layer added to dicts in its merged arguments back to the model's own arguments.
 
     Args:
-        arguments: of the model, by name; modified.
-        used: what was made of them by `merged`.
-        device: for the tensors.
+        arguments: the model's arguments by name; modified.
+        used: the arguments that `merged` returned, after the layer ran.
+        device: device of the copied tensors.
     """
     for name, value in arguments.items():
         if isinstance(value, MutableMapping):
@@ -178,5 +178,5 @@ def hand_back(arguments: Any, used: Any, device: torch.device | str) -> None:
 
 
 def moved(value: Any, device: torch.device | str, *, copy: bool = False) -> Any:
-    """A nest with its tensors on another device, in new containers."""
+    """Move the tensors of a nested structure to another device, in new containers."""
     return merged(value, {path: tensor.to(device, copy=copy) for path, tensor in _leaves(value)})

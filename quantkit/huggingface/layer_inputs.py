@@ -1,7 +1,7 @@
-"""A transformers model without weights, and hidden states passed through it with recorders in place of its layers.
+"""Build a transformers model without weights and record the arguments with which it calls its layers.
 
-What a layer is called with (rotary embeddings, masks) is only known to the model's own forward, which runs here as it
-is; nothing is computed in the layers.
+Only the model's own forward knows the arguments of a layer (rotary embeddings, masks). It runs here unchanged, with
+recorders in place of the layers, which compute nothing.
 """
 
 import inspect
@@ -18,31 +18,31 @@ from quantkit.models.config import check_repeats
 
 
 class _Recorded(Exception):
-    """Raised by the last recorder to end the forward pass before the final norm, which has no weights."""
+    """Signal from the last recorder that ends the forward pass before the final norm, whose weights are not loaded."""
 
 
 class _OtherShape(Exception):
-    """Raised by a recorder that is given something else than the first one was."""
+    """Signal from a recorder whose input has another shape than the first recorder's."""
 
 
 Compute = Callable[[Tensor, dict[str, Any]], Any]
-"""A layer's work: hidden states and its other arguments by name to whatever the layer returns."""
+"""Computation of a layer: a function of its hidden states and other arguments by name to the layer's output."""
 
 
 def compute_with(layer: nn.Module) -> Compute:
-    """A layer as it is; hidden states are copied, since it may add to them in place."""
+    """Return the layer's own computation on a copy of the hidden states, because a layer may modify them in place."""
     return lambda hidden, arguments: layer(hidden.clone(), **arguments)
 
 
 class Recorder(nn.Module):
-    """Stands in for a decoder layer, returns its input and keeps what else it was called with.
+    """Replacement for a decoder layer that returns its input and records its other arguments.
 
     Args:
-        layer: whose place it takes.
-        last: whether it ends the forward pass.
-        length: of the tuple with the hidden states first that the model expects of its layers; 0 = no tuple.
-        shape: batch and tokens, two dimensions of the hidden states; the first recorder adds all of theirs.
-        compute: what runs in place of passing through.
+        layer: the replaced layer.
+        last: whether this recorder ends the forward pass.
+        length: length of the tuple, hidden states first, that the model expects from a layer; 0 = no tuple.
+        shape: batch size and number of tokens; the first recorder appends the full shape of the hidden states.
+        compute: computation to run; None = return the input.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Recorder(nn.Module):
         self.arguments: dict[str, Any] = {}
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """Record and pass through."""
+        """Record the arguments and return the hidden states."""
         arguments = {**dict(zip(self._names, given, strict=False)), **named}
         hidden = arguments.pop(self._names[0])
         self._check(hidden.shape)
@@ -69,7 +69,7 @@ class Recorder(nn.Module):
         return (hidden, *[None] * (self._length - 1)) if self._length else hidden
 
     def _check(self, shape: torch.Size) -> None:
-        """Several residual streams are a dimension behind batch and tokens, or one before them."""
+        """Check the shape of hidden states; residual streams are a dimension after or before batch and tokens."""
         if len(self._shape) == 1 and len(shape) >= 3 and self._shape[0] in (shape[:2], shape[1:3]):
             self._shape.append(shape)
         if shape != self._shape[-1]:
@@ -86,16 +86,16 @@ class Recorder(nn.Module):
 def pass_through(
     model: nn.Module, backbone: str, layers: str, computed: Mapping[int, Compute] | None = None, **inputs: Any
 ) -> list[Recorder]:
-    """Run a model up to its last layer without computing any.
+    """Run a model up to its last layer without computing the layers.
 
     Args:
-        model: parameters may be on the meta device but for those that are used before the layers.
+        model: the model; only parameters used before the layers must be off the meta device.
         backbone: name of the module that takes `inputs` and passes hidden states through the layers.
-        layers: name of the list of them.
-        computed: what to compute in place of some layers, by number; the one behind the last of them ends the run.
-        inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T), and whatever else behind it.
+        layers: name of the list of layers.
+        computed: computations to run for some layers, by number; the run ends at the layer after the last of them.
+        inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T), and further arguments.
     Returns:
-        a recorder for each layer that was reached.
+        A recorder for each layer that was reached.
     Raises:
         ModelError: the hidden states do not pass through these layers in order.
     """
@@ -143,9 +143,9 @@ def _pass(
 
 
 def build_model(reader: CheckpointReader) -> nn.Module:
-    """The transformers model of a checkpoint's config, parameters on the meta device, buffers real.
+    """Build the transformers model of a checkpoint's config, with parameters on the meta device and real buffers.
 
-    The class that config.json names, where transformers has it; else its causal language model for such a config.
+    Its class is the one that config.json names, if transformers has it; otherwise the config's causal LM class.
 
     Raises:
         ModelError: transformers cannot build it.
@@ -167,12 +167,12 @@ def build_model(reader: CheckpointReader) -> nn.Module:
 
 
 def config_and_class(reader: CheckpointReader) -> tuple[Any, Any]:
-    """A checkpoint's config in the words of transformers, and the class of its model.
+    """Return the transformers config of a checkpoint, and the class of its model.
 
-    The one that config.json names, if it is one for such a config; else the automatic one of causal LMs.
+    The class is the one that config.json names, if it accepts such a config; otherwise AutoModelForCausalLM.
 
     Raises:
-        ModelError: it has more layers or experts than any model.
+        ModelError: the config has an implausible number of layers or experts.
     """
     import transformers
 

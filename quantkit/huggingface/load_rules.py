@@ -34,9 +34,9 @@ class Stored:
     """A tensor of a checkpoint.
 
     Args:
-        module: whose weight it is, or is part of; "" where it stands for no quantized weight.
-        kind: what must be alike of those that one sample stands for, and `evenness`.
-        shape: None where it is not known yet.
+        module: the quantized module that the tensor belongs to; "" = none.
+        kind: properties that, with `evenness`, tensors must share to be represented by one sample.
+        shape: shape of the tensor; None = not known yet.
     """
 
     module: str = ""
@@ -45,26 +45,26 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Numbers in it; 0 where that is not known."""
+        """Number of elements; 0 if it is not known."""
         return math.prod(self.shape or (0,))
 
     @property
     def evenness(self) -> tuple[int, ...] | None:
-        """Facts of its shape that decide how codes and groups are cut; multiples of four are all alike."""
+        """Properties of the shape that affect how codes and groups are split: the remainders of division by four."""
         return None if self.shape is None else tuple(size % 4 for size in self.shape)
 
 
 @dataclass(kw_only=True, slots=True)
 class Problems:
-    """Problems that loading would meet.
+    """Problems that loading a checkpoint would cause.
 
     Args:
-        missing: tensors of the model that nothing becomes.
-        unexpected: stored tensors without a place.
-        mismatched: stored tensors of other shapes than the model's, with both.
-        unconverted: tensors of the model that come out of a rule wrongly or not at all, and how.
-        modules: quantized modules that one of these belongs to, and what is wrong.
-        sources: other stored tensors that take part in a rule that fails.
+        missing: tensors of the model that no stored tensor provides.
+        unexpected: stored tensors that the model does not use.
+        mismatched: stored tensors whose shapes differ from the model's, with both shapes.
+        unconverted: tensors of the model for which a rule fails or gives a wrong result, with the reason.
+        modules: quantized modules that such a tensor belongs to, with the reason.
+        sources: other stored tensors that a failing rule uses.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Problems:
     sources: set[str] = field(default_factory=set)
 
     def but(self, known: Callable[[str], bool]) -> "Problems":
-        """Tensors of which `known` is not true."""
+        """Return the problems without the tensors for which `known` is true."""
         return Problems(
             missing=[name for name in self.missing if not known(name)],
             unexpected=[name for name in self.unexpected if not known(name)],
@@ -87,7 +87,7 @@ class Problems:
 
     @property
     def summary(self) -> str:
-        """One phrase for each kind, with its first name; empty if all is well."""
+        """Return one phrase per kind of problem with its first tensor; empty if there is no problem."""
         kinds = {
             "missing": sorted(self.missing),
             "without a place": sorted(self.unexpected),
@@ -98,16 +98,16 @@ class Problems:
 
 
 class CannotLoad(ModelError):
-    """The installed transformers loads no checkpoint of this model with such codes, whoever wrote it."""
+    """The installed transformers cannot load this model in this quantized format, whichever tool wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """Result of a rule for one target's tensors, and so for every other target of the same kind.
+    """Names that a rule creates for one target, which are the same for every other target of the same kind.
 
     Args:
-        depth: how many parts of the target's name are not of the module that holds all of them.
-        names: relative to that module.
+        depth: number of trailing parts of the target's name that are not part of the common module.
+        names: created names relative to the common module.
     """
 
     depth: int
@@ -115,20 +115,20 @@ class _Made:
 
     @classmethod
     def by_rule(cls, target: str, made: Iterable[str]) -> "_Made":
-        """From full names: those of one rule may be of several modules, such as a gate and an up projection."""
+        """Create from full names; one rule may create tensors of several modules, such as gate and up projections."""
         owner = common_owner((target, *made))
         inside = tuple(name.removeprefix(f"{owner}.") for name in (target, *made))
         return cls(depth=inside[0].count(".") + 1, names=inside)
 
     def of(self, target: str) -> set[str]:
-        """Full names for a target."""
+        """Return the full names for a target."""
         owner = target.split(".")[: -self.depth]
         return {target, *(".".join([*owner, name]) for name in self.names)}
 
 
 @contextlib.contextmanager
 def _raised_as(kind: type[ModelError], *errors: type[Exception]) -> Iterator[None]:
-    """While open, errors of the libraries are one of the model."""
+    """Convert errors of the libraries inside the block to the given kind of ModelError."""
     try:
         yield
     except errors as error:
@@ -240,7 +240,7 @@ class HfLoader:
         return [name for name, other in tied.items() if other in reached or name in reached]
 
     def _adjusted(self, kind: str, names: set[str]) -> list[str]:
-        """Without what transformers declares ignorable."""
+        """Remove the names that transformers declares ignorable."""
         info = types.SimpleNamespace(missing_keys=set[str](), unexpected_keys=set[str]())
         setattr(info, kind, names)
         self._model[0]._adjust_missing_and_unexpected_keys(info)
@@ -248,7 +248,7 @@ class HfLoader:
 
 
 def _first_of_each(sources: Mapping[str, Destination]) -> dict[str, Destination]:
-    """One tensor for each pattern of a rule: in transformers' order the first expert of several."""
+    """Select one tensor per pattern of a rule: of several experts the first in transformers' order."""
     firsts: dict[str | None, str] = {}
     for name, destination in sources.items():
         firsts.setdefault(destination.pattern, name)
@@ -256,7 +256,7 @@ def _first_of_each(sources: Mapping[str, Destination]) -> dict[str, Destination]
 
 
 def _build(reader: CheckpointReader, section: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The model on the meta device as it is before weights are loaded, and its quantizer."""
+    """Build the model on the meta device as it is before weights are loaded, and its quantizer."""
     from accelerate import init_empty_weights
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -276,7 +276,7 @@ def _build(reader: CheckpointReader, section: Mapping[str, Any]) -> tuple[Any, A
 
 
 def _touches_weights(model: Any) -> bool:
-    """Whether initializing what no file has fails on linears without a weight; all parameters count as loaded."""
+    """Whether initializing missing parameters fails because quantized linears lack a weight."""
     for value in (*model.parameters(), *model.buffers()):
         value._is_hf_initialized = True
     try:
@@ -293,13 +293,13 @@ _READ = re.compile(r"\bself((?:\.\w+|\[\d+\])+)\.weight\b")
 
 
 def tower_linears(model: Any, family: Family) -> dict[str, tuple[int, int]]:
-    """(N, K) of the linears outside the language model by full name; none of a model that is nothing else.
+    """Return (N, K) of the linears outside the language model by full name; empty for a text-only model.
 
-    Without those whose weight other code reads, for its dtype say, which codes are not.
+    Linears whose weight other code accesses, e.g. to read its dtype, are left out, because codes would break that code.
 
     Args:
-        model: of transformers, weightless.
-        family: where its language model is.
+        model: transformers model without weights.
+        family: family with the name of the language model.
     """
     if model.config.get_text_config() is model.config or not family.backbone:
         return {}
@@ -315,7 +315,7 @@ def tower_linears(model: Any, family: Family) -> dict[str, tuple[int, int]]:
 
 
 def _paths_read(kind: type) -> tuple[str, ...]:
-    """Modules whose weight a class reads itself, relative to it, with a dot in front."""
+    """Return the modules whose weight the code of a class accesses: relative names with a leading dot."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # made at run time

@@ -1,7 +1,7 @@
-"""transformers' own renaming of checkpoints: which of a model's tensors the tensors of its files become.
+"""Map the tensors of a checkpoint's files to the tensors of the transformers model.
 
-Files keep the names under which a model was published, and transformers renames, joins and cuts tensors while it loads
-them. Its rules are asked for what they do with every name; none of them is written down here.
+Files keep the names under which a model was published; transformers renames, joins and splits tensors while it loads
+them. This module applies transformers' own rules to every name and defines none.
 Source: transformers 5.17 to 5.23, `conversion_mapping.py` and `core_model_loading.py`.
 """
 
@@ -28,9 +28,10 @@ class Destination:
     """Destination of a stored tensor.
 
     Args:
-        target: of the model's tensors, the first one if it becomes several; none of them if it has no place.
-        renamed: its name before it is joined or cut; the same as `target` where it is neither.
-        pattern: of the rule that joins or cuts it.
+        target: name of the resulting tensor of the model, the first if there are several; no name of the model's if
+            the model does not use the tensor.
+        renamed: its name before joining or splitting; equal to `target` if neither happens.
+        pattern: pattern of the rule that joins or splits it.
     """
 
     target: str
@@ -40,12 +41,12 @@ class Destination:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renaming:
-    """transformers' rules for one model.
+    """Renaming rules of transformers for one model.
 
     Args:
-        model: on the meta device.
+        model: the model on the meta device.
         rules: renamings and converters, in the order in which they are applied.
-        shapes: of the model's tensors.
+        shapes: shapes of the model's tensors.
     """
 
     model: Any
@@ -54,7 +55,7 @@ class Renaming:
 
     @classmethod
     def of(cls, model: nn.Module, quantizer: Any = None) -> "Renaming | None":
-        """The rules of a model, with those of a quantizer; None where transformers has no such rules (before 5)."""
+        """Return the rules of a model, with those of a quantizer; None before transformers 5, which has no rules."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import rename_source_key  # noqa: F401
@@ -64,7 +65,7 @@ class Renaming:
         return cls(model=model, rules=rules, shapes={n: tuple(v.shape) for n, v in model.state_dict().items()})
 
     def destinations(self, names: Iterable[str]) -> dict[str, Destination]:
-        """Destination of each stored tensor, by its name."""
+        """Return the destination of each stored tensor, by its name."""
         from transformers.core_model_loading import WeightConverter, dot_natural_key
 
         # A rule may wait for another name before it: copies are used once, on names in transformers' order.
@@ -92,16 +93,16 @@ class Renaming:
         return Destination(target=target, renamed=renamed, pattern=pattern)
 
     def convert(self, target: str, sources: Mapping[str, Destination], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Result of the rule for some tensors.
+        """Apply the rule with this target to stored tensors.
 
         Args:
-            target: the first of the tensors that they become.
-            sources: by name in files, all with this target.
-            tensors: the same.
+            target: name of the first resulting tensor.
+            sources: destinations of the stored tensors by name in files, all with this target.
+            tensors: the stored tensors by name in files.
         Returns:
-            tensors by names in the model.
+            Tensors by name in the model.
         Raises:
-            Exception: whatever transformers raises.
+            Exception: any error of transformers.
         """
         rule = copy.deepcopy(self._rule(sources))
         for name, destination in sources.items():
@@ -110,7 +111,7 @@ class Renaming:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def divides(self, sources: Mapping[str, Destination]) -> bool:
-        """Whether the rule of some tensors with one target makes several out of many: each may need all of them."""
+        """Whether the rule for tensors with one target joins and splits, so that each result may need all sources."""
         rule = self._rule(sources)
         return len(rule.target_patterns) > 1 and len(sources) > 1
 
@@ -119,7 +120,7 @@ class Renaming:
         return next(rule for rule in self.rules[::-1] if first.pattern in rule.source_patterns)
 
     def expert_names(self, target: str) -> list[str]:
-        """Names of one expert's weights in files of which this tensor is made, in the order of its parts."""
+        """Return the names in files of one expert's weights that this tensor joins, in the order of its parts."""
         for rule in self.rules:
             sources, targets = rule.source_patterns, rule.target_patterns
             starred = all(re.search(r"\*\\?\.[^.]+\.weight$", source) for source in sources)
@@ -132,9 +133,9 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
     """Find the names of a model's tensors in its files.
 
     Args:
-        renaming: of the model.
-        reader: of its files.
-        backbone: only tensors of this module are joined and cut; what others become does not matter here.
+        renaming: renaming rules of the model.
+        reader: reader of its files.
+        backbone: module whose tensors may be joined or split; conversions of other modules are ignored.
     Raises:
         ModelError: transformers cannot apply its own rule.
     """
@@ -156,9 +157,9 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
 
 
 def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
-    """Whether a tensor is one expert's share of two that hold all: such are linears by themselves here.
+    """Whether a stored tensor is one expert's part of a stacked tensor; quantkit treats it as a linear of its own.
 
-    Not where files number the experts of several modules in one go, as Ernie's for text and for images.
+    False if files number the experts of several modules consecutively, as Ernie does for text and images.
     """
     owner = destination.target.rpartition(".")[0]
     if renaming.divides({name: destination, "": destination}):
@@ -169,7 +170,7 @@ def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
 
 
 def _modules(renaming: Renaming, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Modules in files by modules of the model, where codes and scales are renamed as the weight is."""
+    """Return names of modules in files by name in the model, for modules whose codes are renamed like the weight."""
     pairs = {own.removesuffix(".weight"): name.removesuffix(".weight") for own, name in tensors.items()
              if own != name and own.endswith(".weight") and name.endswith(".weight")}  # fmt: skip
     asked = renaming.destinations([f"{stored}.{leaf}" for stored in pairs.values() for leaf in _COMPANIONS])
@@ -181,7 +182,7 @@ def _modules(renaming: Renaming, tensors: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_prefix(renaming: Renaming, renamed: str, own: str) -> bool:
-    """Whether a tensor that the model without codes lacks is renamed to `own`, but for the prefix of its backbone."""
+    """Whether a tensor that the unquantized model lacks is renamed to `own`, apart from the backbone's prefix."""
     prefix = f"{renaming.model.base_model_prefix}."
     return renamed in (own, own.removeprefix(prefix)) or renamed.removeprefix(prefix) == own
 

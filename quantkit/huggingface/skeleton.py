@@ -73,7 +73,7 @@ class Skeleton:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states: of the embeddings, where config.json says none for the whole model."""
+        """Width of the hidden states; the width of the embeddings if config.json does not give it."""
         return int(getattr(self._config, "hidden_size", None) or self.embedding_width)
 
     @property
@@ -83,26 +83,26 @@ class Skeleton:
 
     @property
     def embedding_width(self) -> int:
-        """Width of a token embedding, before whatever projects it."""
+        """Width of a token embedding before any projection."""
         return int(self._embedding().get_parameter("weight").shape[1])
 
     def layer_config(self, index: int) -> Any:
-        """transformers' config as it holds for one layer: some widths are an attribute of each."""
+        """Return the transformers config of one layer; in some models widths differ by layer."""
         config = self._config
         return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
 
     def head_dim(self, index: int) -> int:
-        """Width of an attention head of a layer."""
+        """Return the width of an attention head of a layer."""
         config = self.layer_config(index)
         heads = getattr(config, "num_attention_heads", None) or 1
         return int(getattr(config, "head_dim", None) or self.hidden_size // heads)
 
     def layer_name(self, index: int) -> str:
-        """Full module name of a layer."""
+        """Return the full module name of a layer."""
         return f"{self.family.layers}.{index}"
 
     def linear_sets(self, index: int) -> tuple[LinearSet, ...]:
-        """Linears of a layer that read the same tensor, in running order; layers of one model may differ."""
+        """Return the sets of linears of a layer that read the same tensor, in execution order."""
         if self.family.layer_sets:
             return self.family.layer_sets[index]
         return self.family.sets_of_layer(lambda name: self._weight(index, name) is not None, self.reader.config)
@@ -111,13 +111,13 @@ class Skeleton:
         return [name for group in self.linear_sets(index) for name in group.linears]
 
     def other_linears(self) -> list[str]:
-        """Full names of all linears of the model that are in no set: the head, gates, a vision tower."""
+        """Return the full names of all linears that are in no set: the head, gates, a vision tower."""
         sets = {f"{self.layer_name(i)}.{name}" for i in range(self.num_layers) for name in self._linear_names(i)}
         linears = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
         return [name for name in linears if name not in sets]
 
     def tower_linears(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of the linears beside the language model by full name; see `towers`."""
+        """Return (N, K) of the linears outside the language model by full name; see `towers`."""
         return tower_linears(self._model, self.family)
 
     def has_parameter(self, name: str) -> bool:
@@ -129,7 +129,7 @@ class Skeleton:
             return False
 
     def blank_layer(self, index: int) -> nn.Module:
-        """A copy of one layer without weights, on the meta device, in evaluation mode."""
+        """Return a copy of one layer without weights, on the meta device, in evaluation mode."""
         return copy.deepcopy(self._layers[index]).eval()
 
     def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
@@ -147,17 +147,17 @@ class Skeleton:
         return shapes
 
     def _weight(self, index: int, name: str) -> nn.Parameter | None:
-        """The weight of a module of a layer, on the meta device; None where there is none."""
+        """Return the weight of a module of a layer, on the meta device; None if it has none."""
         try:
             return self._layers[index].get_parameter(f"{name}.weight")
         except AttributeError:
             return None
 
     def check_tensors(self) -> None:
-        """Every parameter of every layer and the embedding is in the checkpoint with the right shape.
+        """Check that the checkpoint has every parameter of every layer and the embedding, with the right shape.
 
         Raises:
-            CheckpointError: names the tensor, what was expected and what was found.
+            CheckpointError: a tensor is missing or has another shape; the message gives name and shapes.
         """
         expected = {f"{self.family.embedding}.weight": self._embedding().get_parameter("weight").shape}
         for index in range(self.num_layers):
@@ -167,24 +167,24 @@ class Skeleton:
             self.reader.check_shape(self._stored(name), tuple(shape))
 
     def _stored(self, name: str) -> str:
-        """The tensor that files keep in place of one that several layers share."""
+        """Return the name under which files store a tensor that several layers may share."""
         return name if name in self.reader else self._tied.get(name, name)
 
     def is_shared(self, index: int, module: str) -> bool:
-        """Whether the weight of a module of a layer (relative name) is that of another layer too."""
+        """Whether another layer shares the weight of this module (relative name)."""
         name = f"{self.layer_name(index)}.{module}.weight"
         return name in self._tied or name in self._tied.values()
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """Parameters and saved buffers of a layer by relative name, on the meta device."""
+        """Return the parameters and persistent buffers of a layer by relative name, on the meta device."""
         state: dict[str, Tensor] = self._layers[index].state_dict(keep_vars=True)
         return state
 
     def layer(self, index: int) -> nn.Module:
-        """A copy of one layer with its weights read from disk, in evaluation mode.
+        """Return a copy of one layer with its weights read from disk, in evaluation mode.
 
         Raises:
-            CheckpointError: a weight holds NaN or infinity.
+            CheckpointError: a weight contains NaN or infinity.
         """
         # A copy: the skeleton itself stays weightless, or every layer that was handed out would remain in memory.
         layer = copy.deepcopy(self._layers[index])
@@ -194,10 +194,10 @@ class Skeleton:
         return layer.to(self.device).eval()
 
     def read_finite(self, full: str) -> Tensor:
-        """The tensor `full` of the checkpoint.
+        """Read the tensor `full` of the checkpoint.
 
         Raises:
-            CheckpointError: it holds NaN or infinity.
+            CheckpointError: the tensor contains NaN or infinity.
         """
         value = self.reader.tensor(self._stored(full))
         # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
@@ -208,7 +208,7 @@ class Skeleton:
         return value
 
     def _load_stem(self) -> None:
-        """Read what stands between embedding and first layer, e.g. learned positions; most families have nothing."""
+        """Read the weights between the embedding and the first layer, e.g. learned positions, if there are any."""
         backbone, names = self._model.get_submodule(self.family.backbone), self.family
         known = tuple(f"{name}." for name in (names.layers, names.embedding, names.final_norm))
         tables = {f"{name}.weight" for name, module in backbone.named_modules() if isinstance(module, nn.Embedding)}
@@ -221,12 +221,12 @@ class Skeleton:
                 set_stored(backbone, name, self.read_finite(full), self.dtype, torch.device("cpu"))
 
     def embed(self, token_ids: Tensor, table: Tensor, row_of: Tensor) -> Tensor:
-        """Hidden states before the first layer.
+        """Compute the hidden states before the first layer.
 
         Args:
             token_ids: (B, T) int64.
             table: (U, D) embedding rows of the tokens in use.
-            row_of: (V,) int64, row in `table` of each token id.
+            row_of: (V,) int64, row of each token id in `table`.
         Returns:
             (B, T, D) in the skeleton's dtype.
         """
@@ -238,7 +238,7 @@ class Skeleton:
         return hidden
 
     def arguments(self, index: int, batch: Batch) -> dict[str, Any]:
-        """Keyword arguments that the model would call layer `index` with, besides the hidden states."""
+        """Return the keyword arguments, except hidden states, with which the model calls layer `index`."""
         if isinstance(batch, LayerCall):
             usual = self._usual_arguments(index, batch)
             # Copies: a layer may change in place what the next one is given.
@@ -247,7 +247,7 @@ class Skeleton:
         return self._usual_arguments(index, batch)
 
     def _usual_arguments(self, index: int, batch: Batch) -> dict[str, Any]:
-        """Arguments of a layer that follow from the shape of its input: (B, T)."""
+        """Return the arguments of a layer that the shape (B, T) of its input determines."""
         key = (batch.shape[0], batch.shape[1])
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_SHAPES:
@@ -263,44 +263,44 @@ class Skeleton:
         return self._arguments[key][index]
 
     def first_call(self, token_ids: Tensor) -> LayerCall:
-        """Call of the first layer for one sequence (1, T), where layers pass on more than states."""
+        """Return the call of the first layer for one sequence (1, T), if layers exchange more than hidden states."""
         return self._call(0, LayerCall(token_ids=token_ids, hidden=token_ids), self._record_ids(token_ids)[0])
 
     def first_call_of(self, token_ids: Tensor, inputs: Mapping[str, Any]) -> LayerCall:
-        """Call of the first layer for one sequence (1, T) that has more than tokens in it.
+        """Return the call of the first layer for one sequence (1, T) with inputs other than tokens, e.g. images.
 
         Args:
-            token_ids: of it.
-            inputs: of the language model, see `LayerCall`.
+            token_ids: token ids of the sequence.
+            inputs: arguments of the language model, see `LayerCall`.
         """
         call = LayerCall(token_ids=token_ids, hidden=inputs["inputs_embeds"], inputs=inputs)
         return self._call(0, call, self._record_call(call)[0])
 
     def next_call(self, index: int, call: LayerCall, compute: Compute) -> LayerCall:
-        """Call of the layer behind `index`.
+        """Run layer `index` and return the call of the next layer.
 
         Args:
-            index: of a layer that is not the last.
-            call: what it is called with.
-            compute: the layer; whatever else it returns goes through the model's own code, in its own order.
+            index: number of a layer that is not the last.
+            call: call of this layer.
+            compute: computation of the layer; the model's own code passes its other outputs on to the next layer.
         """
         layer = self._compute(call, compute)
         return self._call(index + 1, call, self._record_call(call, {index: layer})[-1])
 
     def call_after(self, computes: Sequence[Compute], token_ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Hidden states and other arguments of the layer behind the first ones, which run together as in the model."""
+        """Run the first layers together, as the model does; return hidden states and arguments of the next layer."""
         layers = {index: self._compute(None, compute) for index, compute in enumerate(computes)}
         recorder = self._record_ids(token_ids, layers)[-1]
         assert recorder.hidden is not None
         return recorder.hidden, recorder.arguments
 
     def hand_on(self) -> None:
-        """From here on layers are called in the model's own order, see `Family.hands_on`."""
+        """From now on, let the model's own code call the layers; see `Family.hands_on`."""
         self.family = replace(self.family, hands_on=True)
         self._arguments.clear()
 
     def _compute(self, call: LayerCall | None, compute: Compute) -> Compute:
-        """A layer on the skeleton's device inside a forward pass on the CPU; it sees `call` where one is given."""
+        """Wrap a layer on the skeleton's device for a forward pass on the CPU; it receives `call` if one is given."""
 
         def run(hidden: Tensor, arguments: dict[str, Any]) -> Any:
             states, beside = (hidden, {}) if call is None else (call.hidden, call.beside)
@@ -325,17 +325,17 @@ class Skeleton:
         return self._model.get_submodule(self.family.embedding)
 
     def record(self, hidden: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """Calls of the layers for embeddings (B, T, D); see `pass_through`."""
+        """Record the calls of the layers for embeddings (B, T, D); see `pass_through`."""
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, inputs_embeds=hidden)
 
     def _record_call(self, call: LayerCall, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """Calls of the layers for the sequence of a call; see `pass_through`."""
+        """Record the calls of the layers for the sequence of a call; see `pass_through`."""
         if call.inputs is None:
             return self._record_ids(call.token_ids, computed)
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, **call.inputs)
 
     def _record_ids(self, token_ids: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """Calls of the layers for token ids (B, T); only their rows of embedding tables are read."""
+        """Record the calls of the layers for token ids (B, T); of embedding tables only their rows are read."""
         names = self.family
         backbone = self._model.get_submodule(names.backbone)
         tables = {
@@ -358,7 +358,7 @@ class Skeleton:
                 module.weight = weight
 
     def _with_rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Give a table of embeddings the rows that it is asked for, and their numbers in it in place of token ids."""
+        """Load the embedding rows of the requested tokens into a table, and replace token ids by row numbers."""
         used, rows = torch.unique(args[0], return_inverse=True)
         module.__dict__["padding_idx"] = None  # that row of the full table is another one here
         set_parameter(module, "weight", self.reader.gather_rows(name, used.flatten()).to(self.dtype))

@@ -1,1 +1,1 @@
-"""Operations of the runtime: a plain reference for each, and faster versions beside it behind the same signature."""
+"""Operations of the runtime: a reference in plain torch for each, and faster versions with the same signature."""

@@ -59,12 +59,12 @@ _UNQUANTIZED = LayerCache()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedArray:
-    """The keys, or the values, of all pages of a layer. Shapes: N pages, H heads, S tokens per page, D channels.
+    """The keys or the values in all pages of a layer. Shapes: N pages, H heads, S tokens per page, D channels.
 
     Args:
         scheme: how they are quantized, if at all.
-        codes: (N, H, S, D) in the model's dtype, or uint8 codes, D/2 bytes for INT4.
-        scale, zero: (N, H, S) fp16 per token, (N, H, D) per channel; None where the scheme has none.
+        codes: (N, H, S, D) in the model's dtype, or uint8 codes; D/2 bytes for INT4.
+        scale, zero: (N, H, S) fp16 per token, (N, H, D) per channel; None if the scheme has none.
         fixed: (H,) float32, scales of granularity "tensor" and "head"; None = all are 1.
     """
 
@@ -76,23 +76,23 @@ class PagedArray:
 
     @property
     def stored(self) -> list[Tensor]:
-        """All that is stored: codes, then scales and zeros where the scheme has them."""
+        """All stored arrays: codes, then scales and zeros if the scheme has them."""
         return [one for one in (self.codes, self.scale, self.zero) if one is not None]
 
     def put(self, where: tuple[Any, ...], values: Sequence[Tensor | None]) -> None:
-        """Write codes, scale and zero (see `kv_codes.codes_of`) to one place of each array."""
+        """Write codes, scale and zero (see `kv_codes.codes_of`) at one index of each array."""
         for array, value in zip(self.stored, (one for one in values if one is not None), strict=True):
             array[where] = value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVViews:
-    """A layer's pool as typed arrays.
+    """The pool of one layer as typed arrays.
 
     Args:
-        layout: what the pool is laid out by.
-        pool: (N, page_bytes) uint8, what the arrays are views of.
-        key, value: its keys and values; of latent attention both are its keys.
+        layout: layout of the pool.
+        pool: (N, page_bytes) uint8, memory of the arrays.
+        key, value: keys and values in the pool; in latent attention both are the keys.
         key_residual: (rows, H, residual_tokens, D) in the model's dtype, the newest keys of each sequence, token at
             position p in slot p % residual_tokens; None unless keys are quantized per channel.
     """
@@ -145,27 +145,27 @@ class KVLayout:
 
     @property
     def scheme(self) -> KVScheme:
-        """Number types."""
+        """Number types of keys and values."""
         return self.cache.scheme
 
     @property
     def value_dim(self) -> int:
-        """Channels of a value."""
+        """Number of channels of a value."""
         return self.head_dim - self.rope_dim
 
     @property
     def has_residual(self) -> bool:
-        """Whether the newest keys are kept in `dtype` because a page is only quantized once it is complete."""
+        """Whether the newest keys stay in `dtype` because a page is quantized only when complete."""
         return self.scheme.key.dtype is not None and self.scheme.key.granularity == "channel"
 
     @property
     def residual_tokens(self) -> int:
-        """Slots of one sequence's residual window: an open page, and as many tokens as a step may take back."""
+        """Slots of a sequence's residual window: an open page, plus the tokens that a step may take back."""
         return residual_tokens(self._sides[0], self.page_size)
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the newest keys that one sequence has beside its pages in this layer."""
+        """Bytes of one sequence's residual window in this layer."""
         return self.residual_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
@@ -179,14 +179,14 @@ class KVLayout:
         return side_of(self.scheme.key, size), side_of(self.scheme.value, size)
 
     def blocks(self) -> dict[str, PageArray]:
-        """The arrays of a page by name, in the order in which they lie."""
+        """The arrays of a page by name, in memory order."""
         key, value = self._sides
         kept = 0 if self.rope_dim else self.head_dim
         dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": kept}
         return page_arrays(key, value, **dims, page_size=self.page_size)
 
     def views(self, pool: Tensor, residual: Tensor | None = None) -> KVViews:
-        """Typed arrays into a pool; nothing is copied.
+        """Return typed views of a pool; nothing is copied.
 
         Args:
             pool: (N, page_bytes) uint8, contiguous.
@@ -221,7 +221,7 @@ class KVLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateLayout:
-    """State of one recurrent layer, in float32: a row of a pool for each sequence that runs, and no pages.
+    """State of one recurrent layer, in float32: one row per running sequence, no pages.
 
     Args:
         shape: sizes of one sequence's state.
@@ -233,31 +233,31 @@ class StateLayout:
 
     @property
     def scheme(self) -> KVScheme:
-        """It is never quantized."""
+        """Number types: states are never quantized."""
         return _UNQUANTIZED.scheme
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that a page takes here."""
+        """Bytes that a page takes in this layer."""
         return 0
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of one sequence."""
+        """Bytes of one sequence's state."""
         return self.shape.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryLayout:
-    """Layout of entries that each stand for several tokens: in pages, with their indexer's keys.
+    """Layout of entries that each represent several tokens: pages of entries and of their indexer's keys.
 
-    Beside them, in a row for each sequence that runs: a window of raw tokens, and what the next entries are made of.
+    Each running sequence also has a row with a window of single tokens and the inputs of its next entries.
 
     Args:
-        shape: of the layer; its `has_rows` is true.
+        shape: shape of the layer's cache; its `has_rows` is true.
         page_size: tokens per page.
-        dtype: of what is not quantized.
-        scheme: number types; entries and raw tokens are both kept as its keys.
+        dtype: dtype of unquantized values.
+        scheme: number types; entries and single tokens both use the type of the keys.
     Raises:
         SchemeError: INT4 with an odd number of channels.
     """
@@ -274,7 +274,7 @@ class EntryLayout:
 
     @property
     def form(self) -> KVForm:
-        """The layout in the form that predictions of bytes read."""
+        """The layout in the form used by byte predictions."""
         return form_of_schemes("", [self.scheme], self.dtype.itemsize)
 
     @property
@@ -284,7 +284,7 @@ class EntryLayout:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what one sequence has beside its pages."""
+        """Bytes that one sequence needs besides its pages."""
         return self.shape.row_bytes(self.form, self.dtype.itemsize)
 
 
@@ -292,12 +292,12 @@ Layout = KVLayout | StateLayout | EntryLayout
 
 
 def kv_scheme(name: str) -> KVScheme:
-    """The scheme that users mean by a short name.
+    """Return the scheme of a short name.
 
     Args:
         name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4.
     Raises:
-        SchemeError: no such name.
+        SchemeError: the name is unknown.
     """
     if name not in KV_TYPES:
         raise SchemeError(
@@ -307,22 +307,22 @@ def kv_scheme(name: str) -> KVScheme:
 
 
 def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
-    """The dtype in which `kv_scheme(name)` keeps what it does not quantize: the model's unless the name says one."""
+    """Return the dtype of unquantized values under `kv_scheme(name)`: the model's, unless the name is a float dtype."""
     return _DTYPES.get(name) or default
 
 
 def page_bytes(layouts: Sequence[Layout]) -> int:
-    """Bytes of one page number in all layers."""
+    """Return the bytes of one page in all layers together."""
     return sum(layout.page_bytes for layout in layouts)
 
 
 def residual_bytes(layouts: Sequence[Layout], max_sequences: int) -> int:
-    """Bytes of the buffers for the newest keys, or the states, of this many sequences, in all layers."""
+    """Return the bytes of residual windows and states for this many sequences in all layers."""
     return max_sequences * sum(layout.residual_bytes for layout in layouts)
 
 
 def pages_for_budget(layouts: Sequence[Layout], max_sequences: int, budget_bytes: int) -> int:
-    """Pages that fit beside the residual windows; 0 when not even those fit."""
+    """Return how many pages fit into the budget next to the residual windows; 0 if not even these fit."""
     left = budget_bytes - residual_bytes(layouts, max_sequences)
     # Where all layers are recurrent, pages only count tokens.
     return max(0, left // max(1, page_bytes(layouts)))

@@ -1,4 +1,4 @@
-"""Linears out of the low-bit kernels that torch has on CPU and CUDA, and the shapes that cuBLAS multiplies in 8 bits.
+"""Linears that use torch's low-bit kernels on CPU and CUDA, and the shapes that cuBLAS multiplies in 8 bits.
 
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 """
@@ -24,12 +24,12 @@ def fits_int_mm(weight: QuantizedTensor) -> bool:
 
 
 def int_mm_rows(count: int) -> int:
-    """The rows of inputs that `torch._int_mm` wants in place of `count`; what is in the added ones does not matter."""
+    """Return the number of input rows that `torch._int_mm` needs for `count` rows; the extra rows may hold anything."""
     return max(_INT_MM_ROWS, -(-count // 8) * 8)
 
 
 def is_int8_by_output(weight: QuantizedTensor, inputs: str) -> bool:
-    """Whether a weight and inputs of this number type are INT8 with scales that can wait until their sums are there."""
+    """Whether weight and inputs are INT8 with scales that can be applied after summation."""
     is_int8 = inputs == weight.scheme.dtype.name == "int8"
     return is_int8 and weight.zero_point is None and weight.scale.shape[1] == 1
 
@@ -50,7 +50,7 @@ def fits_scaled_mm(source: LinearSource) -> bool:
 
 
 def scaled_mm(codes: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Inputs times a weight, both FP8.
+    """Multiply FP8 inputs by an FP8 weight.
 
     Args:
         codes: (T, K) e4m3.
@@ -76,10 +76,10 @@ _INT4_GROUPS = (32, 64, 128, 256)
 
 
 def linear_of(source: LinearSource) -> Linear | None:
-    """The layer on a kernel that torch has for it; None where it has none.
+    """Build the layer on a torch kernel; None if torch has none for it.
 
     Args:
-        source: inputs of its weight in order, activations with a scale per token.
+        source: settings of the layer; the groups of its weight are in input order, activations have a scale per token.
     """
     if source.activation is None:
         return _Int4Linear(source) if _can_int4(source) else None
@@ -88,7 +88,7 @@ def linear_of(source: LinearSource) -> Linear | None:
 
 
 def _can_int4(source: LinearSource) -> bool:
-    """Whether torch has an INT4 kernel for this weight; its fp32 and fp16 forms on the CPU are slow loops."""
+    """Whether torch has a fast INT4 kernel for this weight; its fp32 and fp16 versions on the CPU are slow loops."""
     rows, width = source.weight.shape
     group, kind = width // source.weight.scale.shape[1], source.weight.scheme.dtype
     fits = kind.kind == "int" and kind.bits <= 4 and group in _INT4_GROUPS and source.dtype == torch.bfloat16
@@ -100,7 +100,7 @@ def _can_int4(source: LinearSource) -> bool:
 class _Int4Linear(Linear):
     """INT4 weights, bf16 inputs, by torch's `_weight_int4pack_mm`: value = (code - 8) * scale + zero.
 
-    Scales and zeros are rounded to bf16, as that kernel wants them.
+    Scales and zeros are rounded to bf16, as the kernel requires.
     """
 
     def __init__(self, source: LinearSource) -> None:
@@ -131,7 +131,7 @@ class _Int4Linear(Linear):
 
 
 def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
-    """Whether torch multiplies both sides as integers here."""
+    """Whether torch can multiply weight and inputs as integers on this device."""
     if not is_int8_by_output(source.weight, activation.dtype.name):
         return False
     if source.device.type == "cuda":
@@ -140,10 +140,10 @@ def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
 
 
 class _QuantizedInputsLinear(Linear):
-    """A weight with one scale per output whose inputs are quantized with a scale per token, both to INT8 or FP8.
+    """A linear whose weight has one scale per output and whose inputs one per token, both INT8 or FP8.
 
-    INT8 is multiplied as integers: by cuBLAS on CUDA, on the CPU by oneDNN, or in float32 where that is not exact; FP8
-    by cuBLAS.
+    INT8 is multiplied by cuBLAS on CUDA, and on the CPU by oneDNN, or in float32 if oneDNN is not exact. FP8 is
+    multiplied by cuBLAS.
     """
 
     def __init__(self, source: LinearSource, activation: ActivationScheme) -> None:
@@ -183,7 +183,7 @@ class _QuantizedInputsLinear(Linear):
 
 
 def _onednn_product(codes: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """(T, N) float32 of float32 INT8 codes (T, K), which are changed, and prepacked ones with (N,) float32 scales."""
+    """Return (T, N) float32 from float32-typed INT8 codes (T, K), modified in place, and prepacked weight codes."""
     # oneDNN wants inputs unsigned, with a zero point.
     unsigned, zero = codes.add_(128).to(torch.uint8), torch.zeros_like(scale, dtype=torch.int32)
     out: Tensor = torch.ops.onednn.qlinear_pointwise(
@@ -194,7 +194,7 @@ def _onednn_product(codes: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def _onednn_is_exact() -> bool:
-    """Whether its sums hold here: on CPUs without VNNI it adds pairs of products in 16 bits, where they are cut off."""
+    """Whether oneDNN's sums are exact; on CPUs without VNNI it adds pairs of products in 16 bits, which saturate."""
     largest = torch.full((1, 64), 127, dtype=torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(largest, None)
     sums = _onednn_product(largest.float(), packed, torch.ones(1))

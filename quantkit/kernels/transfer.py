@@ -1,9 +1,9 @@
-"""Small arrays of the host on their way to a device: one copy for all of them, which nobody waits for.
+"""Transfer of small host arrays to a device: one asynchronous copy for all of them.
 
-A copy from ordinary memory makes the host wait for everything that was launched before it. So the arrays are put one
-behind another into pinned memory, and go from there. That memory is torch's: it keeps freed pinned blocks and hands
-one out again only after the copies out of it are done, so a step never overwrites what the last one is still sending.
-Not here: decode steps with fixed addresses, which have pinned memory of their own (`runtime.engine.runner`).
+A copy from pageable memory makes the host wait for everything launched before it. So the arrays are first concatenated
+in pinned memory. Torch allocates this memory and reuses a freed block only after all copies from it are done, so a step
+never overwrites data that is still being copied. Decode steps with fixed addresses have their own pinned memory
+(`runtime.engine.runner`).
 """
 
 import itertools
@@ -17,18 +17,18 @@ Array = np.ndarray[Any, Any]
 
 
 def aligned(num_bytes: int) -> int:
-    """Bytes up to where the next array may begin: Triton compiles a kernel anew for one that is not at 16 bytes."""
+    """Round up to the next allowed array start: Triton compiles again for addresses not aligned to 16 bytes."""
     return -(-num_bytes // 16) * 16
 
 
 def send(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
-    """The arrays as tensors on a device.
+    """Return the arrays as tensors on a device.
 
     Args:
-        device: where to. On the CPU nothing is copied: the tensors are views.
-        arrays: of any shapes and numeric types; elsewhere than on the CPU free to be changed on return.
+        device: target device. For the CPU nothing is copied: the tensors are views.
+        arrays: arrays of any shapes and numeric types; may be changed after the call unless the device is the CPU.
     Returns:
-        a tensor for each, of its shape and type; on a device they share one piece of memory.
+        A tensor of the same shape and type for each array; on a device, they share one memory block.
     """
     if device.type == "cpu":
         return tuple(torch.from_numpy(array) for array in arrays)

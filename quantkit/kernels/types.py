@@ -1,10 +1,10 @@
-"""Data that flows between a model and its kernels: the batch of one step, linears, attention options.
+"""Data exchanged between a model and its kernels: the batch of one step, linears, attention options.
 
-`kernels.torch_linear`, `kernels.cpu` and `kernels.gpu` implement these protocols, and `kernels.ops` hands them out.
+`kernels.torch_linear`, `kernels.cpu` and `kernels.gpu` implement these protocols; `kernels.ops` chooses among them.
 A batch is a list of (sequence, number of new tokens) as tensors. Decode is one new token, a prefill chunk is many, a
 speculative verification is k + 1: one shape serves all three.
-Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rotate; in a batch B sequences, T new
-tokens of all of them together, P pages of the longest, R rows whose logits are wanted.
+Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rotate; in a batch B sequences with T new
+tokens in total, P pages of the longest sequence, R rows whose logits are needed.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
-    """One step. New tokens of all sequences lie one after another; tensors are on the model's device.
+    """One step. New tokens of all sequences are concatenated; tensors are on the model's device.
 
     A worked example, pages of 4 tokens. Sequence A has 5 tokens in pages [7, 2] and gets one more; sequence B is new
     and gets a chunk of 3, in page [9]:
@@ -33,18 +33,18 @@ class ForwardBatch:
 
     Args:
         token_ids: (T,) int64.
-        positions: (T,) int64, of each new token among those of its sequence that the cache keeps.
-        query_starts: (B + 1,) int32, where each sequence's new tokens start.
+        positions: (T,) int64, position of each new token among the tokens that its sequence has in the cache.
+        query_starts: (B + 1,) int32, index of each sequence's first new token.
         page_table: (B, P) int32, page numbers of each sequence in order; -1 past its end.
-        slots: (T,) int64, where the keys and values of each new token are stored: page * page_size + offset.
-        residual_rows: (B,) int64, the sequence's row in the buffers of residual windows.
-        logit_rows: (R,) int64, the new tokens after which logits are wanted, in order.
-        query_lengths: new tokens by sequence, on the host.
-        context_lengths: tokens by sequence in the cache after this step, new ones included, on the host.
-        sequence_ids: stable number of each sequence, for models that keep state of their own.
-        text_positions, text_lengths: as positions and context_lengths, with the tokens whose pages were evicted; None =
-            the same, as there are none. What is rotated by its position asks these, see `in_text`.
-        is_fixed: the tensors will hold one step after another: what the host knows is true of none.
+        slots: (T,) int64, cache slot of each new token's key and value: page * page_size + offset.
+        residual_rows: (B,) int64, row of each sequence in the residual windows.
+        logit_rows: (R,) int64, indices of the new tokens whose logits are needed, ascending.
+        query_lengths: number of new tokens per sequence, on the host.
+        context_lengths: number of cached tokens per sequence after this step, on the host.
+        sequence_ids: stable number of each sequence, for models that keep their own state.
+        text_positions, text_lengths: like positions and context_lengths, but counting evicted tokens; None = no token
+            was evicted. Rotary embeddings use these, see `in_text`.
+        is_fixed: whether the tensors are reused for many steps of a captured graph, so that host values do not apply.
     """
 
     token_ids: Tensor
@@ -62,7 +62,7 @@ class ForwardBatch:
     is_fixed: bool = False
 
     def in_text(self) -> tuple[Tensor, tuple[int, ...]]:
-        """Positions of the new tokens in their sequences, and lengths of these, whatever the cache keeps."""
+        """Return positions and lengths in the text, counting evicted tokens."""
         positions = self.positions if self.text_positions is None else self.text_positions
         return positions, self.context_lengths if self.text_lengths is None else self.text_lengths
 
@@ -76,11 +76,11 @@ States = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationQuantization:
-    """Quantization of rows of inputs to 8 bits.
+    """Quantization of input rows to 8 bits.
 
     Args:
         name: int8 or fp8.
-        step: the scale of all of them, found by calibration; None = each row its own, so that its largest value fits.
+        step: calibrated scale for all rows; None = each row has its own scale, from its largest absolute value.
     """
 
     name: str
@@ -88,11 +88,11 @@ class ActivationQuantization:
 
 
 class LinearFacts:
-    """Description of a linear layer; it remains when the layer becomes part of a stack of experts.
+    """Description of a linear; it outlives the layer when it is combined into a stack of experts.
 
     Args:
         shape: (N, K).
-        stored_bytes: what one decode step reads.
+        stored_bytes: bytes that one decode step reads.
         description: number type and kernel, e.g. `int4 g128 (native)`.
     """
 
@@ -107,13 +107,13 @@ class LinearFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearSettings:
-    """Settings that a linear is laid out from, besides its weight.
+    """Settings of a linear besides its weight.
 
     Args:
-        bias: (N,), added after the product; or None.
-        activation: what inputs are quantized to at run time; None = they are not.
-        dtype: of the computation.
-        device: where it runs.
+        bias: (N,), added after the product, or None.
+        activation: number type to which inputs are quantized at run time; None = inputs are not quantized.
+        dtype: dtype of the computation.
+        device: target device.
     """
 
     bias: Tensor | None = None
@@ -122,36 +122,36 @@ class LinearSettings:
     device: torch.device
 
     def bias_in(self, dtype: torch.dtype) -> Tensor | None:
-        """The bias on the device."""
+        """Return the bias on the device in this dtype."""
         return None if self.bias is None else self.bias.to(self.device, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearSource(LinearSettings):
-    """Source of a linear with a quantized weight (N, K)."""
+    """Settings of a linear and its quantized weight (N, K)."""
 
     weight: QuantizedTensor
 
     def describe(self, kernel: str) -> str:
-        """The description of the linear on a kernel."""
+        """Return the description of the linear on this kernel."""
         return describe_linear(self.weight.scheme.describe(), self.activation, kernel)
 
 
 def nbytes(*tensors: Tensor | None) -> int:
-    """Bytes of those that there are."""
+    """Total bytes of the tensors that are not None."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def describe_linear(name: str, activation: ActivationScheme | None, kernel: str) -> str:
-    """The description of a linear: its weight, how its inputs are quantized, and what multiplies."""
+    """Return the description of a linear: number type, quantization of inputs, kernel."""
     inputs = "" if activation is None else f", activations {activation.describe()}"
     return f"{name}{inputs} ({kernel})"
 
 
 class Linear(LinearFacts, ABC):
-    """A linear layer whose weight is laid out for one kernel; no autograd.
+    """A linear whose weight is in the layout of one kernel; no autograd.
 
-    Where `activation_quantization` is set, it also takes `QuantizedActivations` that are quantized so.
+    If `activation_quantization` is set, it also takes `QuantizedActivations` of this quantization.
     """
 
     @abstractmethod
@@ -165,17 +165,17 @@ class Linear(LinearFacts, ABC):
         """
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
-        """`ops.gated` of the outputs, in the launch of the product; None where that takes two."""
+        """Return `ops.gated` of the outputs, computed in the same launch; None if the kernel cannot do this."""
         return None
 
 
 class WrappedLinear(Linear):
-    """Base of a linear whose inputs are changed first, in a way that its kernel does not do by itself.
+    """Base of linears that transform their inputs before the kernel.
 
     Args:
-        linear: what multiplies.
-        change: of the inputs, (T, K) to (T, K).
-        description: in place of the linear's.
+        linear: linear that multiplies.
+        change: transforms the inputs, (T, K) to (T, K).
+        description: replaces the linear's description.
     """
 
     def __init__(self, linear: Linear, change: Callable[[Tensor], Tensor], description: str | None = None) -> None:
@@ -190,15 +190,15 @@ class WrappedLinear(Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedActivations:
-    """Inputs of a linear as codes of 8 bits with a scale per row, handed on by what produced them.
+    """Inputs of a linear as 8-bit codes with one scale per row, quantized by the operation that produced them.
 
-    A linear whose `activation_quantization` is set takes them in place of a tensor, and only such ones are given any:
-    that is decided when a model is loaded, so the steps between them do not ask and say `Tensor`.
+    Only linears with `activation_quantization` receive them instead of a tensor. This is decided when a model is
+    loaded, so functions in between declare their arguments as `Tensor` and do not check.
 
     Args:
-        codes: at least (T, K), contiguous; int8, or uint8 that hold e4m3. Rows past T mean nothing.
+        codes: at least (T, K), contiguous; int8, or uint8 holding e4m3. Rows past T are unused.
         scale: (T, 1) float32; NaN for a row whose outputs are NaN.
-        dtype: of what they were, and of the outputs.
+        dtype: dtype of the original inputs, and of the outputs.
     """
 
     codes: Tensor
@@ -210,11 +210,11 @@ class QuantizedActivations:
 
 
 class StackedExperts(Protocol):
-    """All experts of a layer as one; nothing is asked by the host, so that calls can be captured as a graph."""
+    """All experts of a layer as one module; it never waits for the device, so calls can be captured as a graph."""
 
     @property
     def linears(self) -> tuple[LinearFacts, ...]:
-        """The stacked linears, two of each expert."""
+        """The stacked linears: two, with all experts in each."""
 
     def __call__(
         self,
@@ -229,9 +229,10 @@ class StackedExperts(Protocol):
         Args:
             x: (T, K); not modified.
             scores: (T, E) router logits.
-            shared: (T, K) is added to the result; None = nothing is.
-            shared_score: (T, 1), weighs `shared` through a sigmoid; None = it counts fully.
-            choose: scores to weights (T, k) float32 and numbers (T, k) of the chosen, as `reference.experts.route`.
+            shared: (T, K), added to the result; None = nothing is added.
+            shared_score: (T, 1), whose sigmoid scales `shared`; None = no scaling.
+            choose: maps scores to weights (T, k) float32 and numbers (T, k) of the chosen experts, like
+                `reference.experts.route`.
         Returns:
             (T, K), dtype of x.
         """
@@ -239,7 +240,7 @@ class StackedExperts(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadNorms:
-    """Root mean square norms of each head's queries and keys, before the rotation.
+    """Root mean square norms of each head's queries and keys, applied before the rotation.
 
     Args:
         query, key: weights (D,).
@@ -257,13 +258,13 @@ class AttentionOptions:
     """Options of attention beyond softmax(q . k) v.
 
     Args:
-        scale: of the scores.
-        window: a key is seen if query position - key position < window; None = all.
-        softcap: scores become softcap * tanh(score / softcap); None = as they are.
-        interleaved: angles turn channels (2i, 2i + 1) instead of (i, i + R/2); see `ops.rotary_`.
-        norms: of queries and keys; None = none.
-        sinks: (Hq,) float32, a score of each head beside those of the keys, which counts in the sum and has no value;
-            None = there are none. Only for layouts that say so.
+        scale: factor on the scores.
+        window: a query sees a key if query position - key position < window; None = all.
+        softcap: scores become softcap * tanh(score / softcap); None = no softcap.
+        interleaved: rotate channels (2i, 2i + 1) instead of (i, i + R/2); see `ops.rotary_`.
+        norms: norms of queries and keys; None = none.
+        sinks: (Hq,) float32, one extra score per head that adds to the softmax sum but has no value; None = no sinks.
+            Only for layouts with `sinks`.
     """
 
     scale: float
@@ -280,13 +281,14 @@ class PagedAttention(Protocol):
     def __call__(
         self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
     ) -> Tensor:
-        """Norm and rotate queries and keys, attend to the cache and to each other, store keys and values in it.
+        """Norm and rotate queries and keys, attend to the cache and to each other, store keys and values.
 
         Args:
-            states: may be slices of a larger tensor; queries and keys are modified where they are normed or rotated.
-            batch: what belongs to whom; its page table covers all tokens, new ones included.
-            options: scale, window, norms and the like.
-            angles: to rotate by, see `ops.rotary_`; None = not at all.
+            states: queries, keys and values, possibly slices of a larger tensor; queries and keys are modified if
+                normed or rotated.
+            batch: the batch of the step; its page table covers all tokens, including new ones.
+            options: scale, window, norms and further options.
+            angles: cosine and sine for the rotation, see `ops.rotary_`; None = no rotation.
         Returns:
             (T, Hq, D), dtype of the queries.
         """

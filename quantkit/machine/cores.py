@@ -1,4 +1,4 @@
-"""Number of cores this process may keep busy; torch-free, because OpenMP reads its settings when torch is imported."""
+"""Number of cores this process may keep busy. No torch, because OpenMP reads its settings when torch is imported."""
 
 import os
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
-    """Return the cores that this process may keep busy: the least of its affinity and its cgroup quotas, at least 1."""
+    """Return the cores that this process may use: the least of its affinity and its cgroup quotas, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota()
     return allowed if quota is None else max(1, min(allowed, quota))
 
 
 def cgroup_quota(root: Path = _CGROUPS, own: Path = _OWN) -> int | None:
-    """Return the whole cores that cgroups of version 1 and 2 grant this process, at least 1; None = no limit.
+    """Return the whole cores that cgroups (versions 1 and 2) allow this process, at least 1; None = no limit.
 
     Args:
-        root: where cgroups are mounted.
-        own: the file in which Linux names the groups of this process.
+        root: folder where cgroups are mounted.
+        own: file in which Linux lists the groups of this process.
     """
     quotas = [quota for folder in _folders(root, own) if (quota := _quota(folder)) is not None]
     # Every group above has a say: systemd and Slurm limit a process some levels below the root.
@@ -28,7 +28,7 @@ def cgroup_quota(root: Path = _CGROUPS, own: Path = _OWN) -> int | None:
 
 
 def _folders(root: Path, own: Path) -> Iterator[Path]:
-    """The folders that may hold a quota: the mounts, and the groups of this process from the lowest up."""
+    """Yield the folders that may hold a quota: the mounts, and the groups of this process from the lowest up."""
     mounts = {"cpu": (root / "cpu",), "": (root, root / "unified")}
     for several in mounts.values():
         yield from several

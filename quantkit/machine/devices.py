@@ -17,7 +17,7 @@ MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 
 
 def threads_within_quota() -> int:
-    """Return torch's number of threads, lowered to the cgroup quota, of which OpenMP knows nothing."""
+    """Return torch's number of threads, lowered to the cgroup quota, which OpenMP does not know."""
     threads, quota = torch.get_num_threads(), cgroup_quota()
     return threads if quota is None else min(threads, quota)
 
@@ -40,21 +40,21 @@ def pick_device(name: str | torch.device) -> torch.device:
 
 
 def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """While open, a GPU is the current one: Triton launches there, and events are recorded there, wherever tensors are.
+    """Make a GPU the current device in this context, because Triton launches and events use the current device.
 
     Args:
-        device: any; without a number, or of another kind, nothing is changed.
+        device: any device; a CPU, or a GPU without index, changes nothing.
     """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def fast_cpu_dtype() -> torch.dtype:
-    """Return bfloat16 where this CPU has instructions for its products, else float32; float16 products are slow."""
+    """Return bfloat16 if this CPU has instructions for its products, otherwise float32; float16 products are slow."""
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def processor_name() -> str:
-    """Name of the CPU as Linux has it; empty where the system does not say."""
+    """Return the name of the CPU as Linux reports it; empty if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -63,7 +63,7 @@ def processor_name() -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a process can still take on a device: the least of what the system and its control group leave."""
+    """Return the memory still available to a process on a device, limited by the system and its cgroup."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = proc_bytes("meminfo", "MemAvailable")

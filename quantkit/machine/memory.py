@@ -1,6 +1,6 @@
-"""Memory of this process, and giving freed memory back to the system, where the C library would keep it for later.
+"""Memory of this process, and return of freed memory to the system when the C library would keep it.
 
-glibc holds on to freed blocks of up to 32 MiB; between two phases with different needs that adds up to the peak.
+glibc keeps freed blocks of up to 32 MiB. Between two phases with different needs, these blocks would raise the peak.
 """
 
 import contextlib
@@ -20,27 +20,27 @@ _PRODUCTS = "16"
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system; does nothing where that is not possible."""
+    """Return freed memory to the system; do nothing where that is impossible."""
     with contextlib.suppress(OSError, AttributeError):  # not every C library has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes() -> int:
-    """Highest resident memory of this process so far, as the kernel counts it.
+    """Return the highest resident memory of this process so far, as the kernel counts it.
 
-    From /proc where there is one: what getrusage says there includes the program that started this one.
+    It reads /proc if possible, because getrusage includes the program that started this one.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     return proc_bytes("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def resident_bytes() -> int | None:
-    """Resident memory of this process now; None where the system does not say."""
+    """Return the resident memory of this process; None if the system does not report it."""
     return proc_bytes("self/status", "VmRSS")
 
 
 def proc_bytes(file: str, key: str) -> int | None:
-    """The entry `key:   12 kB` of a file in /proc, in bytes; None where there is none."""
+    """Return the entry `key:   12 kB` of a file in /proc, in bytes; None if there is none."""
     with contextlib.suppress(OSError):
         entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE)
         return int(entry[1]) * 1024 if entry else None
@@ -49,13 +49,13 @@ def proc_bytes(file: str, key: str) -> int | None:
 
 @contextlib.contextmanager
 def importing(library: str) -> Iterator[None]:
-    """While open, a large library is imported without a search for garbage, nor is there one among its objects later.
+    """Import a large library in this context without garbage collection, and exclude its objects from later ones.
 
-    Imports make a million objects that all stay: searching them takes more than a second of CPU time. To be called by
-    a program, not by a library.
+    Such an import creates a million permanent objects, and searching them takes over a second of CPU time. Only
+    programs should call this, not libraries.
 
     Args:
-        library: nothing is done where it has been imported already.
+        library: name of the library; if it is already imported, nothing changes.
     """
     if library in sys.modules or not gc.isenabled():
         yield
@@ -69,9 +69,10 @@ def importing(library: str) -> Iterator[None]:
 
 
 def spare_memory() -> None:
-    """Before compressing on a CPU: import transformers and compressed-tensors without what they can do without.
+    """Reduce memory before compressing on a CPU: import transformers and compressed-tensors without unneeded parts.
 
-    And have oneDNN keep fewer compiled products. To be called by a program, not by a library: nothing of it is undone.
+    It also makes oneDNN cache fewer compiled products. Only programs should call this, not libraries, because the
+    changes are permanent.
     """
     import torch
 

@@ -1,1 +1,1 @@
-"""Models as data: families, the sets of linears that share an input, names of modules. Torch-free."""
+"""Descriptions of models as data: families, sets of linears that share an input, module names. Torch-free."""

@@ -36,10 +36,10 @@ _AT_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000, "num_nextn_predi
 
 
 def check_repeats(config: Mapping[str, Any], where: str) -> None:
-    """Refuse counts of what others would build for each until memory ends, in a config.json and the parts of it.
+    """Refuse absurd layer and expert counts in config.json and its sections, before a library builds that many modules.
 
     Raises:
-        ModelError: one is out of all proportion.
+        ModelError: a count exceeds its limit.
     """
     for entries in (config, *(part for part in config.values() if isinstance(part, Mapping))):
         read = ConfigReader(entries, where=where)
@@ -84,9 +84,10 @@ class ConfigReader:
         self._defaults, self._keys, self.where = defaults or {}, keys or {}, where
 
     def get(self, key: str) -> Any:
-        """The first value under one of the key's names, else the first default of them, else None.
+        """Return the first non-null value under any name of the key, else its default, else None.
 
-        What the family's own name says counts even if it is null: a stray `intermediate_size` is not GPT-2's `n_inner`.
+        The family's own name takes precedence even if its value is null: GPT-2 reads `n_inner`, never a stray
+        `intermediate_size`.
         """
         if self._keys.get(key) in self.entries:
             return self.entries[self._keys[key]]
@@ -97,10 +98,10 @@ class ConfigReader:
         return next((self._defaults[name] for name in names if name in self._defaults), None)
 
     def count(self, key: str, *, default: int | None = None, at_least: int = 1) -> int:
-        """A whole number.
+        """Return a whole number.
 
         Raises:
-            ModelError: it is missing without a default, no whole number, too small or too large.
+            ModelError: the entry has no default and is missing, or is not a whole number, too small or too large.
         """
         value, at_most = self._required(key, default), _AT_MOST.get(key, (1 << 32) - 1)
         # Not isinstance: JSON's `true` is an int to that, and would count as one.
@@ -111,14 +112,14 @@ class ConfigReader:
         return value
 
     def optional_count(self, key: str) -> int | None:
-        """A whole number of zero or more, or None where there is none."""
+        """Return a whole number of at least zero, or None if the entry is absent."""
         return None if self.get(key) is None else self.count(key, at_least=0)
 
     def number(self, key: str | None, *, default: float | None = None) -> float:
-        """A finite number; a key of None is one that the family does not have.
+        """Return a finite number; key None stands for an entry that the family does not have.
 
         Raises:
-            ModelError: it is missing without a default, or no finite number.
+            ModelError: the entry has no default and is missing, or is not a finite number.
         """
         value = default if key is None else self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -126,18 +127,18 @@ class ConfigReader:
         return float(value)
 
     def positive(self, key: str | None, *, default: float) -> float:
-        """A finite number above zero, which is divided by; see `number`."""
+        """Return a finite number above zero; see `number`."""
         value = self.number(key, default=default)
         if value <= 0:
             raise self._wrong(key or "", value, "a number above zero")
         return value
 
     def optional_number(self, key: str | None) -> float | None:
-        """A finite number, or None where there is none."""
+        """Return a finite number, or None if the entry is absent."""
         return None if key is None or self.get(key) is None else self.number(key)
 
     def flag(self, key: str | bool | None, default: bool = False) -> bool:
-        """Whether an entry is set to something true; a constant stands for itself, None for the default."""
+        """Whether an entry is true; `key` may also be a constant, which is returned, or None for the default."""
         if not isinstance(key, str):
             return default if key is None else key
         value = self.get(key)
@@ -155,10 +156,10 @@ class ConfigReader:
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of this many finite numbers.
+        """Return a list of this many finite numbers.
 
         Raises:
-            ModelError: it is missing or something else.
+            ModelError: the entry is missing or is not such a list.
         """
         value = self._required(key, None)
         if not isinstance(value, list) or len(value) != count:

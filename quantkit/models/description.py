@@ -19,18 +19,18 @@ from quantkit.models.tensors import LayerTensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsShape:
-    """A mixture of experts.
+    """Sizes and routing of a mixture of experts.
 
     Args:
-        num_experts: of a layer.
-        num_chosen: experts of each token.
-        width: of an expert.
-        normalize: whether the scores of the chosen are made to sum to one.
-        shared_width: of the experts that see every token, as one; None = there are none.
-        scoring: what makes scores of router logits.
-        num_groups, chosen_groups: experts are chosen from the best groups only.
-        group_rule: a group is as good as its best expert, or as the sum of its best two.
-        scale: of the scores of the chosen.
+        num_experts: experts per layer.
+        num_chosen: experts per token.
+        width: intermediate size of an expert.
+        normalize: whether the scores of the chosen experts are normalized to sum 1.
+        shared_width: total intermediate size of the shared experts; None = no shared experts.
+        scoring: function that converts router logits to scores.
+        num_groups, chosen_groups: number of expert groups, and of the best groups from which experts are chosen.
+        group_rule: a group's score is the score of its best expert, or the sum of its best two.
+        scale: factor on the scores of the chosen experts.
     """
 
     num_experts: int
@@ -46,19 +46,21 @@ class ExpertsShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts are chosen by a softmax alone."""
+        """Whether a plain softmax chooses the experts, without groups or scale."""
         return self.scoring == "softmax" and self.num_groups == 1 and self.scale == 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentShape:
-    """Multi-head latent attention, with the indexer of DeepSeek-V3.2 where it has one.
+    """Sizes of multi-head latent attention, optionally with the indexer of DeepSeek-V3.2.
 
     Args:
-        rank, query_rank: of the narrow tensors of keys and values, and of queries; query_rank 0 = there is none.
-        rope_dim, plain_dim: channels of a head's query and key with and without rotation.
+        rank, query_rank: ranks of the low-rank projections of keys and values, and of queries; query_rank 0 = queries
+            are projected directly.
+        rope_dim, plain_dim: channels of a head's query and key with and without rotary embedding.
         value_dim: channels of a head's value.
-        index_dim, index_heads, top_k: of the indexer; index_dim 0 = there is none.
+        index_dim, index_heads, top_k: channels and heads of the indexer, and entries that it selects; index_dim 0 = no
+            indexer.
     """
 
     rank: int
@@ -78,22 +80,22 @@ class LatentShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
-    """One model.
+    """Description of one model.
 
     Args:
-        family: what it is one of.
-        entries: of its config.json.
-        vocab_size, hidden_size: of the vocabulary, the residual stream.
-        num_heads, num_kv_heads, head_dim: of attention.
-        windows: of each layer: a token attends to this many tokens, itself included; None = to all before it.
-        recurrent: of each layer: it keeps a state in place of keys and values.
-        only_mlp: of each layer: it is an MLP and nothing else; where each is one half, the others have none.
-        with_experts: of each layer: experts in place of the MLP.
-        qk_norm: whether queries and keys are normed.
-        parallel: attention and MLP read the same residual stream.
-        experts: None = every layer has an MLP.
-        latent: None = ordinary attention.
-        tied: the head is the embedding.
+        family: family of the model.
+        entries: entries of its config.json.
+        vocab_size, hidden_size: sizes of the vocabulary and of the residual stream.
+        num_heads, num_kv_heads, head_dim: query heads, key/value heads and channels per head.
+        windows: per layer, the number of tokens that a token attends to, including itself; None = all before it.
+        recurrent: per layer, whether it keeps a state instead of keys and values.
+        only_mlp: per layer, whether it is an MLP without attention; for families in which a layer is one or the other.
+        with_experts: per layer, whether it has experts instead of an MLP.
+        qk_norm: whether queries and keys are normalized.
+        parallel: whether attention and MLP read the same residual stream.
+        experts: sizes and routing of experts; None = every layer has an MLP.
+        latent: sizes of latent attention; None = ordinary attention.
+        tied: whether the output head shares the embedding's weight.
     """
 
     family: Family
@@ -115,26 +117,26 @@ class ModelDescription:
 
     @property
     def width(self) -> int:
-        """Width of the MLP."""
+        """Intermediate size of the MLP."""
         ratio = self.family.mlp_ratio
         return self.entries.count("intermediate_size", default=None if ratio is None else ratio * self.hidden_size)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether there are layers that keep a state, in place of all keys and values or beside entries."""
+        """Whether any layer keeps a state, instead of keys and values or in addition to cache entries."""
         return any(self.recurrent) or self.family.block is not None
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.windows)
 
     def tensors(self, index: int) -> LayerTensors:
-        """Names and shapes of what one layer holds; names are relative to it."""
+        """Return the names (relative to the layer) and shapes of one layer's tensors."""
         return layer_tensors(self, index)
 
     def attention(self, index: int) -> AttentionShape | StateShape:
-        """Return what one layer keeps of each token, or of each sequence, and reads."""
+        """Return the shape of one layer's cache per token, or of its state per sequence."""
         if self.family.recurrent is not None and self.recurrent[index]:
             return self.family.recurrent.shape(self.entries)
         if self.only_mlp[index]:
@@ -162,14 +164,14 @@ class ModelDescription:
 
 
 def describe(config: Mapping[str, Any], family: Family, where: str = "config.json") -> ModelDescription:
-    """A model's config.json, the sizes in it checked.
+    """Describe a model from its config.json and check the sizes in it.
 
     Args:
-        config: its contents; those of a language model inside a multimodal wrapper count.
-        family: the one it is of.
-        where: what to call the file in messages.
+        config: contents of config.json; for a multimodal wrapper, the language model in it is described.
+        family: family of the model.
+        where: name of the file in messages.
     Raises:
-        ModelError: a key is missing, of the wrong kind, or contradicts another.
+        ModelError: a key is missing, has the wrong type, or contradicts another.
     """
     return ModelDescription(**description_fields(ConfigReader(config, family.defaults, family.keys, where), family))
 

@@ -1,8 +1,7 @@
-"""A model family as data: places of its layers, linears that belong together, computations of a layer.
+"""A model family as data: names of its modules, sets of its linears, and the computations of a layer. Torch-free.
 
-All that quantizing, planning, running and exporting need to know of a family stands in its one file in `families`;
-with a config.json it becomes a `ModelDescription`. Torch-free. Names are those of transformers; a key is an entry of
-config.json.
+One file in `families` holds everything that quantizing, planning, running and exporting need to know of a family. A
+family and a config.json give a `ModelDescription`. Names are those of transformers; a "key" is a key of config.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +17,23 @@ from quantkit.models.tensors import LayerTensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Modules of one decoder layer as a checkpoint names them, relative to the layer. None = the family has none.
+    """Names of a decoder layer's modules in a checkpoint, relative to the layer. None = the family lacks the module.
 
     Args:
-        input_norm: before attention.
-        attention_norm: after attention, before its output joins the residual stream.
-        mlp_norm: before the MLP; with a parallel residual None means that the MLP reads what attention reads.
-        parallel_mlp_norm: False: `mlp_norm` is only there without a parallel residual.
-        output_norm: after the MLP, before its output joins the residual stream.
-        qkv: query, key and value projections, or one that is all three.
-        qkv_by_head: rows of the one projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
-        qkv_blocks: that many times rows of the one projection are queries, values and keys, as many of each; 0 = never.
-        gated_query: the query projection gives a gate behind each head's query, which opens what the head attends to.
-        output: projection of the heads back to the hidden width.
-        up: what the MLP's input goes through: gate and up, one that is both (gate first), or a single one, no gate.
-        gated: the MLP multiplies act(gate) and up.
-        down: back to the hidden width.
+        input_norm: norm before attention.
+        attention_norm: norm of attention's output, before it is added to the residual stream.
+        mlp_norm: norm before the MLP; None with a parallel residual: the MLP reads the same input as attention.
+        parallel_mlp_norm: whether `mlp_norm` exists also with a parallel residual.
+        output_norm: norm of the MLP's output, before it is added to the residual stream.
+        qkv: query, key and value projections, or one fused projection.
+        qkv_by_head: rows of the fused projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
+        qkv_blocks: number of blocks of the fused projection; rows of a block are queries, then as many values, then
+            keys; 0 = no blocks.
+        gated_query: whether rows after each head's query compute a gate for the head's attention output.
+        output: output projection of attention.
+        up: first linears of the MLP: gate and up, one fused linear (gate first), or one linear without a gate.
+        gated: whether the MLP computes act(gate) * up.
+        down: last linear of the MLP.
     """
 
     input_norm: str | None = "input_layernorm"
@@ -56,11 +56,12 @@ class QueryKeyNorm:
     """A norm on queries and keys.
 
     Args:
-        over: "head": one weight (D,) for every head; "heads": each head its own; "projection": all heads together.
-        switch: key that says whether there is one; None = always.
-        bias: whether layer norms among these have biases.
-        after_rotation: behind the rotation in place of before it.
-        query, key: module names; `{head}` stands for the number of the head where each is a module of its own.
+        over: "head": every head is normalized with one weight (D,); "heads": each head has its own weight;
+            "projection": all heads are normalized together.
+        switch: key that turns the norm on; None = always on.
+        bias: whether layer norms of queries and keys have biases.
+        after_rotation: whether the norm follows the rotary embedding instead of preceding it.
+        query, key: module names; `{head}` stands for the number of the head if each head has its own module.
     """
 
     over: Literal["head", "heads", "projection"] = "head"
@@ -73,14 +74,14 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Layers that attend only to the last `sliding_window` tokens. A `layer_types` entry wins, but for "all".
+    """Which layers attend only to the last `sliding_window` tokens. `layer_types` overrides every rule except "all".
 
     Args:
-        rule: "all" layers; "listed": all without `layer_types`; "pattern": all but every n-th; "upper": from layer
-            `max_window_layers` on; "even_lower": every other layer below it; "none" unless `layer_types` says so.
-        switch: key that turns the rule on; None = on wherever `sliding_window` is set.
-        pattern: n, where config.json does not have `sliding_window_pattern`.
-        first: with "pattern", the first of each n layers has none in place of the last.
+        rule: "all" layers; "listed": all layers unless `layer_types` exists; "pattern": all but every n-th; "upper":
+            from layer `max_window_layers` on; "even_lower": every other layer below it; "none": no layer.
+        switch: key that turns the rule on; None = on if `sliding_window` is set.
+        pattern: default of n if config.json has no `sliding_window_pattern`.
+        first: for "pattern", the first of each n layers has no window, instead of the last.
     """
 
     rule: Literal["all", "listed", "pattern", "upper", "even_lower", "none"]
@@ -91,24 +92,24 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rope:
-    """Rotary position embedding, where config.json does not say otherwise.
+    """Defaults of a family's rotary position embedding; config.json takes precedence.
 
     Args:
         theta: base of the wavelengths.
-        local_theta: base in layers with a window, whose wavelengths are never scaled; None = as in the others.
-        local_scaled: False: wavelengths in layers with a window are never scaled.
-        partial: share of each head that is rotated.
-        width: key of how many channels of each head are; it wins.
-        interleaved: neighbours 2i, 2i+1 are a pair; else i, i + R/2; a key, true by default, or a constant.
-        grows: queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + how often the original length fits into
-            their position).
-        fixed_alpha: "dynamic" scaling with an `alpha` is a larger base, whatever the length.
-        layers: "all" rotate; "window": only those with one; "local": the same, but all of a model without windows;
-            "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, n being
+        local_theta: base in layers with a window, whose wavelengths are then never scaled; None = as in other layers.
+        local_scaled: whether wavelengths in layers with a window are scaled like those of other layers.
+        partial: share of each head's channels that are rotated.
+        width: key of the number of rotated channels per head; it overrides `partial`.
+        interleaved: whether channels 2i and 2i+1 form a pair, else i and i + R/2; a key (default true) or a constant.
+        grows: whether queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + floor(position / original
+            length)).
+        fixed_alpha: whether "dynamic" scaling with an `alpha` enlarges the base independently of the length.
+        layers: layers that rotate: "all"; "window": those with a window; "local": the same, but all layers of a model
+            without windows; "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, where n is
             `no_rope_layer_interval`; "named": all, if `position_embedding_type` is "rope".
-        by_layer: what entries of layers without and with a window stand under, where each have their own.
-        theta_key: key of the base in layers without a window, where their entries are not their own.
-        attention_factor: of YaRN, where its entries say none; None = it follows from the factor.
+        by_layer: keys of the RoPE entries for layers without and with a window, if each kind has its own.
+        theta_key: key of the base in layers without a window, if the RoPE entries are not separate.
+        attention_factor: default of YaRN's attention factor; None = derive it from `factor`.
     """
 
     theta: float = 10000.0
@@ -127,15 +128,16 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Multipliers:
-    """Keys of constants that the family multiplies with, and other constants of its forward pass.
+    """Config.json keys of multipliers and other constants of the family's forward pass.
 
     Args:
-        root_embedding: embeddings are multiplied by the square root of the hidden width, rounded to the model's dtype.
-        embedding, residual, logits: of the embeddings, of what joins the residual stream, of the logits.
-        logits_divisor: of the logits.
-        attention: of query times key; attention_root: the same to the power of -1/2; neither: head_dim to that power.
-        attention_softcap, logits_softcap: c of c * tanh(x / c).
-        clip: bound of the absolute value of queries, keys and values.
+        root_embedding: whether embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
+        embedding, residual, logits: multipliers of embeddings, of outputs added to the residual stream, of logits.
+        logits_divisor: divisor of the logits.
+        attention, attention_root: the attention scale, or a number whose -1/2 power is the scale; without both, the
+            scale is head_dim ** -0.5.
+        attention_softcap, logits_softcap: c in c * tanh(x / c).
+        clip: maximum absolute value of queries, keys and values.
     """
 
     root_embedding: bool = False
@@ -156,24 +158,24 @@ class Experts:
 
     Args:
         router: linear that scores the experts.
-        up, down: linears of one expert, gate first.
-        gated: an expert multiplies act(gate) and up; the shared one is as the others.
-        stacked_up, stacked_down: the same of all experts in one tensor (E, 2I, H) and (E, H, I).
-        transposed: the stacked tensors are (E, H, 2I) and (E, I, H).
-        interleaved: the outputs of the stacked gate and up take turns.
-        width: key of an expert's width.
-        normalize: whether the chosen scores are made to sum to one; a key or a constant.
-        bias: experts and router have biases.
-        shared_up, shared_down, shared_gate: an expert that sees every token, and the linear that weighs it.
-        shared_width: key of its width; None = as wide as `n_shared_experts` of the others.
-        smooth_down: the last of its up linears can absorb a scale of down's input.
-        balance: a number for each expert that evens out how often it is chosen.
-        balance_rows: it is stored with a dimension of this size in front; 0 = without.
-        scoring: what makes scores of router logits.
-        groups: experts are chosen from the `topk_group` best of `n_group` groups, a group being as good as its best
-            expert or as the sum of its best two; None = there are no groups.
-        scale: key of what the scores of the chosen are multiplied with.
-        exact: the router multiplies in float32.
+        up, down: linears of one expert; in `up`, the gate is first.
+        gated: whether an expert, also the shared one, computes act(gate) * up.
+        stacked_up, stacked_down: the same linears of all experts, stacked as (E, 2I, H) and (E, H, I).
+        transposed: whether the stacked tensors are (E, H, 2I) and (E, I, H) instead.
+        interleaved: whether rows of gate and up alternate in `stacked_up`.
+        width: key of an expert's intermediate size.
+        normalize: whether the scores of the chosen experts are normalized to sum 1; a key or a constant.
+        bias: whether experts and router have biases.
+        shared_up, shared_down, shared_gate: linears of the shared expert, and the linear that computes its weight.
+        shared_width: key of its intermediate size; None = `n_shared_experts` times that of an expert.
+        smooth_down: whether the last linear in `up` can absorb a smoothing scale of down's input.
+        balance: per-expert bias that balances how often experts are chosen.
+        balance_rows: size of an additional leading dimension of `balance` in files; 0 = none.
+        scoring: function that converts router logits to scores.
+        groups: experts are chosen from the `topk_group` best of `n_group` groups; a group's score is the score of its
+            best expert, or the sum of its best two; None = no groups.
+        scale: key of the factor on the scores of the chosen experts.
+        exact: whether the router computes in float32.
     """
 
     router: str = "mlp.gate"
@@ -215,13 +217,13 @@ BALANCED_EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Linears that have biases: keys of config.json, or constants. Biases are counted, not required of files.
+    """Which modules have biases: keys of config.json, or constants. They serve for counting; files may lack biases.
 
     Args:
-        qkv, output: of attention.
-        mlp: of all its linears.
-        head: of the output head.
-        norms: of all norms; only layer norms have any.
+        qkv, output: whether the projections of attention have biases.
+        mlp: whether all linears of the MLP have biases.
+        head: whether the output head has a bias.
+        norms: whether layer norms have biases; other norms never do.
     """
 
     qkv: str | bool = "attention_bias"
@@ -233,12 +235,12 @@ class Biases:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapper:
-    """Models that hold one of a family as their language model, with encoders of images and the like beside it.
+    """Multimodal models whose language model belongs to a family, with encoders of images or other inputs.
 
     Args:
-        hf_names: `architectures` entries of their config.json, whose `text_config` is the language model's.
-        backbone: where the language model is, without its head.
-        beside: what names of the other tensors begin with.
+        hf_names: `architectures` entries of config.json; its `text_config` describes the language model.
+        backbone: name of the language model without its head.
+        beside: prefixes of the names of all other tensors.
     """
 
     hf_names: tuple[str, ...]
@@ -247,67 +249,69 @@ class Wrapper:
 
 
 def inside(backbone: str, **modules: str) -> dict[str, Any]:
-    """Return the fields of a `Family` whose backbone and modules do not have Llama's names."""
+    """Return the fields of a `Family` whose names of backbone and modules differ from Llama's."""
     return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
 
 
 def _every(_config: Mapping[str, Any]) -> bool:
-    """A named function, since families are sent to child processes."""
+    """Return True. A lambda would not do, because families are pickled for child processes."""
     return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Names of the parts of a decoder-only model in transformers, and what it computes. The defaults are Llama's.
+    """A family of decoder-only models: names in transformers, and computations. The defaults are Llama's.
 
     Args:
-        hf_names: `architectures` entries of config.json that this describes; none where it is only counted.
-        model_types: entries `model_type` that this describes, beside the name of its file.
-        keys: what the family calls entries that others call otherwise.
-        backbone: the model without its head, relative to the causal LM.
-        layers: the list of decoder layers.
-        embedding: token embedding.
-        final_norm: after the last layer.
-        head: output projection; may be tied to the embedding.
-        stored_head: its name in checkpoints, where that is another one.
-        linear_sets: linears of a decoder layer, sets in the order in which they run; None = as the parts say.
-        latent: multi-head latent attention.
-        layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
-        stored_names: what files call each tensor, where a loader renames more than the prefix of the backbone.
-        published: names of files -> what they call the tensors, where that is not as transformers does; None = it is.
-        stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
-        hands_on: layers hand on more than hidden states, or see token ids: they are run in the model's own order.
-        parts: modules of a layer.
-        norm: kind of all norms; "bare" ones have no weights.
-        norm_offset: added to the weights of all norms.
+        hf_names: `architectures` entries of config.json that the family describes; empty = only planning knows it.
+        model_types: `model_type` entries that the family describes, in addition to the name of its file.
+        keys: the family's own names for config.json entries, by common name.
+        backbone: name of the model without its head, relative to the causal LM.
+        layers: name of the list of decoder layers.
+        embedding: name of the token embedding.
+        final_norm: name of the norm after the last layer.
+        head: name of the output projection, which may be tied to the embedding.
+        stored_head: its name in checkpoints, if that differs.
+        linear_sets: sets of linears of a decoder layer, in execution order; None = derive them from `parts`.
+        latent: whether the family has multi-head latent attention.
+        layer_sets: sets of each layer, if they were determined layer by layer; they override `linear_sets`.
+        stored_names: names of tensors in files, if a loader renames more than the prefix of the backbone.
+        published: function from the tensor names in files to `StoredNames`; it returns None if they match transformers.
+        stored_prefix: prefix of the backbone's tensors in files, if it differs from `backbone`.
+        hands_on: whether layers exchange more than hidden states or read token ids, so that the model itself must run
+            them.
+        parts: names of a layer's modules.
+        norm: kind of all norms; "bare" norms have no weights.
+        norm_offset: number added to the weights of all norms.
         qk_norm: norm on queries and keys.
-        parallel: attention and MLP read the same residual stream and are added together; a key or a constant.
-        one_half: each layer is attention, or what takes its place, or an MLP, behind one norm.
-        window, rope, multipliers, experts: see there.
-        biases: see there.
-        recurrent: layers that keep a state in place of keys and values; None = there are none.
+        parallel: whether attention and MLP read the same residual stream and both outputs are added; a key or a
+            constant.
+        one_half: whether each layer is either attention (or its replacement) or an MLP, with one norm.
+        window, rope, multipliers, experts: see `Window`, `Rope`, `Multipliers` and `Experts`.
+        biases: see `Biases`.
+        recurrent: layers that keep a state instead of keys and values; None = no such layers.
         vectors: other parameters of each layer by name; their sizes are numbers, keys, or products of keys.
-        sinks: of these, the score of nothing at all that each head adds to its others; None = there is none.
-        outside: the same of parameters beside the layers, e.g. learned positions.
-        multi_query: key that says that all heads share one key/value head.
-        mlp_ratio: width of the MLP over the hidden width, where config.json does not have it.
-        activation: of the MLP, where config.json is not to be believed.
+        sinks: name in `vectors` of the attention-sink logit per head; None = no sinks.
+        outside: like `vectors`, for parameters outside the layers, e.g. learned positions.
+        multi_query: key that is true if all heads share one key/value head.
+        mlp_ratio: intermediate size of the MLP divided by the hidden size, if config.json lacks the former.
+        activation: activation of the MLP, if the entry in config.json is wrong.
         defaults: values of keys that config.json may lack.
-        transposed: linears that are stored as (K, N), relative names.
-        stored_modules: modules of a layer that checkpoints call by another name than transformers.
-        stored_tensors: other tensors of a layer, by the names of transformers, that checkpoints call otherwise.
-        compressed_experts: whether transformers loads experts that are stored as codes, each under its own name.
-        decode_at_load: transformers computes with the weights of this family's linears itself, so that a loader must
-            have decoded them before.
-        unread: what names of tensors begin with that checkpoints have and no part of the model reads.
-        native: whether the runtime computes the family itself; else transformers does.
-        not_native: keys that, when set to something true, ask for what the runtime does not compute.
-        gguf: None = the family is not written to GGUF.
-        block: what data cannot say of a layer's attention and of other tensors but its norms and its experts, by number
-            of the layer; None = nothing.
-        wrapper: models around one of this family whose language model the runtime computes by itself.
-        only: whether it describes a model of this config.json that names it.
-        known: False where a config.json is counted as if it were Llama's.
+        transposed: relative names of linears that are stored as (K, N).
+        stored_modules: names in checkpoints of a layer's modules, if they differ from transformers.
+        stored_tensors: names in checkpoints of a layer's other tensors, by name in transformers, if they differ.
+        compressed_experts: whether transformers loads experts that are stored as codes under a name per expert.
+        decode_at_load: whether transformers accesses the weights of this family's linears directly, so that a loader
+            must decode them first.
+        unread: prefixes of tensor names that checkpoints have but no part of the model reads.
+        native: whether the native backend supports the family; else transformers runs it.
+        not_native: keys whose true value requires a computation that the native backend lacks.
+        gguf: names in GGUF files; None = the GGUF export does not support the family.
+        block: function of a layer's number that returns its attention and its tensors except norms and experts, if
+            the other fields cannot describe them.
+        wrapper: multimodal models whose language model the native backend runs.
+        only: predicate on config.json: whether the family describes this model although `hf_names` match.
+        known: False if planning treats an unknown architecture like Llama's.
     """
 
     hf_names: tuple[str, ...] = ()
@@ -361,7 +365,7 @@ class Family:
 
     @property
     def sets(self) -> tuple[LinearSet, ...]:
-        """All sets that layers of the family may have: given, or those that follow from its parts."""
+        """All sets that layers of the family may have: `linear_sets`, or those derived from `parts`."""
         if self.linear_sets is not None:
             return self.linear_sets
         absorbs = self.norm != "bare" and not self.norm_offset  # a norm's weight can take a scale
@@ -379,13 +383,13 @@ class Family:
     def sets_of_layer(
         self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None
     ) -> tuple[LinearSet, ...]:
-        """The sets of one layer: those of experts for each expert, optional ones only where they are.
+        """Return the sets of one layer: expert sets for each expert, and optional sets only if the layer has them.
 
         Args:
-            has: whether the layer has a linear or norm of this relative name.
-            config: entries of config.json, for sets that hold for some models only; without it all are taken to hold.
+            has: returns whether the layer has a linear or norm of this relative name.
+            config: entries of config.json, for sets that apply only to some models; None = assume that all apply.
         Returns:
-            sets without `{expert}` in any name; a set that is not optional is there whether the layer has it or not.
+            Sets without `{expert}` in any name; a set that is not optional is always included.
         """
         settings = {**self.defaults, **(config or {})}
         sets: list[LinearSet] = []

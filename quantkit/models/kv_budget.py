@@ -26,19 +26,19 @@ RECENT_TOKENS = 32
 
 
 def kept_tokens(budget: int | float | None, length: int) -> int:
-    """Tokens of a sequence of this length that a budget keeps: tokens, or a share of the length; None = all."""
+    """Return how many tokens of a sequence a budget keeps; it is a number, a share of the length, or None for all."""
     if budget is None:
         return length
     return min(length, budget if isinstance(budget, int) else round(budget * length))
 
 
 def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
-    """Return the largest page, halved from `page_size` down to 16 tokens, with which a budget can be kept.
+    """Halve the page size until a budget is large enough for it, down to 16 tokens per page.
 
     Args:
         tokens: the budget.
-        page_size: tokens per page where the budget does not matter; a smaller one than 16 stays.
-        window: of the widest layer with a sliding window; 0 = there is none.
+        page_size: preferred tokens per page; a size below 16 is not changed.
+        window: largest sliding window of any layer; 0 = no layer has one.
     """
     while tokens < _least_tokens(page_size, window) and page_size // 2 >= SMALLEST_PAGE:
         page_size //= 2
@@ -46,7 +46,7 @@ def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
 
 
 def _least_tokens(page_size: int, window: int) -> int:
-    """Return the smallest budget: the sinks, the newest tokens, an open page, and what rounding to pages takes."""
+    """Return the smallest valid budget: the sinks, the newest tokens, an open page, and the rounding to pages."""
     beside = (_first_candidate(page_size) + 2) * page_size
     return next(tokens for tokens in count(beside) if tokens >= _recent_tokens(tokens, window) + beside)
 
@@ -89,31 +89,31 @@ class KVBudget:
 
     @property
     def recent(self) -> int:
-        """Newest tokens that are never evicted; with a sliding window they have no gap."""
+        """Number of newest tokens that are never evicted, at least the sliding window."""
         return _recent_tokens(self.tokens, self.window)
 
     @property
     def first_candidate(self) -> int:
-        """The first page that may be evicted: those before hold the sinks."""
+        """Index of the first page that may be evicted; earlier pages hold the sinks."""
         return _first_candidate(self.page_size)
 
     @property
     def peak(self) -> int:
-        """Tokens of a sequence in the cache at most: while a chunk of its prompt is computed."""
+        """Maximum number of a sequence's tokens in the cache, reached during a prompt chunk."""
         return self.tokens - 1 + self.chunk
 
     def surplus(self, kept: int) -> int:
-        """Pages to evict so that one more token fits, of a sequence that keeps so many tokens."""
+        """Return how many pages of a sequence with `kept` tokens to evict so that one more token fits."""
         return max(0, -(-(kept + 1 - self.tokens) // self.page_size))
 
     def until_due(self, computed: int, kept: int, prompt: int, chunk: int) -> int:
-        """Tokens to compute, at least one, after which pages are evicted next.
+        """Return the number of tokens, at least one, to compute until the next eviction.
 
         Args:
-            computed: tokens so far.
-            kept: those of them that are in the cache.
-            prompt: tokens of the prompt.
-            chunk: of this sequence.
+            computed: number of tokens computed so far.
+            kept: number of these that are in the cache.
+            prompt: number of prompt tokens.
+            chunk: tokens per prompt chunk of this sequence.
         """
         due = computed + max(1, self.tokens - kept)
         if due <= prompt:
@@ -121,5 +121,5 @@ class KVBudget:
         return due - computed
 
     def is_due(self, computed: int, kept: int, prompt: int, chunk: int) -> bool:
-        """Whether pages are to be evicted after so many tokens; see `until_due`."""
+        """Whether to evict pages after this many tokens; see `until_due`."""
         return kept >= self.tokens and (computed >= prompt or computed % chunk == 0)

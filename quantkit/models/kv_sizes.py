@@ -39,14 +39,14 @@ KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """Storage of the keys, or of the values.
+    """Storage of the keys or of the values.
 
     Args:
-        bits: of one element.
-        granularity: what shares a scale: "tensor" (nothing is stored), "token" (one token's values of one head) or
-            "channel" (one channel of one head over a page).
-        group_size: with "token", elements that share a scale; None = the whole head.
-        scale_bytes, zero_bytes: of a scale, and of its zero point.
+        bits: bits per element.
+        granularity: elements that share a scale: "tensor" (all; the page stores no scales), "token" (one token in one
+            head) or "channel" (one channel of one head within a page).
+        group_size: for "token", channels that share a scale; None = all channels of the head.
+        scale_bytes, zero_bytes: bytes per scale, and per zero point.
     """
 
     bits: int
@@ -56,14 +56,14 @@ class Side:
     zero_bytes: int = 0
 
     def token_bytes(self, width: int) -> float:
-        """Bytes of one token's key or value of one head, its share of scales included; of nothing, none."""
+        """Count the bytes of one token's key or value in one head, including its share of scales; 0 for width 0."""
         if not width:
             return 0
         scales = math.prod(self.scale_shape(1, DEFAULT_PAGE_SIZE, width)) / DEFAULT_PAGE_SIZE
         return math.ceil(width * self.bits / 8) + scales * (self.scale_bytes + self.zero_bytes)
 
     def scale_shape(self, heads: int, tokens: int, width: int) -> tuple[int, ...]:
-        """Shape of the scales of a page; (0,) where nothing is stored."""
+        """Return the shape of a page's scales; (0,) if the page stores none."""
         if self.granularity == "tensor":
             return (0,)
         if self.granularity == "channel":
@@ -73,7 +73,7 @@ class Side:
 
 
 class PageArray(NamedTuple):
-    """One array inside a page: its first byte, its shape, and the bytes of an element."""
+    """One array inside a page: its offset in bytes, its shape, and the bytes per element."""
 
     offset: int
     shape: tuple[int, ...]
@@ -86,19 +86,19 @@ class PageArray(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """Offset of the first byte after the array."""
         return self.offset + self.num_bytes
 
 
 def page_arrays(
     key: Side, value: Side, *, heads: int, key_dim: int, value_dim: int, page_size: int = DEFAULT_PAGE_SIZE
 ) -> dict[str, PageArray]:
-    """The arrays of one page of one layer by name, in the order in which they lie.
+    """Lay out the arrays of one page of one layer: by name, in memory order.
 
     Args:
-        key, value: how they are stored; codes of less than a byte are packed along the channels.
-        heads, key_dim, value_dim: key/value heads and their channels; no channels = values are not kept.
-        page_size: tokens of a page.
+        key, value: storage of keys and of values; codes of less than a byte are packed along the channels.
+        heads, key_dim, value_dim: number of key/value heads and their channels; value_dim 0 = values are not stored.
+        page_size: tokens per page.
     """
     shapes: list[tuple[str, tuple[int, ...], int]] = []
     sides = [("key", key, key_dim), *([("value", value, value_dim)] if value_dim else [])]
@@ -119,21 +119,21 @@ def page_arrays(
 
 
 def padded_bytes(arrays: dict[str, PageArray]) -> int:
-    """Bytes of one page, padding included."""
+    """Count the bytes of one page including padding."""
     return _aligned(max(array.end for array in arrays.values()))
 
 
 def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
-    """Slots of one sequence's residual window: an open page, which is quantized when it is complete, and a rollback."""
+    """Return the slots of a sequence's residual window: one page, quantized only when full, and a rollback."""
     return page_size + MAX_ROLLBACK if key.granularity == "channel" else 0
 
 
 def side_of(scheme: CacheScheme, dtype_bytes: int) -> Side:
-    """Return how the runtime stores keys or values of this scheme.
+    """Return how the runtime stores keys or values with this scheme.
 
     Args:
         scheme: number type and granularity.
-        dtype_bytes: of what is not quantized.
+        dtype_bytes: bytes per unquantized element.
     """
     if scheme.dtype is None:
         return Side(bits=8 * dtype_bytes)
@@ -152,9 +152,9 @@ class KVForm:
     """Storage of keys and values in the cache.
 
     Args:
-        name: as given to --kv-cache.
-        key, value: each side.
-        layers: forms of layers that differ, by number.
+        name: value of --kv-cache.
+        key, value: storage of keys and of values.
+        layers: forms of the layers that differ, by layer number.
     """
 
     name: str
@@ -164,11 +164,11 @@ class KVForm:
 
     @property
     def bits(self) -> int:
-        """Bits of one element of a key or a value, whichever has fewer."""
+        """Bits per element of keys or of values, whichever is smaller."""
         return min(self.key.bits, self.value.bits)
 
     def of(self, index: int) -> KVForm:
-        """The form of one layer."""
+        """Return the form of one layer."""
         return dict(self.layers).get(index, self)
 
 
@@ -209,12 +209,12 @@ def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:
 
 
 def form_of_schemes(name: str, schemes: Sequence[KVScheme], dtype_bytes: int) -> KVForm:
-    """The form of a cache whose layers a recipe or a checkpoint describes.
+    """Return the form of a cache whose layers a recipe or a checkpoint describes.
 
     Args:
-        name: for tables.
-        schemes: one per layer, or one for all.
-        dtype_bytes: of keys and values that are not quantized.
+        name: name of the form in tables.
+        schemes: one scheme per layer, or one for all.
+        dtype_bytes: bytes per element of unquantized keys and values.
     """
     forms = [
         KVForm(name=name, key=side_of(scheme.key, dtype_bytes), value=side_of(scheme.value, dtype_bytes))

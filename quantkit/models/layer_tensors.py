@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors of a decoder layer: the family's names, the model's sizes. Torch-free.
+"""Names and shapes of the tensors of a decoder layer, from the family's names and the model's sizes. Torch-free.
 
 D hidden, H query heads, J key/value heads, d channels of a head, E experts.
 """
@@ -54,12 +54,12 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
 
 
 def outer_tensors(model: ModelDescription) -> Shapes:
-    """Shape by full name of what stands beside the layers, but embedding and head: the last norm, learned positions."""
+    """Return the shapes of tensors outside the layers except embedding and head, e.g. the final norm, by full name."""
     return _norm(model, model.family.final_norm, model.hidden_size) | _own_shapes(model, model.family.outside)
 
 
 def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, ...]]) -> Shapes:
-    """Shapes whose sizes are numbers, keys of config.json, or products of keys."""
+    """Resolve shapes whose sizes are numbers, keys of config.json, or products of keys."""
 
     def number(size: int | str) -> int:
         return size if isinstance(size, int) else math.prod(map(model.entries.count, size.split("*")))
@@ -68,7 +68,7 @@ def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, .
 
 
 def norm_names(model: ModelDescription) -> tuple[str | None, ...]:
-    """Names of a layer's norms: before and after attention, before and after the MLP; None = there is none."""
+    """Return the names of a layer's norms: before and after attention, before and after the MLP; None = no norm."""
     parts = model.family.parts
     if model.family.one_half:
         return parts.input_norm, None, None, None
@@ -77,12 +77,12 @@ def norm_names(model: ModelDescription) -> tuple[str | None, ...]:
 
 
 def per_head(name: str, num_heads: int) -> list[str]:
-    """Module names of a norm that may be one module per head."""
+    """Return the module names of a norm that may consist of one module per head."""
     return [name.format(head=head) for head in range(num_heads)] if "{head}" in name else [name]
 
 
 def _norm(model: ModelDescription, name: str, *shape: int, bias: bool = True) -> Shapes:
-    """Weight and bias of a norm."""
+    """Return the shapes of a norm's weight and bias."""
     kind, biased = model.family.norm, bias and model.family.biases.norms
     parts = () if kind == "bare" else ("weight", "bias") if kind == "layer" and biased else ("weight",)
     return {f"{name}.{part}": shape for part in parts}
@@ -114,7 +114,7 @@ def _attention_matrices(model: ModelDescription) -> Iterator[Matrix]:
 
 
 def _latent_matrices(model: ModelDescription, sizes: LatentShape) -> Iterator[Matrix]:
-    """DeepSeek's projections: down to a latent vector, and up from it."""
+    """Yield the matrices of DeepSeek's latent attention: projections down to a latent vector and up from it."""
     hidden, heads, keys = model.hidden_size, model.num_heads, sizes.plain_dim + sizes.rope_dim
     queries = [("q_proj", heads * keys, hidden)]
     if sizes.query_rank:
@@ -146,7 +146,7 @@ def _latent_norms(sizes: LatentShape) -> Shapes:
 def _mlp(
     model: ModelDescription, up: Sequence[str], down: str, width: int, *, gated: bool = True, **facts: Any
 ) -> list[Matrix]:
-    """Linears of an MLP; `facts` are of each: whether it has a bias, of experts how many there are."""
+    """Return the linears of an MLP; `facts` are further fields of each `Matrix`, e.g. bias or copies."""
     rows = 2 * width if gated and len(up) == 1 else width
     sizes = [*((name, rows, model.hidden_size) for name in up), (down, model.hidden_size, width)]
     return [Matrix(name=name, out_features=n, in_features=k, **facts) for name, n, k in sizes]

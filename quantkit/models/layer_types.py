@@ -19,13 +19,13 @@ _STATE_SPACE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "j
 
 
 def count_layers(read: ConfigReader) -> int:
-    """Decoder layers: as many as config.json says, else as it lists."""
+    """Return the number of decoder layers: the count in config.json, or else the length of its list of layers."""
     types = _types(read)
     return read.count("num_hidden_layers", default=len(types) if isinstance(types, list) else None)
 
 
 def _types(read: ConfigReader) -> Any:
-    """Return the entry of config.json for each layer; None = it lists none."""
+    """Return the entry of config.json that lists a type per layer; None if there is none."""
     pattern = read.get("hybrid_override_pattern")
     if read.get("layer_types") is None and isinstance(pattern, str):
         return [_LETTERS.get(letter, letter) for letter in pattern]
@@ -33,7 +33,7 @@ def _types(read: ConfigReader) -> Any:
 
 
 def halves_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
-    """Whether each layer is an MLP or experts and nothing else, as some are where each layer is one half."""
+    """Return for each layer whether it is an MLP or experts without attention; only some families have such layers."""
     count = count_layers(read)
     if not family.one_half:
         return (False,) * count
@@ -102,7 +102,7 @@ def _window_of_type(read: ConfigReader, name: str) -> int | None:
 
 
 def recurrent_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
-    """Whether each layer keeps a state in place of keys and values."""
+    """Return for each layer whether it keeps a state instead of keys and values."""
     count, data, types = count_layers(read), family.recurrent, _types(read)
     if data is None:
         return (False,) * count
@@ -114,7 +114,7 @@ def recurrent_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
 
 
 def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
-    """Whether each layer has experts in place of the MLP."""
+    """Return for each layer whether it has experts instead of an MLP."""
     count = count_layers(read)
     if family.experts is None or not read.optional_count("num_experts"):
         return (False,) * count
@@ -143,10 +143,10 @@ def _is_sparse(read: ConfigReader, index: int) -> bool:
 
 
 def positions_by_layer(read: ConfigReader, family: Family, windows: tuple[int | None, ...]) -> list[bool]:
-    """Whether each layer has rotary positions.
+    """Return for each layer whether it has rotary positions.
 
     Raises:
-        ModelError: a list that is not one entry for each layer.
+        ModelError: a list in config.json does not have one entry per layer.
     """
     has_windows = any(window is not None for window in windows)
     if family.rope.layers == "window" or (family.rope.layers == "local" and has_windows):

@@ -1,4 +1,4 @@
-"""Sets of linears of a decoder layer that read the same tensor, and the usual ones of a family. Torch-free."""
+"""Sets of linears of a decoder layer that read the same tensor, and the default sets of a family. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class LinearSet:
     """Linears of one decoder layer that read the same tensor. Names are relative to the layer.
 
     Args:
-        linears: in the order in which they run; a loader that fuses them needs one scheme for all.
-        source: the norm or linear that produces the input and can absorb a smoothing scale; None = nothing can.
+        linears: names in execution order; an engine that fuses them needs one scheme for all.
+        source: norm or linear that produces the input and can absorb a smoothing scale; None = no module can.
         parent: smallest module that contains the set and turns its input into the layer's next hidden state;
-            its output error is what a scale search minimises. "" = the layer.
-        grouped_heads: the source's outputs are key/value heads, each repeated for several query heads.
-        beside: modules with a weight (N, K) that read the same tensor and are never quantized (routers, gates); a scale
-            that is folded into the source is folded into them too.
-        optional: only some layers of the family, or some of its models, have these linears and this source. Of several
-            sets with the same linear the first that is there counts.
-        when: entries of config.json (or their defaults) that this set holds for.
+            a scale search minimises its output error. "" = the layer.
+        grouped_heads: whether the source's outputs are key/value heads, each repeated for several query heads.
+        beside: modules with a weight (N, K) that read the same tensor and are never quantized (routers, gates); when a
+            scale is folded into the source, they are rescaled like the linears.
+        optional: whether only some layers or models of the family have these linears and this source. If several sets
+            have the same linear, the first that the layer has applies.
+        when: values of config.json entries (or their defaults) for which this set applies.
 
-    `{expert}` in a name stands for each number of an expert that the layer has: with a parent of its own for each
-    expert there is one set for each, else one set of all.
+    `{expert}` in a name stands for the number of each expert of the layer. If the parent's name contains it, there is
+    one set per expert; otherwise one set holds all experts.
     """
 
     linears: tuple[str, ...]
@@ -45,7 +45,7 @@ class LinearSet:
 
     @property
     def fused(self) -> tuple[tuple[str, ...], ...]:
-        """Linears that inference engines fuse, so that they need one scheme: those of one module, or of all experts."""
+        """Groups of linears that inference engines fuse, so each group needs one scheme."""
         together: dict[str, list[str]] = {}
         for name in self.linears:
             # Without numbers, as engines fuse the experts of a layer into one tensor.
@@ -55,11 +55,11 @@ class LinearSet:
 
 
 def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a complaint for each fused set whose linears do not have one scheme.
+    """Yield an error message for each fused group of linears with different schemes.
 
     Args:
-        sets: of one layer.
-        schemes: of its linears by relative name, None = ignored; names that it lacks are not there.
+        sets: sets of one layer.
+        schemes: scheme of each linear of the layer by relative name; None = ignored.
     """
     for names in (names for group in sets for names in group.fused):
         present = [name for name in names if name in schemes]
@@ -84,7 +84,7 @@ MLA_SETS = (
 
 
 def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
-    """Return the sets that one set of the family's data becomes in one layer; see `Family.sets_of_layer`."""
+    """Yield the sets of one layer that follow from one set of the family; see `Family.sets_of_layer`."""
     templates = [name for name in group.linears if EXPERT in name]
     # A family's data does not say how many experts a layer has; its modules do.
     experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
@@ -106,19 +106,19 @@ def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearS
 
 
 def at(name: str, expert: int) -> str:
-    """A name with the number of an expert in it."""
+    """Insert the number of an expert into a name."""
     return name.replace(EXPERT, str(expert))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLocation:
-    """Return the place of an expert's linear in its layer.
+    """Location of an expert's linear in its layer.
 
     Args:
-        owner: the module whose first argument is what experts read: the one that routes tokens, e.g. `mlp`, or where
-            that is the layer, the experts.
-        container: the experts, e.g. `mlp.experts`.
-        number: of the expert.
+        owner: the module whose first argument is the experts' input: usually the one that routes tokens (e.g. `mlp`).
+            If the layer itself routes, it is the experts module.
+        container: the experts module, e.g. `mlp.experts`.
+        number: number of the expert.
     """
 
     owner: str
@@ -127,7 +127,7 @@ class ExpertLocation:
 
 
 def find_expert(name: str) -> ExpertLocation | None:
-    """The expert that a linear (relative name, e.g. `mlp.experts.3.up_proj`) belongs to; None = no expert."""
+    """Return the expert of a linear from its relative name, e.g. `mlp.experts.3.up_proj`; None if it has none."""
     match = re.fullmatch(r"((?:(.+)\.)?experts)\.(\d+)\..+", name)
     if match is None:
         return None
@@ -135,15 +135,15 @@ def find_expert(name: str) -> ExpertLocation | None:
 
 
 def common_owner(names: Iterable[str]) -> str:
-    """The innermost module that contains all of these; empty where only the whole does."""
+    """Return the innermost module that contains all of these modules; empty if only the layer itself does."""
     # By whole names rather than characters: `experts.1` and `experts.10` have only `experts` in common.
     return os.path.commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".")
 
 
 def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
-    """Sets for experts that each see only the tokens routed to them: those of several experts are taken apart.
+    """Split sets that span several experts into one set per expert, because each expert sees only its routed tokens.
 
-    Nothing before them can absorb a scale of theirs, since each would want another one.
+    The source cannot absorb a smoothing scale of these sets, because each expert would need a different one.
     """
     split: list[LinearSet] = []
     for group in sets:
@@ -161,7 +161,7 @@ def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
 
 
 def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """Return the sets of attention; with a `joint` norm the MLP reads the same input and joins the first set."""
+    """Return the sets of attention; if `joint`, the MLP reads the same input, so its linears join the first set."""
     together = len(parts.qkv) == 1
     first = LinearSet(
         linears=(*parts.qkv, *(parts.up if joint else ())),
@@ -174,7 +174,7 @@ def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[Line
 
 
 def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """Return the sets of the MLP; with a `joint` norm its first linears stand in the set of attention."""
+    """Return the sets of the MLP; if `joint`, its first linears are in the set of attention."""
     # No scale passes through an activation, but one does through the product with its gate.
     source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
     down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
@@ -183,7 +183,7 @@ def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet,
 
 
 def expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
-    """Return the sets of a layer with experts: all readers of the router's input, then each expert's last linear."""
+    """Return the sets of a layer with experts: all linears that read the router's input, then each down projection."""
     beside = (data.router, *([data.shared_gate] if data.shared_gate else []))
     ups = LinearSet(
         linears=(*data.up, *data.shared_up),

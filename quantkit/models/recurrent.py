@@ -59,14 +59,14 @@ class Recurrent:
     least_step: str | None = None
 
     def name(self, part: str) -> str:
-        """A part's name relative to the layer."""
+        """Return the name of a part relative to the layer."""
         return f"{self.module}.{part}"
 
     def sets(self, norm: str | None) -> tuple[LinearSet, ...]:
-        """Sets of the layer's linears that read the same tensor.
+        """Return the sets of the layer's linears that read the same tensor.
 
         Args:
-            norm: what the layer begins with; None where it cannot absorb a scale.
+            norm: the layer's first norm; None if it cannot absorb a scale.
         """
         inputs, beside = (tuple(map(self.name, parts)) for parts in (self.inputs, self.gates))
         output = self.name("out_proj")
@@ -102,7 +102,7 @@ class Recurrent:
         return read.count("mamba_expand") * read.count("hidden_size") // heads
 
     def matrices(self, read: ConfigReader, hidden: int) -> tuple[Matrix, ...]:
-        """Matrices of the layer."""
+        """Return the matrices of the layer."""
         shape, bias = self.shape(read), read.flag(self.bias)
         heads = shape.value_heads
         # What each of a module's linears gives: one of all, or queries, keys and values apart from the gate.
@@ -125,7 +125,7 @@ class Recurrent:
         )
 
     def vectors(self, read: ConfigReader) -> dict[str, tuple[int, ...]]:
-        """Shape by relative name of everything else."""
+        """Return the shapes of all other tensors of the layer, by relative name."""
         shape = self.shape(read)
         heads = (shape.value_heads,)
         shapes = {

@@ -22,19 +22,19 @@ class RopeConfig:
     """Rotary embedding of some layers.
 
     Args:
-        kind: how wavelengths are scaled.
+        kind: method of scaling the wavelengths.
         theta: base of the wavelengths.
-        width: channels of a head that are rotated, R; even.
-        interleaved: neighbouring channels are a pair.
-        max_length: what the unscaled model was made for, or is configured for.
-        factor: how much longer contexts are to be.
-        original_length: length of the pretraining (yarn, llama3, longrope).
-        attention_factor: of cosine and sine (yarn, longrope).
+        width: number of rotated channels per head, R; even.
+        interleaved: whether neighbouring channels form a rotated pair.
+        max_length: `max_position_embeddings`.
+        factor: factor by which the context length is extended.
+        original_length: context length of pretraining (yarn, llama3, longrope).
+        attention_factor: factor on cosine and sine (yarn, longrope).
         beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
         low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
-        sharpening: of the scale of latent attention (yarn).
-        growth: of queries by position, see `family.Rope`; 0 = they do not grow.
-        short_factors, long_factors: LongRoPE's factor of each wavelength (R/2), up to the original length and beyond.
+        sharpening: factor on the softmax scale of latent attention (yarn).
+        growth: growth of queries with position, see `family.Rope`; 0 = none.
+        short_factors, long_factors: LongRoPE's factor per wavelength (R/2), up to the original length and beyond it.
     """
 
     kind: Kind = "default"
@@ -57,7 +57,7 @@ class RopeConfig:
 
     @property
     def turning_length(self) -> int | None:
-        """Length of a sequence beyond which wavelengths depend on it; None = they never do."""
+        """Sequence length above which the wavelengths depend on the length; None = they never do."""
         return {"dynamic": self.max_length, "longrope": self.original_length}.get(self.kind)
 
 
@@ -126,7 +126,7 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
 
 
 def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
-    """The base of the wavelengths, where the RoPE entries do not have it."""
+    """Return the base of the wavelengths from outside the RoPE entries."""
     if local and family.local_theta is not None:
         return config.number("rope_local_base_freq", default=family.local_theta)
     if not local and family.theta_key is not None:
@@ -135,7 +135,7 @@ def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
 
 
 def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, length: int) -> dict[str, Any]:
-    """The entries that belong to this kind of scaling."""
+    """Return the entries that belong to this kind of scaling."""
     if kind in ("linear", "dynamic"):
         return {"factor": _factor(read)}
     if kind not in ("yarn", "llama3", "longrope"):
@@ -184,7 +184,7 @@ def _alpha(read: ConfigReader) -> float:
 
 
 def _yarn_attention(read: ConfigReader, factor: float) -> dict[str, float]:
-    """YaRN's factor of cosine and sine: given, or from the growth of the context; and that of latent attention."""
+    """Return YaRN's factor on cosine and sine (given, or derived from `factor`) and the factor of latent attention."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""Names of tensors in files: those of a model as published, and those of GGUF files."""
+"""Names of a model's tensors in published checkpoints and in GGUF files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorConversion:
-    """Tensors of files out of which a loader makes others: joined, cut or reordered.
+    """Conversion of stored tensors to the model's tensors by joining, splitting or reordering.
 
     Args:
         sources: names in files.
-        targets: shapes by names in the model.
-        convert: tensors by names in files -> tensors by names in the model.
+        targets: shapes of the converted tensors by name in the model.
+        convert: function from tensors by name in files to tensors by name in the model.
     """
 
     sources: tuple[str, ...]
@@ -22,12 +22,12 @@ class TensorConversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredNames:
-    """Names in files of one model.
+    """Names of one model's tensors in files.
 
     Args:
-        tensors: by name in the model, where it is another.
-        modules: the same of modules of which further tensors, such as codes and scales, are renamed alike.
-        conversions: of what is no tensor of the model by itself.
+        tensors: name in files by name in the model, for tensors whose names differ.
+        modules: the same for modules, which renames all their tensors, such as codes and scales.
+        conversions: stored tensors that do not correspond one-to-one to tensors of the model.
     """
 
     tensors: Mapping[str, str]
@@ -35,13 +35,13 @@ class StoredNames:
     conversions: tuple[TensorConversion, ...] = ()
 
     def of(self, name: str) -> str:
-        """Return the name of a tensor in files; the name of a module with a dot behind it is that of a module."""
+        """Return the name of a tensor in files; for the prefix of a module, pass its name with a trailing dot."""
         module, _, leaf = name.rpartition(".")
         stored = self.modules.get(module)
         return self.tensors.get(name) or (name if stored is None else f"{stored}.{leaf}")
 
     def own(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Names in the model by those in a file, the inverse of `of`."""
+        """Return names in the model by names in a file, the inverse of `of`."""
         tensors = {stored: name for name, stored in self.tensors.items()}
         modules = {stored: name for name, stored in self.modules.items()}
         own: dict[str, str] = {}
@@ -65,13 +65,13 @@ GGUF_NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFNames:
-    """Names that llama.cpp gives the family; names of tensors follow from the parts.
+    """Names of llama.cpp for a family; tensor names follow from the family's parts.
 
     Args:
         name: `general.architecture`.
-        interleaved: rows of q and k are reordered, because rotary pairs lie next to each other there.
-        numbers: entry after `<name>.` by key of config.json; a key that is missing there is left out.
-        rotary: whether there are rotary embeddings.
+        interleaved: whether rows of q and k are reordered, because llama.cpp rotates neighbouring channels as a pair.
+        numbers: config.json key of each GGUF entry, by its name after `<name>.`; entries without a value are omitted.
+        rotary: whether the model has rotary embeddings.
     Source: llama.cpp `convert_hf_to_gguf.py` and gguf-py `constants.py`, `tensor_mapping.py`.
     """
 

@@ -1,6 +1,6 @@
-"""The tensors of a decoder layer as data: linears that are one matrix each, and everything else.
+"""Descriptions of a decoder layer's tensors: the matrix of each linear, and all other tensors. Torch-free.
 
-N outputs, K inputs. Torch-free.
+N outputs, K inputs.
 """
 
 import math
@@ -13,15 +13,15 @@ from quantkit.models.linear_sets import EXPERT, at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """A linear of a decoder layer, or equal ones of several experts.
+    """A linear of a decoder layer, or linears of equal shape in several experts.
 
     Args:
-        name: relative to the layer; `{expert}` stands for the number of each copy.
+        name: name relative to the layer; `{expert}` stands for the number of each copy.
         out_features, in_features: N and K.
-        copies: how many there are.
-        active: how many of them a token uses.
-        quantizable: False for routers and the like, which stay as they are.
-        bias: whether each has a bias (N,), as far as is known.
+        copies: number of copies.
+        active: number of copies that a token uses.
+        quantizable: False for modules that are never quantized, such as routers.
+        bias: whether each copy has a bias (N,), as far as is known.
     """
 
     name: str
@@ -34,22 +34,22 @@ class Matrix:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of all copies."""
+        """Number of weights in all copies."""
         return self.copies * self.out_features * self.in_features
 
     @property
     def active_parameters(self) -> int:
-        """Weights that a token uses."""
+        """Number of weights that a token uses."""
         return self.active * self.out_features * self.in_features
 
     @property
     def first(self) -> str:
-        """The name of the first copy, `mlp.experts.0.up_proj`."""
+        """Name of the first copy, e.g. `mlp.experts.0.up_proj`."""
         return at(self.name, 0)
 
     @property
     def names(self) -> Iterator[str]:
-        """The names of all copies."""
+        """Yield the names of all copies."""
         return (at(self.name, number) for number in range(self.copies)) if EXPERT in self.name else iter((self.name,))
 
 
@@ -58,9 +58,9 @@ class LayerTensors:
     """Tensors of one decoder layer.
 
     Args:
-        matrices: its linears, in running order.
-        vectors: shape by relative name of everything else but biases of linears: norms, sinks, balances.
-        attention: its cache, or its state.
+        matrices: the layer's linears, in execution order.
+        vectors: shapes of all other tensors except biases of linears (norms, sinks, balances), by relative name.
+        attention: shape of the layer's cache or state.
     """
 
     matrices: tuple[Matrix, ...]
@@ -69,11 +69,11 @@ class LayerTensors:
 
     @property
     def other_parameters(self) -> int:
-        """Parameters that are in no matrix."""
+        """Number of parameters that are in no matrix."""
         biases = sum(matrix.copies * matrix.out_features for matrix in self.matrices if matrix.bias)
         return biases + sum(map(math.prod, self.vectors.values()))
 
     @property
     def num_parameters(self) -> int:
-        """All of them."""
+        """Number of parameters of the layer."""
         return self.other_parameters + sum(matrix.num_parameters for matrix in self.matrices)

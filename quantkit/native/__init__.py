@@ -1,14 +1,14 @@
-"""C files, compiled for this machine's instructions at first use and loaded through ctypes; all of it is optional.
+"""C files, compiled for this machine's instructions at first use and loaded through ctypes; entirely optional.
 
     _LIBRARY = Library(Path(__file__).parent)                     # all *.c of the folder become one library
     if _LIBRARY.get():
         multiply = _LIBRARY.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)
         multiply(tensor.data_ptr(), len(tensor))
 
-The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
-copy, so all share one pool. Without a compiler, AVX2 or permission there is no library: `status` says why, and so does
-one warning per process. In the environment `QUANTKIT_NATIVE=0` switches all of them off, `QUANTKIT_NATIVE=avx512`
-leaves AMX out and `QUANTKIT_NATIVE=avx2` AVX-512 as well, for comparison and for tests.
+The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; all code shares the
+thread pool of torch's OpenMP. Without a compiler, AVX2 or permission there is no library; `status` and one warning per
+process say why. For tests and comparisons, `QUANTKIT_NATIVE=0` disables all C code, `QUANTKIT_NATIVE=avx512` disables
+AMX, and `QUANTKIT_NATIVE=avx2` disables AMX and AVX-512.
 """
 
 import ctypes
@@ -29,26 +29,26 @@ class Library:
     """A library compiled from a folder of C files.
 
     Args:
-        sources: the folder; one of its files exports `int qk_has_avx512(void)`, whether it uses AVX-512, and where
-            there is code for AMX, one exports `int qk_has_amx(void)`.
+        sources: the folder. One of its files exports `int qk_has_avx512(void)`, which tells whether the library uses
+            AVX-512; a folder with AMX code also exports `int qk_has_amx(void)`.
     """
 
     def __init__(self, sources: Path) -> None:
         self._sources = sources
 
     def get(self) -> ctypes.CDLL | None:
-        """The library, compiled on the first call (a second or two, once per machine and version); None without one."""
+        """Return the library, compiled on the first call (a second or two, once per machine); None if unavailable."""
         return None if _is_off() else self._loaded[0]
 
     def status(self) -> str:
-        """One line for `--stats`: what was compiled, or why torch is used instead."""
+        """Return one line for `--stats`: how the library was compiled, or why torch is used instead."""
         return "off: QUANTKIT_NATIVE=0" if _is_off() else self._loaded[1]
 
     def function(self, name: str, *arguments: Any, returns: Any = None) -> Function:
-        """A function of the library, which is there, its signature declared.
+        """Return a function of the loaded library with its signature declared.
 
         Args:
-            name: as exported in C.
+            name: name exported in C.
             arguments: ctypes types; pointers are `ctypes.c_void_p` and take `tensor.data_ptr()`.
             returns: ctypes type of the result.
         """
@@ -59,7 +59,7 @@ class Library:
         return symbol
 
     def has_avx512(self) -> bool:
-        """Whether there is a library and it uses AVX-512: then numbers in bf16 are multiplied as they are."""
+        """Whether the library exists and uses AVX-512, and so multiplies bf16 without conversion."""
         loaded = self.get()
         return loaded is not None and bool(loaded.qk_has_avx512())
 
@@ -75,7 +75,7 @@ class Library:
 
 
 def _instructions(loaded: ctypes.CDLL) -> str:
-    """Asked of what was made: a compiler may know less than the CPU has, and the system may keep AMX to itself."""
+    """Return the instructions used by a loaded library, which may be fewer than the CPU has."""
     amx = ", AMX" if hasattr(loaded, "qk_has_amx") and loaded.qk_has_amx() else ""
     return f"AVX-512 with BF16 and VNNI{amx}" if loaded.qk_has_avx512() else "AVX2"
 

@@ -1,7 +1,7 @@
-"""From C files to a loaded library: which machines, where it is kept, and that nobody else can put one there.
+"""Compilation of C files into a loaded library, kept in a cache that only the user can write.
 
-The cache is a folder of the user's own; the file name is a hash of sources, flags, compiler and CPU, so a stale
-library is never loaded. It is written under another name and renamed: processes that build at once do no harm.
+The cache is a private folder. A library's file name is a hash of sources, flags, compiler and CPU, so a stale library
+is never loaded. A library is written under a temporary name and renamed, so processes can build it at the same time.
 """
 
 import atexit
@@ -29,19 +29,19 @@ _TIMEOUT_S = 120
 
 
 class BuildError(Exception):
-    """There will be no library; the message is the reason."""
+    """The library cannot be built; the message is the reason."""
 
 
 def build_library(sources: Path, *, widest: str | None = None) -> tuple[Path, str]:
-    """Compile what is not in the cache.
+    """Return the library, compiled unless it is in the cache.
 
     Args:
         sources: folder of C files.
-        widest: instructions that may be used, "avx2" or "avx512"; all others = whatever the CPU has.
+        widest: widest instructions allowed, "avx2" or "avx512"; anything else = all that the CPU has.
     Returns:
-        The library, and one line that says how it was made.
+        The library, and one line that says how it was built.
     Raises:
-        BuildError: no suitable CPU or compiler, or it failed.
+        BuildError: there is no suitable CPU or compiler, or the compiler failed.
     """
     flags = cpu_flags()
     missing = [flag for flag in _LEAST if flag not in flags]
@@ -66,16 +66,16 @@ def build_library(sources: Path, *, widest: str | None = None) -> tuple[Path, st
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets by their Linux names; empty where that cannot be asked."""
+    """Return instruction sets by their Linux names; empty on other systems."""
     line = re.search(r"^flags\s*:(.*)$", _said_by_linux("cpuinfo"), re.MULTILINE)
     return frozenset(line.group(1).split()) if line else frozenset()
 
 
 def find_compiler() -> str:
-    """Path of the C compiler: $CC, else gcc, else cc.
+    """Return the path of the C compiler: $CC, or else gcc, or else cc.
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is no C compiler.
     """
     for name in (os.environ.get("CC"), "gcc", "cc"):
         path = shutil.which(name) if name else None
@@ -85,7 +85,7 @@ def find_compiler() -> str:
 
 
 def find_openmp() -> str | None:
-    """Path of the OpenMP library that torch has loaded into this process; None when there is none."""
+    """Return the path of the OpenMP library that torch has loaded into this process; None if there is none."""
     # For what it brings along: before that there is no OpenMP library in this process.
     import torch  # noqa: F401
 
@@ -94,7 +94,7 @@ def find_openmp() -> str | None:
 
 
 def _said_by_linux(name: str) -> str:
-    """A file of /proc; empty on other systems."""
+    """Return the contents of a file in /proc; empty on other systems."""
     try:
         return Path("/proc", name).read_text()
     except OSError:
@@ -102,10 +102,10 @@ def _said_by_linux(name: str) -> str:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Open the library; its OpenMP calls go to torch's copy, so that there is one pool of threads.
+    """Load the library; its OpenMP calls go to torch's copy, so that there is one thread pool.
 
     Raises:
-        OSError: it cannot be loaded.
+        OSError: the library cannot be loaded.
     """
     openmp = find_openmp()
     if openmp:
@@ -115,7 +115,7 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """A folder that only this user can write: $XDG_CACHE_HOME/quantkit, or a fresh one for this process."""
+    """Return a folder that only this user can write: $XDG_CACHE_HOME/quantkit, or a temporary one."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = base / "quantkit" / "native"
@@ -128,7 +128,7 @@ def cache_folder() -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether nobody but this user (and root) can put a file into this folder or another folder in its place."""
+    """Whether only this user (and root) can put files into this folder or replace one of its parents."""
     resolved = folder.resolve()
     own = resolved.stat()
     if own.st_uid != os.getuid() or own.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -142,9 +142,9 @@ def is_private(folder: Path) -> bool:
 
 
 def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
-    """Compile all sources at once and link them; `library` appears complete or not at all.
+    """Compile and link all sources; `library` appears complete or not at all.
 
-    Linked without -fopenmp: that would bring in a second OpenMP runtime beside torch's.
+    It links without -fopenmp, which would add a second OpenMP runtime next to torch's.
 
     Raises:
         BuildError: the compiler failed; the message has its first line.
@@ -162,7 +162,7 @@ def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], 
 
 
 def _run(command: list[str]) -> str:
-    """Standard output of a command."""
+    """Return the standard output of a command."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
     except subprocess.CalledProcessError as error:

@@ -1,1 +1,1 @@
-"""Quantized numbers: types, schemes, tensors and the arithmetic between them. Torch, no I/O."""
+"""Number types, schemes, quantized tensors and their arithmetic, on torch tensors and without I/O."""

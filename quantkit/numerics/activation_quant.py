@@ -46,21 +46,21 @@ def _fake_quantize(values: Tensor, scheme: ActivationScheme, scale: Tensor | Non
 
 
 def _dynamic_scale(largest: Tensor, dtype: DType, outer: Tensor | None) -> Tensor:
-    """Scales from the largest magnitudes (..., 1); `outer` is the global one of two levels."""
+    """Compute scales from the largest magnitudes (..., 1); `outer` is the global scale for types with two levels."""
     if outer is None:
         return storable_scale(largest, dtype, torch.float32, None)
     return two_level_scale(largest / dtype.half_range, outer.float())
 
 
 def input_scale(largest: Tensor, scheme: ActivationScheme, scale_dtype: torch.dtype) -> Tensor:
-    """The calibrated scale of an input, from the largest magnitude that it is to hold.
+    """Return the calibrated scale of an input, from the largest magnitude that it must represent.
 
     Args:
         largest: one element, float32, > 0.
-        scheme: for which `is_calibrated` holds.
-        scale_dtype: in which scales are stored; the global one of two levels is always float32.
+        scheme: scheme of the input; `is_calibrated` must hold.
+        scale_dtype: dtype in which scales are stored; a global scale is always float32.
     Returns:
-        (1,) in the dtype that is stored.
+        (1,) in the stored dtype.
     """
     if scheme.dtype.scale == "e4m3":
         return global_scale(largest, scheme.dtype)

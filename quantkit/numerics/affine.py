@@ -1,7 +1,7 @@
-"""Affine quantization: from a range to a scale, from values to codes, and the search for the range that loses least.
+"""Affine quantization: turn ranges into scales, values into codes, and search the ranges with the least error.
 
-What a weight can be rounded to is a `WeightGrid`; the `Ranges` of its groups say what each code stands for.
-Arithmetic as compressed-tensors defines it: a range always contains zero; symmetric scale = absmax / half_range;
+A `WeightGrid` describes the grid that a weight is rounded to; `Ranges` hold the scales and zero points of its groups.
+The arithmetic is that of compressed-tensors: a range always contains zero; symmetric scale = absmax / half_range;
 asymmetric scale = (high - low) / full_range with zero_point = round(minimum - low / scale).
 Shapes: N outputs, K inputs, G groups per row, g = K / G.
 Source: Nagel et al. 2021, A White Paper on Neural Network Quantization, sections 2 and 3.
@@ -27,35 +27,36 @@ _ROUND_CHUNK = 1 << 19
 
 
 class Ranges(NamedTuple):
-    """Scale and zero point (N, G) of a weight's groups, float32 with values that are stored exactly.
+    """Scales and zero points (N, G) of a weight's groups: float32, but with values that the stored dtype holds exactly.
 
-    The zero points are whole numbers in the code range; None when symmetric.
+    Zero points are whole numbers in the code range; None for symmetric schemes.
     """
 
     scale: Tensor
     zero_point: Tensor | None
 
     def split(self, sizes: Sequence[int]) -> list["Ranges"]:
-        """Split the ranges of matrices of so many rows, one below the other; the inverse of `join_ranges`."""
+        """Split the ranges of stacked matrices with these numbers of rows; the inverse of `join_ranges`."""
         zeros = [None] * len(sizes) if self.zero_point is None else torch.split(self.zero_point, list(sizes))
         return [Ranges(*own) for own in zip(torch.split(self.scale, list(sizes)), zeros, strict=True)]
 
 
 def join_ranges(parts: Sequence[Ranges]) -> Ranges:
-    """Join the ranges of matrices of one scheme, one below the other."""
+    """Concatenate the ranges of several matrices with the same scheme along the rows."""
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
     return Ranges(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGrid:
-    """Grid that a weight is rounded to, except for the ranges of its groups.
+    """Grid that a weight is rounded to, without the ranges of its groups.
 
     Args:
         scheme: number type and granularity.
-        scale_dtype: in which scales are stored, unless the type says otherwise, and values are decoded by loaders.
-        tensor_largest: (1,) float32, see `largest_magnitude`: of all weights that share something of the whole tensor;
-            None = of the weight alone. Only types with such a scale use it.
+        scale_dtype: dtype in which scales are stored, unless the number type fixes it, and in which loaders decode
+            values.
+        tensor_largest: (1,) float32 `largest_magnitude` of all weights that share a tensor scale; None = of the weight
+            alone. Used only by schemes with a tensor scale.
     """
 
     scheme: WeightScheme
@@ -63,30 +64,30 @@ class WeightGrid:
     tensor_largest: Tensor | None = None
 
     def completed(self, weight: Tensor) -> "WeightGrid":
-        """Add the largest magnitude of this weight, if one is needed and none is given."""
+        """Return the grid with the largest magnitude of this weight, if the scheme needs one and the grid has none."""
         if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
             return self
         return replace(self, tensor_largest=largest_magnitude(weight))
 
 
 def range_parameters(low: Tensor, high: Tensor, grid: WeightGrid) -> Ranges:
-    """Scale and zero point of the range [low, high].
+    """Return the scales and zero points for the ranges [low, high].
 
     Args:
         low, high: same shape, float32, low <= 0 <= high.
-        grid: with the tensor's largest magnitude where the type has scales of two levels.
+        grid: the grid; needs `tensor_largest` for types with two levels of scales.
     """
     dtype = grid.scheme.dtype
     if grid.scheme.symmetric:
         return Ranges(storable_scale(torch.maximum(-low, high), dtype, grid.scale_dtype, grid.tensor_largest), None)
-    # The zero point follows the scale as it is stored, not the exact one: both must describe the same range.
+    # The zero point is computed from the stored scale, not the exact one: both must describe the same range.
     scale = round_scale((high - low) / dtype.full_range, grid.scale_dtype)
-    # A scale that rounds down in bfloat16 stretches low / scale by up to 1 of 255 steps, past the last code.
+    # A scale rounded down to bfloat16 can move low / scale by one step, past the last code.
     return Ranges(scale, (dtype.minimum - low / scale).round_().clamp_(dtype.minimum, dtype.maximum))
 
 
 def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DType) -> Tensor:
-    """Nearest code of each value, in float32 (cast to `dtype.storage` is then exact).
+    """Return the nearest code of each value, as float32; the cast to `dtype.storage` is exact.
 
     Args:
         values, scale, zero_point: float32, broadcastable; not modified.
@@ -102,10 +103,10 @@ def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DT
 
 
 def _round_float(values: Tensor, dtype: DType) -> Tensor:
-    """Nearest value of a float type, ties to even, in place of `values`, which its range holds; zeros lose their sign.
+    """Round values to a float type in place, ties to even; values must be in its range, and zeros lose their sign.
 
-    A sum of which the last bit counts as much as the type's own is rounded as the type rounds, and several times faster
-    than by a cast, which rounds one number after another.
+    Adding a power of two whose last bit has the type's spacing makes float32 round as the type does. This is several
+    times faster than a cast.
     """
     if dtype.spacing is None:
         return values
@@ -117,25 +118,25 @@ def _round_float(values: Tensor, dtype: DType) -> Tensor:
 
 
 def from_codes(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """Value of each code: (code - zero_point) * scale, in float32, broadcasting."""
+    """Return the value of each code, (code - zero_point) * scale, in float32 with broadcasting."""
     return codes * scale if zero_point is None else (codes - zero_point) * scale
 
 
 def largest_magnitude(weight: Tensor) -> Tensor:
-    """(1,) float32, the largest |w|: what a scale of the whole tensor is made from.
+    """Return the largest |w| as (1,) float32, from which a tensor scale is computed.
 
-    Weights that share such a scale (q, k and v; gate and up) share the largest of theirs.
+    Weights that share a tensor scale (q, k and v; gate and up) use the largest value of all of them.
     """
     low, high = weight.aminmax()  # no copy of the weight's size, as abs() would make
     return torch.maximum(-low, high).float().reshape(1)
 
 
 def minmax_range(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
-    """Smallest range per group that covers the weights and contains zero.
+    """Return the smallest range of each group that covers its weights and contains zero.
 
     Args:
         weight: (N, K); not modified.
-        scheme: its group_size must divide K.
+        scheme: number type and granularity.
     Returns:
         low, high: (N, G) float32; equal in all rows of a block.
     Raises:
@@ -148,55 +149,55 @@ def minmax_range(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 
 
 def _over_rows(values: Tensor, scheme: WeightScheme, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Reduce the rows of each block and repeat the result in all of them, (N, G); zeros pad missing rows."""
+    """Reduce (N, G) values over the rows of each block, and repeat the result in every row of the block."""
     num_rows, groups = values.shape
     rows = num_rows if scheme.block_rows is None else scheme.block_rows
     if rows == 1:
         return values
-    # Zeros are neutral here: lows are never above zero, highs and errors never below.
+    # Zeros pad the last block and are neutral: lows are never above zero, highs and errors never below.
     padded = functional.pad(values, (0, 0, 0, -num_rows % rows))
     return reduce(padded.view(-1, rows, groups), 1).repeat_interleave(rows, dim=0)[:num_rows]
 
 
 def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
-    """Scale and zero point of the smallest covering ranges.
+    """Return the scales and zero points of the smallest ranges that cover all weights (absmax if symmetric).
 
     Args:
         weight: (N, K); not modified.
-        grid: what it is rounded to.
+        grid: grid that the weight is rounded to.
     """
     grid = grid.completed(weight)
     low, high = minmax_range(weight, grid.scheme)
     if grid.tensor_largest is not None and grid.scheme.block_rows is None:
-        # One scale for the tensor covers every weight that shares it, not only this one.
+        # A tensor scale covers every weight that shares it, not only this one.
         low, high = -grid.tensor_largest.expand_as(low), grid.tensor_largest.expand_as(high)
     ranges = range_parameters(low, high, grid)
     return ranges._replace(scale=on_rows(ranges.scale, grid))
 
 
 def on_rows(scale: Tensor, grid: WeightGrid) -> Tensor:
-    """Scales (N, G) float32 as the rows of a grid have them: themselves, unless kernels store them in fewer bits."""
+    """Round scales (N, G) float32 for kernels with 8-bit scales per row, if the grid asks for that."""
     return row_scales(scale, grid.scale_dtype) if grid.scheme.row_scales else scale
 
 
 def stored(scale: Tensor, grid: WeightGrid) -> Tensor:
-    """Any scales (N, G) float32 as the rows of a grid can have them."""
+    """Round any scales (N, G) float32 to values that the grid can store."""
     return on_rows(round_scale(scale, grid.scale_dtype), grid)
 
 
 def range_fractions(dtype: DType) -> tuple[float, ...]:
-    """Fractions of the covering range worth trying, the whole of it first.
+    """Return the fractions of the covering range to try, 1 first.
 
-    Integers: fewer bits clip more; with 8 bits clipping almost never pays, with 2 it pays down to a third of the
-    range. Floats never clip much, but it matters where their steps of twice the size fall: FP8 has the same choice
-    after a factor of two, FP4 profits most from its largest values being 4 or 6 (27 % less squared error for normal
-    weights under nvfp4, 8 % under fp8).
+    Integers: the fewer bits, the more clipping pays: almost never with 8 bits, down to a third of the range with 2.
+    Floats: clipping pays little, but the position of the exponent steps matters. FP8 repeats after a factor of two; FP4
+    gains most from the choice of 4 or 6 as the largest value (27 % less squared error for normal weights under nvfp4,
+    8 % under fp8).
     """
     if dtype.scale == "e8m0":
-        # Between neighbouring powers of two nothing can be stored.
+        # Only powers of two can be stored.
         return 1.0, 0.5, 2.0
     if dtype.scale == "e4m3":
-        # i = 8 would be the whole range once more.
+        # i = 8 would be the whole range again.
         return (1.0, *(0.6 + 0.05 * i for i in range(24) if i != 8))
     if dtype.kind == "float":
         return tuple(2 ** (i / 8) for i in range(8))
@@ -208,19 +209,19 @@ def range_fractions(dtype: DType) -> tuple[float, ...]:
 def search_parameters(
     weight: Tensor, grid: WeightGrid, *, importance: Tensor | None = None, gram: Tensor | None = None
 ) -> Ranges:
-    """Scale and zero point whose rounding error is smallest, tried over shrunken ranges.
+    """Return the scales and zero points with the least rounding error among several scaled ranges.
 
-    Symmetric integers of few bits reach further down than up (int4: -8 to 7), so a negative scale, which gives the
-    longer end to the group's positive side, is tried as well. Decoders multiply by it like by any other.
+    Symmetric integers of few bits reach further down than up (int4: -8 to 7). So negative scales are tried too, which
+    give the longer side to positive weights; decoders multiply by them as usual.
 
-    The error of a group is e' M e with e = value - decoded: M is the identity, diag(importance), or the
-    group's own block of the input Gram matrix, which makes it the error of the layer's output.
+    The error of a group is e' M e with e = value - decoded. M is the identity, diag(importance), or the group's own
+    block of the input Gram matrix; with the block, it is the error of the layer's output.
 
     Args:
         weight: (N, K); not modified.
-        grid: what it is rounded to; one scale for the tensor is the covering one.
+        grid: grid that the weight is rounded to; a single scale for the tensor is not searched but covers all weights.
         importance: (K,) float32 weights of the squared errors, >= 0.
-        gram: (G, g, g) float32; takes the place of `importance`.
+        gram: (G, g, g) float32; used instead of `importance`.
     Source: Frantar et al. 2022 (GPTQ code, `--mse`); Lin et al. 2023, AWQ, section 3.2 (clipping).
     """
     scheme, grid = grid.scheme, grid.completed(weight)
@@ -234,7 +235,7 @@ def search_parameters(
 
 
 def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram: Tensor | None) -> Ranges:
-    """`search_parameters` for a few rows (R, K)."""
+    """Run `search_parameters` for a few rows (R, K)."""
     scheme = grid.scheme
     groups = rows.view(rows.shape[0], -1, scheme.group_width(rows.shape[1]))  # (R, G, g)
     weights = None if importance is None else importance.view(groups.shape[1:])  # (G, g)
@@ -243,7 +244,7 @@ def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram
     tried = range_parameters(low * fractions, high * fractions, grid)  # (F, R, G), the covering range first
     each = _group_errors(groups, tried, scheme, weights, gram)
     errors = torch.stack([_over_rows(error, scheme, torch.sum) for error in each])  # (F * signs, R, G)
-    # Where every error is NaN or infinite the first of equal ones is taken: the covering range.
+    # If all errors are NaN or infinite, argmin takes the first: the covering range.
     best = errors.nan_to_num_(nan=torch.inf, posinf=torch.inf).argmin(0, keepdim=True)
     signs = torch.tensor(_signs(scheme), device=rows.device)
     number, scale = best // len(signs), signs[best % len(signs)].squeeze(0)
@@ -252,7 +253,7 @@ def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram
 
 
 def _signs(scheme: WeightScheme) -> tuple[float, ...]:
-    """Signs of a scale worth trying; with 8 bits one code more or less on a side is not worth the time."""
+    """Return the signs of a scale to try; with 8 bits, one more code on a side is not worth the time."""
     both = scheme.symmetric and scheme.signed_scales and scheme.dtype.kind == "int" and scheme.dtype.bits < 8
     return (1.0, -1.0) if both else (1.0,)
 
@@ -260,9 +261,9 @@ def _signs(scheme: WeightScheme) -> tuple[float, ...]:
 def _group_errors(
     groups: Tensor, tried: Ranges, scheme: WeightScheme, weights: Tensor | None, gram: Tensor | None
 ) -> Iterator[Tensor]:
-    """(R, G) errors of rounding `groups` (R, G, g) with each of the ranges (F, R, G), and each sign of its scale."""
+    """Yield the (R, G) rounding errors of `groups` (R, G, g) for each range of (F, R, G) and each sign of its scale."""
     dtype = scheme.dtype
-    # All the time of a search goes into these lines: one pass over the numbers each, in memory that is used again.
+    # A search spends its time here: each line is one pass over the numbers, in reused memory.
     nearest, error = torch.empty_like(groups), torch.empty_like(groups)
     for number, scale in enumerate(tried.scale):
         step, offset = scale.unsqueeze(-1), None if tried.zero_point is None else tried.zero_point[number].unsqueeze(-1)
@@ -270,7 +271,7 @@ def _group_errors(
         if dtype.kind == "int":
             (nearest if offset is None else nearest.add_(offset)).round_()
         for sign in _signs(scheme):
-            # Codes under the opposite scale are the opposite codes, and differ only where they end.
+            # Negating the scale negates the codes; only the clamping limits differ.
             limits = (dtype.minimum, dtype.maximum) if sign > 0 else (-dtype.maximum, -dtype.minimum)
             torch.clamp(nearest, *limits, out=error)
             if dtype.kind == "float":
@@ -285,12 +286,12 @@ def _group_errors(
 
 
 def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = None) -> QuantizedTensor:
-    """Quantize a weight.
+    """Quantize a weight by rounding to nearest.
 
     Args:
         weight: (N, K), any float dtype; not modified.
-        grid: what it is rounded to, the one that the ranges were chosen with.
-        ranges: of its groups; None = the smallest covering ones.
+        grid: grid that the weight is rounded to; the ranges must have been chosen for it.
+        ranges: ranges of the groups; None = the smallest ranges that cover all weights.
     """
     grid = grid.completed(weight)
     scale, zero = ranges or minmax_parameters(weight, grid)
@@ -305,12 +306,12 @@ def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = N
 
 
 def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tensor | None = None) -> QuantizedTensor:
-    """A weight from its codes and ranges, each in the dtype in which it is kept.
+    """Build a quantized weight from codes and ranges, each converted to the dtype in which it is kept.
 
     Args:
-        codes: (N, K), values that the type's storage holds.
-        ranges: of its groups.
-        grid: that both were chosen with; with the tensor's largest magnitude where the type has scales of two levels.
+        codes: (N, K), values that the type's storage dtype holds.
+        ranges: ranges of the groups.
+        grid: grid of codes and ranges; needs `tensor_largest` for types with two levels of scales.
         group_index: (K,), see `QuantizedTensor`.
     """
     dtype, (scale, zero) = grid.scheme.dtype, ranges
@@ -318,7 +319,7 @@ def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tenso
     if dtype.scale == "e4m3":
         assert grid.tensor_largest is not None, f"{dtype.name} needs the tensor's largest magnitude"
         outer = global_scale(grid.tensor_largest, dtype)
-    # Powers of two and scales of two levels stay float32 here; formats turn them into their 8 bits without rounding.
+    # Powers of two and two-level scales stay float32 here; formats convert them to 8 bits without rounding.
     return QuantizedTensor(
         codes=codes.to(dtype.storage),
         scale=scale.to(grid.scale_dtype) if plain else scale,

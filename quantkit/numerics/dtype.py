@@ -1,6 +1,6 @@
 """Number types as values: `INT4.minimum` instead of scattered `2 ** bits - 1`.
 
-A number type is what one code means; how codes are packed on disk is the business of `formats`.
+A number type defines the meaning of one code; `formats` packs codes on disk.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ class DType:
     """A low-bit number type.
 
     Args:
-        name: as written in recipes.
+        name: name in recipes.
         kind: "int" (uniform steps) or "float".
         bits: bits of one code.
         minimum, maximum: smallest and largest code value.
         storage: torch dtype that holds one unpacked code.
-        group: inputs that share one scale, for types that fix it; None = as the scheme says.
-        scale: what a scale is stored as: "float" (a dtype of the model's), "e4m3" (8-bit floats under one float32
-            scale of the whole tensor) or "e8m0" (powers of two).
-        spacing: of floats, the smallest power of two up to whose double values are as far apart as around zero, and the
-            bits behind the leading one of a value; None = values are not rounded to.
+        group: inputs that share one scale, for types that fix it; None = the scheme decides.
+        scale: how scales are stored: "float" (in the model's dtype), "e4m3" (8-bit floats under one float32 scale of
+            the whole tensor) or "e8m0" (powers of two).
+        spacing: for floats, the smallest normal number and the number of mantissa bits; None = rounding to this type is
+            not supported.
     """
 
     name: str
@@ -40,7 +40,7 @@ class DType:
 
     @property
     def half_range(self) -> float:
-        """Divisor that turns a symmetric absmax into the scale: 7.5 for int4, 448 for fp8."""
+        """Divisor that turns an absmax into a symmetric scale: 7.5 for int4, 448 for fp8."""
         # Half a step from the last code at either end, where 7 would leave -8 unused and 8 would clip a whole step.
         return (self.maximum - self.minimum) / 2
 
@@ -56,7 +56,7 @@ def _integer(bits: int) -> DType:
 
 
 def _float(name: str, bits: int, maximum: float, **fields: Any) -> DType:
-    """Every code is kept as the value it means, which e4m3 holds exactly."""
+    """Return a float type whose codes are stored as their values, which e4m3 holds exactly."""
     storage = torch.float8_e4m3fn
     return DType(name=name, kind="float", bits=bits, minimum=-maximum, maximum=maximum, storage=storage, **fields)
 
@@ -70,17 +70,17 @@ NVFP4 = _float("nvfp4", 4, 6.0, group=16, scale="e4m3", spacing=_E2M1)
 MXFP4 = _float("mxfp4", 4, 6.0, group=32, scale="e8m0", spacing=_E2M1)
 MXFP8 = _float("mxfp8", 8, 448.0, group=32, scale="e8m0", spacing=_E4M3)
 
-# Of checkpoints of other tools; recipes cannot ask for it. Codes are kept as the entries of its table.
+# Only read from checkpoints of other tools; recipes cannot use it. Codes are kept as the entries of its table.
 NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage=torch.float32)
 
 DTYPES = {dtype.name: dtype for dtype in (INT2, INT3, INT4, INT5, INT6, INT8, FP8, NVFP4, MXFP4, MXFP8)}
 
 
 def find_dtype(name: str) -> DType:
-    """The number type called `name` in recipes.
+    """Return the number type with this name in recipes.
 
     Raises:
-        SchemeError: no such type; the message lists the names.
+        SchemeError: there is no such type; the message lists the names.
     """
     if name not in DTYPES:
         raise SchemeError(f"unknown number type {name!r}{suggestion(name, DTYPES)}; there are: {', '.join(DTYPES)}")

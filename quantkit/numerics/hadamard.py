@@ -1,7 +1,7 @@
-"""Orthogonal matrices that spread every coordinate over all others: randomised Hadamard rotations.
+"""Randomised Hadamard rotations: orthogonal matrices that spread every coordinate over all others.
 
-A Hadamard matrix exists here for 2^k m, where m is 1 or a size of Paley's constructions over a prime; other widths get
-a random orthogonal matrix. Multiplication by 2^k is done by sums and differences, not by a matrix.
+Hadamard matrices are available for widths 2^k m, where m is 1 or a size of Paley's constructions over a prime; other
+widths get a random orthogonal matrix. The factor 2^k is applied by sums and differences, without a matrix.
 Shapes: D width, T any rows.
 Source: Ashkboos et al. 2024, QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs; Paley 1933.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Paley blocks wider than this are not looked for: their product would cost what a dense matrix does.
+# No Paley blocks wider than this: multiplying by them would cost as much as by a dense matrix.
 _WIDEST_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """An orthogonal (D, D) matrix Q, applied without being formed.
+    """An orthogonal (D, D) matrix Q that is never stored as a whole.
 
     Args:
         block: (m, m) float32 orthogonal matrix.
@@ -28,7 +28,7 @@ class Rotation:
     signs: Tensor
 
     def apply(self, rows: Tensor) -> Tensor:
-        """(T, D) float32 rows times Q; not modified."""
+        """Return (T, D) float32 rows times Q; the rows are not modified."""
         width, size = len(self.signs), len(self.block)
         product = (rows * self.signs).view(len(rows), width // size, size) @ self.block
         half = 1
@@ -39,33 +39,33 @@ class Rotation:
         return product.view(len(rows), width).div_((width // size) ** 0.5)
 
     def apply_blocks(self, rows: Tensor) -> Tensor:
-        """(T, n D) rows times Q in each of their n blocks, e.g. heads."""
+        """Return (T, n D) rows with each of their n blocks, e.g. heads, multiplied by Q."""
         return self.apply(rows.reshape(-1, len(self.signs))).view(rows.shape)
 
 
 def random_rotation(width: int, seed: int) -> Rotation:
-    """A randomised Hadamard rotation of this width where there is one, else a random orthogonal matrix.
+    """Return a randomised Hadamard rotation of this width if there is one, else a random orthogonal matrix.
 
     Args:
         width: D > 0.
         seed: equal arguments give equal matrices.
     """
     generator = torch.Generator().manual_seed(seed)
-    # Without signs a row of constant values, for one, would be gathered in a single coordinate instead of spread.
+    # Without signs, a row of constant values would end up in a single coordinate.
     signs = torch.randint(0, 2, (width,), generator=generator).float().mul_(2).sub_(1)
     odd = width & -width
-    # Smallest block first: a dense block of m costs m per value, the 2^k left of the width only k.
+    # Smallest block first: a dense block of size m costs m operations per value, the factor 2^k only k.
     for size in (width // odd << shift for shift in range(odd.bit_length())):
         block = _hadamard(size) if size <= _WIDEST_BLOCK else None
         if block is not None:
             return Rotation(block=block / size**0.5, signs=signs)
-    # In float64, so that what keeps Q from being orthogonal is little more than its rounding to float32.
+    # In float64, so that Q is orthogonal up to its rounding to float32.
     normal = torch.randn(width, width, generator=generator, dtype=torch.float64)
     return Rotation(block=torch.linalg.qr(normal)[0].float(), signs=signs)
 
 
 def _hadamard(size: int) -> Tensor | None:
-    """(m, m) of +-1 with orthogonal rows: m = 1, or q + 1 for a prime q = 3 mod 4, or 2 q + 2 for one q = 1 mod 4."""
+    """Return an (m, m) Hadamard matrix; m = 1, q + 1 for a prime q = 3 mod 4, or 2 q + 2 for a prime q = 1 mod 4."""
     if size == 1:
         return torch.ones(1, 1)
     # Hadamard matrices above size 2 exist for multiples of 4 only.
@@ -83,7 +83,10 @@ def _hadamard(size: int) -> Tensor | None:
 
 
 def _bordered(prime: int, corner: int) -> Tensor:
-    """(q + 1, q + 1): quadratic residues of all differences, bordered by ones; skew for corner -1, else symmetric."""
+    """Return Paley's (q + 1, q + 1) matrix: quadratic residues of all differences, bordered by ones.
+
+    It is skew-symmetric for corner -1 and symmetric for corner 1.
+    """
     squares = {value * value % prime for value in range(1, prime)}
     residue = torch.tensor([0.0] + [1.0 if value in squares else -1.0 for value in range(1, prime)])
     indices = torch.arange(prime)

@@ -38,8 +38,8 @@ class LayerCache:
     """Storage of one layer's keys and values.
 
     Args:
-        scheme: number types; the default keeps both as computed.
-        key_scale, value_scale: of keys or values with fixed scales.
+        scheme: schemes of keys and values; the default stores both unquantized.
+        key_scale, value_scale: scales of keys and values, if they are fixed.
     """
 
     scheme: KVScheme = UNQUANTIZED
@@ -52,11 +52,11 @@ class CacheGoal:
     """Settings of a recipe for the KV cache of every layer.
 
     Args:
-        scheme: number types.
-        outliers: whether layers whose keys do not bear them are looked for.
-        remedy: what those keys get instead: "channel" (the same bits, ranges per channel), "int8" or "fp8" per token,
-            "leave" (not quantized), or "auto": the first of these that helps.
-        clip: how fixed scales are chosen: "absmax" covers the largest number seen, "mse" has the least squared error.
+        scheme: schemes of keys and values.
+        outliers: whether to look for layers whose keys have outliers that the scheme cannot represent well.
+        remedy: scheme of the keys in those layers: "channel" (the same bits, a range per channel), "int8" or "fp8" per
+            token, "leave" (not quantized), or "auto": the first of these that helps.
+        clip: how fixed scales are chosen: "absmax" covers the largest magnitude, "mse" has the least squared error.
     """
 
     scheme: KVScheme
@@ -66,12 +66,12 @@ class CacheGoal:
 
     @property
     def has_fixed_scales(self) -> bool:
-        """Whether scales have to be stored in the checkpoint."""
+        """Whether the checkpoint must store scales."""
         return self.scheme.key.is_fixed or self.scheme.value.is_fixed
 
     @property
     def needs_data(self) -> bool:
-        """Whether keys and values of calibration data have to be looked at."""
+        """Whether calibration data is needed."""
         return self.has_fixed_scales or (self.outliers and self.scheme.key.dtype is not None)
 
 
@@ -95,7 +95,7 @@ def find_cache_scheme(side: str, dtype: str, granularity: str) -> CacheScheme:
 
 
 def scheme_to_dict(scheme: KVScheme) -> dict[str, Any]:
-    """Plain data of a scheme, as config.json and recipes' records have it; the inverse is `scheme_from_dict`."""
+    """Return a scheme as plain data, as in config.json and manifests; the inverse of `scheme_from_dict`."""
 
     def side(kept: CacheScheme) -> dict[str, str] | None:
         return None if kept.dtype is None else {"dtype": kept.dtype.name, "granularity": kept.granularity}
@@ -127,9 +127,10 @@ def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
 
 
 def hadamard(width: int) -> Tensor:
-    """The orthogonal, symmetric matrix that keys and queries of this width are rotated by.
+    """Return the orthogonal, symmetric matrix that rotates keys and queries of this width.
 
-    Blocks of the largest power of two that divides the width, each a Sylvester matrix over the root of its size.
+    It is block-diagonal: each block is a normalised Sylvester matrix of the largest power of two that divides the
+    width.
 
     Args:
         width: channels of a head, D.
@@ -137,6 +138,6 @@ def hadamard(width: int) -> Tensor:
         (D, D) float32.
     """
     size = width & -width
-    # No random signs: config.json says "hadamard" and no seed, so the matrix follows from the width alone.
+    # No random signs: config.json records "hadamard" without a seed, so the matrix depends on the width alone.
     block = Rotation(block=torch.ones(1, 1), signs=torch.ones(size)).apply(torch.eye(size))
     return torch.kron(torch.eye(width // size), block)

@@ -1,11 +1,12 @@
-"""Products summed in float32, by what is quickest here at full precision.
+"""Matrix products summed in float32 on a CPU, with the fastest library that keeps full precision.
 
-Of float32 matrices: MKL, which torch asks for them, has no AVX-512 code for processors of AMD; oneDNN, which torch
-carries too, has, and is twice as fast there. torch asks oneDNN only where lower precision is allowed, and oneDNN then
-keeps all bits unless the processor has instructions for 16-bit floats that pay (AMX, Arm): which of the two holds is
-measured, once.
-Of bfloat16 matrices, which torch on a CPU can only sum in bfloat16: by C where the processor multiplies them, as exact
-as in float32, since products of bfloat16 have all their bits in it, and twice as fast (with AMX five times).
+Float32 matrices: torch uses MKL, which has no AVX-512 code for AMD processors. oneDNN, also part of torch, has it and
+is twice as fast there, but torch uses oneDNN only if lower precision is allowed. oneDNN then still keeps all bits
+unless the processor has fast instructions for 16-bit floats (AMX, Arm). One measurement tells whether it does.
+
+Bfloat16 matrices: torch on a CPU sums their products in bfloat16. The C code sums in float32 if the processor has
+bfloat16 instructions: as exact as float32 products, since the product of two bfloat16 numbers is exact in float32, and
+twice as fast (five times with AMX).
 """
 
 import ctypes
@@ -19,16 +20,16 @@ from torch import Tensor
 
 from quantkit.numerics import native
 
-_SIZE = 256  # of the product that is measured
-_TOLERANCE = 1e-5  # of its relative error: float32 has 1e-7, operands rounded to bfloat16 2e-3
+_SIZE = 256  # rows and columns of the product that is measured
+_TOLERANCE = 1e-5  # largest relative error: float32 has 1e-7, operands rounded to bfloat16 2e-3
 
 
 @contextmanager
 def quick_products(device: torch.device) -> Iterator[None]:
-    """While open, float32 products on a CPU are computed by oneDNN if it keeps full precision.
+    """While open, torch computes float32 products on a CPU with oneDNN if it keeps full precision.
 
     Args:
-        device: where the work is done; on a GPU nothing is changed.
+        device: device of the products; on a GPU nothing changes.
     """
     before = torch.get_float32_matmul_precision()
     if device.type != "cpu" or before != "highest" or not keeps_precision():
@@ -43,7 +44,7 @@ def quick_products(device: torch.device) -> Iterator[None]:
 
 @cache
 def keeps_precision() -> bool:
-    """Whether products are as exact where torch is allowed less than float32."""
+    """Whether products stay float32-accurate even when torch is allowed lower precision."""
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(2, _SIZE, _SIZE, generator=generator)
     before = torch.get_float32_matmul_precision()
@@ -57,12 +58,12 @@ def keeps_precision() -> bool:
 
 
 class Packed(NamedTuple):
-    """A (T, K) bfloat16 matrix in the order in which C multiplies it, see `tile.h`.
+    """A (T, K) bfloat16 matrix in the memory order that the C code multiplies; see `tile.h`.
 
     Args:
         values: bfloat16.
         rows: T.
-        block: elements from one block of 16 columns to the next.
+        block: number of elements from one block of 16 columns to the next.
     """
 
     values: Tensor
@@ -70,30 +71,35 @@ class Packed(NamedTuple):
     block: int
 
     def part(self, start: int, stop: int) -> "Packed":
-        """Rows, from an even one on."""
+        """Return the rows from `start`, which must be even, to `stop`."""
         assert start % 2 == 0, "rows are packed by twos"
         return Packed(self.values[start * BLOCK :], stop - start, self.block)
 
 
 Operand = Tensor | Packed
-"""A (T, K) matrix to be multiplied: float32, or packed bfloat16."""
+"""A (T, K) factor of a product: float32, or packed bfloat16."""
 
 BLOCK = 16
-"""Columns that are packed together; those of an `Operand` that are multiplied begin at a multiple of it."""
+"""Number of columns that are packed together; a range of columns of an `Operand` must start at a multiple of it."""
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether matrices in bfloat16 need not be copied into float32 to be multiplied."""
+    """Whether bfloat16 matrices can be multiplied without converting them to float32."""
     return device.type == "cpu" and native.has_avx512()
 
 
 def packed_size(rows: int, columns: int) -> int:
-    """Elements of a matrix of this shape, packed."""
+    """Return the number of elements of a packed matrix of this shape."""
     return -(-rows // 2) * 2 * -(-columns // BLOCK) * BLOCK
 
 
 def pack_matrix(values: Tensor, out: Tensor | None = None) -> Packed:
-    """A (T, K) bfloat16 matrix, packed into `out`, if given, which has at least its `packed_size`; there must be C."""
+    """Pack a (T, K) bfloat16 matrix; needs the C library.
+
+    Args:
+        values: the matrix.
+        out: memory of at least `packed_size` elements; None = new memory.
+    """
     out = torch.empty(packed_size(*values.shape), dtype=torch.bfloat16) if out is None else out
     packed = Packed(out, len(values), packed_size(len(values), BLOCK))
     pack_into(packed, values)
@@ -101,7 +107,7 @@ def pack_matrix(values: Tensor, out: Tensor | None = None) -> Packed:
 
 
 def pack_into(packed: Packed, values: Tensor) -> None:
-    """Write the rows of a matrix anew: (T, K) bfloat16, T of them from the first on."""
+    """Overwrite the first T rows of a packed matrix with (T, K) bfloat16 values."""
     values = values if values.stride(1) == 1 else values.contiguous()
     _function("qk_pack", "pnnnpni")(
         values.data_ptr(), values.stride(0), *values.shape, packed.values.data_ptr(), packed.block,
@@ -110,14 +116,14 @@ def pack_into(packed: Packed, values: Tensor) -> None:
 
 
 def add_products(total: Tensor, left: Operand, columns: slice, right: Operand, *, lower: bool = False) -> None:
-    """Add left' right to a sum in place, both operands in float32 or both packed.
+    """Add left' right to `total` in place; both operands are float32, or both are packed.
 
     Args:
         total: (R, C) float32, contiguous.
-        left: (T, ...), of which these columns are taken, R of them.
-        columns: of `left`.
-        right: (T, ...), of which the first C columns are taken.
-        lower: of the whole product of a matrix with itself, what is above the diagonal is not asked for.
+        left: matrix with T rows.
+        columns: the R columns of `left` to use.
+        right: matrix with T rows and at least C columns; the first C are used.
+        lower: for the product of a matrix with itself: values above the diagonal may be wrong.
     """
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         assert isinstance(left, Tensor) and isinstance(right, Tensor), "one operand is packed, the other is not"
@@ -133,6 +139,6 @@ def add_products(total: Tensor, left: Operand, columns: slice, right: Operand, *
 
 @cache
 def _function(name: str, arguments: str) -> native.Function:
-    """A function of the C library: p = pointer, n = size, i = int."""
+    """Return a function of the C library; argument types: p = pointer, n = size, i = int."""
     types = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int}
     return native.function(name, *[types[letter] for letter in arguments])

@@ -21,8 +21,8 @@ from quantkit.safety.untrusted import shorten
 
 MAX_EXPRESSIONS = 4096
 _MAX_LENGTH = 1000
-_MAX_REPEATS = 10_000  # the product of all counts {n}: the engine lays out what is repeated while it compiles
-_MAX_WAYS = 26  # logarithm of the number of ways in which a name can be tried
+_MAX_REPEATS = 10_000  # the product of all counts {n}: the engine expands repeats when it compiles a pattern
+_MAX_WAYS = 26  # base-2 logarithm of the number of ways to match a name
 _MATCH_S = 1.0
 _ALL_S = 30.0
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
@@ -32,21 +32,21 @@ _OTHER_MEANING = re.compile(r"\{(?!\d*,?\d*\})|\[\^?\[:")
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that all patterns of one file may still take together. *Mutable*."""
+    """Seconds left for matching all patterns of one file. *Mutable*."""
 
     seconds: float = _ALL_S
 
 
 def is_exact(pattern: str) -> bool:
-    """Whether a pattern is a plain name."""
+    """Whether a pattern is a plain name, without wildcards."""
     return not pattern.startswith("re:") and not set(pattern) & set("*?[")
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse what is not a pattern.
+    """Check that a text is a valid pattern.
 
     Raises:
-        SchemeError: too long, not a regular expression of Python, or one whose counts are too large.
+        SchemeError: it is too long, not a regular expression of Python, or its counts are too large.
     """
     if not is_exact(pattern):
         _compiled(pattern)
@@ -64,10 +64,10 @@ def matches(pattern: str, name: str, budget: Budget) -> bool:
     """
     if is_exact(pattern):
         return pattern == name
-    # Time of this thread alone: what else the machine is busy with does not use the budget up.
+    # CPU time of this thread: other work on the machine does not use up the budget.
     expression, start = _compiled(pattern), time.thread_time()
     try:
-        # Never below zero, which `regex` takes for no limit at all.
+        # Never below zero, which `regex` takes as no limit.
         return expression.fullmatch(name, timeout=max(1e-6, min(_MATCH_S, budget.seconds))) is not None
     except (TimeoutError, MemoryError, RecursionError):
         raise SchemeError(
@@ -90,10 +90,10 @@ def check_for_others(config: Mapping[str, Any]) -> None:
         SchemeError: names the expression.
     """
     for text in _texts(config, False):
-        # Escaped characters stand for themselves and neither repeat nor choose.
+        # Escaped characters are literals, not operators.
         plain = re.sub(r"\\.", "", text)
         repeats, choices = len(re.findall(r"[*+{]", plain)), len(re.findall(r"\||(?<![(*+?}])\?", plain))
-        # A repeat can end at any of about 2^6 letters of a name.
+        # A repeat can end at any of about 2^6 characters of a name.
         if len(text) > _MAX_LENGTH or re.search(r"\)[*+{]", plain) or 6 * repeats + choices > _MAX_WAYS:
             raise SchemeError(
                 f"quantization_config has {shorten(text, 100)}, which may take for ever to match; "
@@ -102,7 +102,7 @@ def check_for_others(config: Mapping[str, Any]) -> None:
 
 
 def _texts(data: Any, inside: bool) -> Iterator[str]:
-    """All texts under `quantization_config`, wherever that is."""
+    """Yield all texts inside every `quantization_config`, however deep it is nested."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             here = inside or key == "quantization_config"
@@ -121,7 +121,7 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
         raise SchemeError(f"pattern {shorten(pattern)} has {len(pattern)} characters; at most {_MAX_LENGTH} are read")
     text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
     try:
-        # Python's own engine first: what it refuses is no pattern, however `regex` reads it.
+        # First Python's `re`: a pattern must be valid there, however `regex` reads it.
         re.compile(text)
         _check_meaning(text)
         # Version 0 is the behaviour of `re`; version 1 gives sets and case folding another meaning.

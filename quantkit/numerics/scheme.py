@@ -51,17 +51,18 @@ class WeightScheme:
             raise SchemeError(f"blocks of {self.block_rows} outputs are not possible; write 128x128")
 
     def fitted(self, in_features: int) -> "WeightScheme":
-        """Return the scheme in smaller groups, where those asked for do not divide this many inputs and others do."""
+        """Return the scheme with smaller groups if these divide `in_features` and `group_size` does not."""
         if self.group_size is None or self.block_rows != 1 or self.dtype.group is not None or self.strict_groups:
             return self
         size = fitting_group(self.group_size, in_features)
         return self if size == self.group_size else replace(self, group_size=size)
 
     def group_width(self, in_features: int) -> int:
-        """Inputs per scale, g, for a weight with this many inputs.
+        """Return the number of inputs per scale, g, for a weight with this many inputs.
 
         Raises:
-            SchemeError: group_size does not divide in_features; the message names sizes that do and that engines read.
+            SchemeError: group_size does not divide in_features; the message suggests sizes that do and that engines
+                support.
         """
         if self.group_size is None:
             return in_features
@@ -79,16 +80,16 @@ class WeightScheme:
         return self.group_size
 
     def num_groups(self, in_features: int) -> int:
-        """Scales per row, G."""
+        """Return the number of scales per row, G."""
         return in_features // self.group_width(in_features)
 
     def num_scale_rows(self, out_features: int) -> int:
-        """Rows of scales that are stored for this many outputs."""
+        """Return the number of stored rows of scales for this many outputs."""
         return 1 if self.block_rows is None else -(-out_features // self.block_rows)
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether something of the whole tensor goes into its scales: its only one, or the upper of two levels."""
+        """Whether the tensor has a scale of its own: its only one, or a global scale above the groups' scales."""
         return self.block_rows is None or self.dtype.scale == "e4m3"
 
     def describe(self) -> str:
@@ -133,12 +134,12 @@ class ActivationScheme:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether each token has one scale, computed from it: what kernels do themselves."""
+        """Whether each token has a single scale that the kernels compute at run time."""
         return self.dynamic and self.group_size is None
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the checkpoint has a scale for the input: its only one, or the upper of two levels."""
+        """Whether the checkpoint stores an input scale: the only one, or a global scale above the groups' scales."""
         return not self.dynamic or self.dtype.scale == "e4m3"
 
     def describe(self) -> str:
@@ -149,7 +150,7 @@ class ActivationScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearScheme:
-    """Scheme of one linear layer: of its weight, and of its input if that is quantized too."""
+    """Scheme of one linear: of its weight, and of its input if the input is quantized too."""
 
     weight: WeightScheme
     activation: ActivationScheme | None = None
@@ -162,12 +163,12 @@ class LinearScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Modules whose name matches `pattern` get `linear`; None leaves them alone.
+    """Rule that gives the modules whose names match `pattern` a scheme, or leaves them unquantized.
 
     Args:
         pattern: shell-style (`*.down_proj`), or a regular expression after `re:`.
-        linear: their scheme, or None.
-        keep: they stay in the codes that the source has, whatever these are.
+        linear: scheme of these modules; None = not quantized.
+        keep: keep the codes of the source.
     """
 
     pattern: str
@@ -207,7 +208,7 @@ class Scheme:
         object.__setattr__(self, "_expressions", tuple(expressions))
 
     def find(self, name: str) -> LinearScheme | None:
-        """Scheme of the linear with this full module name; None = ignored.
+        """Return the scheme of the linear with this full module name; None = not quantized.
 
         Raises:
             SchemeError: a pattern takes too long to match.
@@ -216,7 +217,7 @@ class Scheme:
         return self.default if rule is None else rule.linear
 
     def keeps(self, name: str) -> bool:
-        """Whether the linear with this full module name is to stay in the codes of the source.
+        """Whether the linear with this full module name keeps the codes of the source.
 
         Raises:
             SchemeError: a pattern takes too long to match.
@@ -225,13 +226,13 @@ class Scheme:
         return rule is not None and rule.keep
 
     def _rule(self, name: str) -> Rule | None:
-        """The rule that a linear follows; None = the default."""
+        """Return the rule for a linear; None = the default applies."""
         if name not in self._answers:
             self._answers[name] = self._search(name)
         return self._answers[name]
 
     def unmatched(self, names: Collection[str]) -> Iterator[Rule]:
-        """The rules that match none of these names.
+        """Yield the rules that match none of these names.
 
         Raises:
             SchemeError: a pattern takes too long to match.
@@ -243,7 +244,7 @@ class Scheme:
                 yield rule
 
     def _search(self, name: str) -> Rule | None:
-        # A name with a wildcard in it must not be taken for the expression of the same text.
+        # A name that contains a wildcard must not match the pattern with the same text.
         exact = self._exact.get(name, -1) if is_exact(name) else -1
         for index in self._expressions:
             # The last rule wins, so expressions before the last plain match need not be tried.
@@ -254,14 +255,14 @@ class Scheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheScheme:
-    """Number type of the keys or of the values in the KV cache.
+    """Scheme of the keys or of the values in the KV cache.
 
     Args:
-        dtype: number type; None = as computed, 16 or 32 bits.
-        granularity: what shares one scale: "tensor" or "head" (fixed, found by calibration, 1.0 where a checkpoint has
-            none), "token" (a token's values of one head) or "channel" (a channel of one head over the tokens of a
-            page; the page is quantized once, when it is complete).
-        symmetric: no zero point; always so for float types.
+        dtype: number type; None = unquantized.
+        granularity: values that share one scale: "tensor" or "head" (fixed scales from calibration; 1.0 if the
+            checkpoint has none), "token" (one token's values in one head) or "channel" (one channel of one head in a
+            page; the page is quantized once, when it is full).
+        symmetric: no zero points; always true for float types.
     """
 
     dtype: DType | None = None
@@ -270,7 +271,7 @@ class CacheScheme:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the scales are known before the first token."""
+        """Whether the scales are fixed before the first token."""
         return self.dtype is not None and self.granularity in ("tensor", "head")
 
     def describe(self) -> str:
@@ -285,9 +286,9 @@ class KVScheme:
     """Storage of keys and values in the cache.
 
     Args:
-        key, value: number types.
-        rotation: "hadamard": keys, and queries alike, are multiplied by a Hadamard matrix after the position embedding,
-            which leaves their products as they are and spreads what one channel has over all of them.
+        key, value: schemes of keys and values.
+        rotation: "hadamard" = multiply keys and queries by a Hadamard matrix after the position embedding. This keeps
+            their products and spreads the outliers of one channel over all channels.
     """
 
     key: CacheScheme = CacheScheme()
@@ -296,7 +297,7 @@ class KVScheme:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys or values are."""
+        """Whether keys or values are quantized."""
         return self.key.dtype is not None or self.value.dtype is not None
 
     def describe(self) -> str:

@@ -19,14 +19,14 @@ class QuantizedTensor:
 
     Args:
         codes: (N, K) in the number type's storage dtype.
-        scale: (N, G), in the dtype that is stored on disk (the model's).
+        scale: (N, G), usually in the dtype that is stored on disk (the model's).
         zero_point: (N, G) int8 in the code range, or None when symmetric.
         scheme: number type and granularity.
-        group_index: (K,) int64, the group of each input; None = inputs in order, k // g.
-        global_scale: (1,) float32, already in `scale`; only to write scales of two levels as they were.
-        value_dtype: in which loaders compute the values; None = that of the scale.
-        input_scale: (1,) of the linear's input, where that is calibrated: its scale, or the global one of two levels.
-            Not of the weight, but formats keep them together.
+        group_index: (K,) int64, the group of each input; None = group k // g for input k.
+        global_scale: (1,) float32, already included in `scale`; kept to write two-level scales exactly.
+        value_dtype: dtype in which loaders compute the values; None = the dtype of the scale.
+        input_scale: (1,) calibrated scale of the linear's input, or its global scale for types with two levels; formats
+            store it beside the weight.
     """
 
     codes: Tensor
@@ -40,17 +40,17 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Shape (N, K) of the weight."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that codes, scales and zero points take when densely packed."""
+        """Size in bytes of codes, scales and zero points when densely packed."""
         scheme = self.scheme
         zero_bits = 0 if self.zero_point is None else self.zero_point.numel() * scheme.dtype.bits
         code_bits = self.codes.numel() * scheme.dtype.bits
         scales = scheme.num_scale_rows(self.scale.shape[0]) * self.scale.shape[1]
-        # Scales of microscaling types take one byte on disk, whatever they are held in here.
+        # Scales of microscaling types take one byte on disk, whatever their dtype here.
         scale_bytes = scales * (self.scale.element_size() if scheme.dtype.scale == "float" else 1)
         return (code_bits + 7) // 8 + (zero_bits + 7) // 8 + scale_bytes + (0 if self.global_scale is None else 4)
 
@@ -60,7 +60,7 @@ class QuantizedTensor:
         return self.value_dtype or self.scale.dtype
 
     def take_rows(self, rows: Tensor | slice) -> "QuantizedTensor":
-        """Select these outputs, in this order."""
+        """Return the weight with only these outputs, in this order."""
         rows = rows.to(self.codes.device) if isinstance(rows, Tensor) else rows
         return replace(
             self,
@@ -70,24 +70,27 @@ class QuantizedTensor:
         )
 
     def decoded(self, rows: slice) -> Tensor:
-        """Values of some outputs as a loader in the model's dtype computes them."""
+        """Return the values of some outputs as a loader computes them in the model's dtype."""
         return self.take_rows(rows).dequantize(self.values_dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values that the codes stand for.
+        """Return the values of the codes.
 
-        The product of a code and a 16-bit scale is exact in float32, so a shorter dtype rounds it once, just as a
-        loader does that multiplies in that dtype.
+        The product of a code and a 16-bit scale is exact in float32. So a 16-bit `dtype` rounds it once, just like a
+        loader that multiplies in that dtype.
 
         Args:
-            dtype: of the result.
+            dtype: dtype of the result.
         Returns:
             (N, K) values.
         """
-        # A copy also of codes that are float32 already, since it is multiplied in place.
+        # Always a copy, also of float32 codes, since it is multiplied in place.
         values = self.codes.to(torch.float32, copy=True)
-        of_codes: tuple[Any, ...] = (slice(None), self.group_index)  # from numbers of groups (N, G) to those of codes
-        # Groups in order broadcast; an index makes a scale per weight, an array of the weight's size.
+        of_codes: tuple[Any, ...] = (
+            slice(None),
+            self.group_index,
+        )  # index that expands (N, G) to the shape of the codes
+        # Groups in order are broadcast; an index expands the scales to the size of the weight.
         if self.group_index is None:
             values, of_codes = (
                 values.view(len(values), self.scale.shape[1], -1),
@@ -99,7 +102,7 @@ class QuantizedTensor:
 
 
 def join_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """The weight that these are some outputs of each, in order; they share all but codes, scales and zero points."""
+    """Concatenate weights along the outputs; they must agree in everything but codes, scales and zero points."""
     if len(parts) == 1:
         return parts[0]
     storage = parts[0].codes.dtype

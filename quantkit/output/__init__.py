@@ -1,1 +1,1 @@
-"""Files that quantkit writes: tensors and folders appear whole or not at all, and only what is ours is replaced."""
+"""Write files and folders atomically, and replace only files that quantkit wrote."""

@@ -19,7 +19,7 @@ from quantkit.safety.untrusted import check_path, read_object
 MANIFEST = "quantkit.json"
 
 _SIGNED_BYTES = 1 << 16
-# Beside tokenizer, licence and the like: what quantize, convert, verify and the hub write into a checkpoint.
+# Files that quantize, convert, verify and the hub write into a checkpoint, beside tokenizer and licence files.
 _DIGITS = "[0-9]" * 5
 _WRITTEN = (
     *(CONFIG_NAME, INDEX_NAME, f"model-{_DIGITS}-of-{_DIGITS}.safetensors", "quantkit*.json"),
@@ -28,10 +28,10 @@ _WRITTEN = (
 
 
 def check_apart(output: Path, source: Path) -> None:
-    """Refuse an output that is the source, in it or around it: replacing it would destroy the model.
+    """Refuse an output that is the source model, lies in it or contains it: replacing it would destroy the model.
 
     Raises:
-        OutputError: names both.
+        OutputError: the two paths overlap; names both.
     """
     target, model = output.resolve(), source.resolve()
     if target == model or target in model.parents or model in target.parents:
@@ -62,7 +62,7 @@ def check_gguf(output: Path) -> None:
     """Refuse to replace anything but a GGUF file.
 
     Raises:
-        OutputError: it is something else.
+        OutputError: the path is something else.
     """
     check_regular(output)
     with output.open("rb") as file:
@@ -71,13 +71,13 @@ def check_gguf(output: Path) -> None:
 
 
 def check_text(output: Path, sign: str) -> None:
-    """Refuse to replace anything but a text that quantkit wrote.
+    """Refuse to replace anything but a text file that quantkit wrote.
 
     Args:
-        output: what is there.
-        sign: words near the beginning of every such text.
+        output: existing path.
+        sign: words near the beginning of every such file.
     Raises:
-        OutputError: it is something else.
+        OutputError: the path is something else.
     """
     check_regular(output)
     with output.open("rb") as file:
@@ -100,7 +100,7 @@ def _kept(output: Path, reason: str) -> OutputError:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is a manifest of `quantize` or `convert`."""
+    """Whether a file is a manifest that `quantize` or `convert` wrote."""
     try:
         # A link would let the manifest of another folder vouch for this one.
         manifest = {} if path.is_symlink() else read_object(path, CheckpointError)
@@ -112,13 +112,13 @@ def _is_ours(path: Path) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Stage:
-    """One output in the making.
+    """An output that is not finished yet.
 
     Args:
-        output: its final name.
-        work: where it is made.
-        overwrite: whether something may be there already.
-        check: raises OutputError unless what is there may be replaced.
+        output: final path.
+        work: work folder in which the output is made.
+        overwrite: whether `output` may exist already.
+        check: raises OutputError unless the existing output may be replaced.
     """
 
     output: Path
@@ -128,11 +128,11 @@ class Stage:
 
     @property
     def is_finished(self) -> bool:
-        """Whether an earlier run seems to have been killed between naming the output and tidying up."""
+        """Whether an earlier run was probably killed after renaming the output and before deleting the work folder."""
         return bool(self.work.known) and os.path.lexists(self.output) and not os.path.lexists(self.work.checkpoint)
 
     def check_output(self) -> None:
-        """Refuse what may not be replaced.
+        """Refuse an existing output that must not be replaced.
 
         Raises:
             OutputError: says why.
@@ -140,20 +140,22 @@ class Stage:
         _check_output(self.output, self.overwrite, self.check)
 
     def promote(self, made: Path) -> None:
-        """Give what is finished its name, and delete the rest; at no moment is half of it under that name.
+        """Rename a finished file or folder to the final path, and empty the work folder.
+
+        The final path never holds a part of the output.
 
         Args:
-            made: on the file system of `output`.
+            made: finished file or folder, on the file system of `output`.
         Raises:
-            OutputError: `output` may not be replaced, or cannot be renamed; then it is as it was.
+            OutputError: `output` must not be replaced or cannot be renamed; it is then unchanged.
         """
-        # Checked once more: a run may take hours, in which somebody may have removed the folder or made the output.
+        # Checked again: a run may take hours, in which somebody may have removed the folder or created the output.
         self.work.check_held()
         self.check_output()
         with writing(self.output):
             if self.output.is_dir():
                 try:
-                    # A directory cannot be renamed over one that is not empty, so the old one steps aside first.
+                    # A directory cannot be renamed over one that is not empty, so the old one is moved away first.
                     self.output.rename(self.work.replaced)
                     made.rename(self.output)
                 except BaseException:
@@ -161,7 +163,7 @@ class Stage:
                     raise
             else:
                 made.replace(self.output)
-            # The new name must be on the disk before what it replaces is deleted.
+            # The new name must be on the disk before the old output is deleted.
             sync_folder(self.output.parent)
             self.work.clear()
 
@@ -192,7 +194,7 @@ def open_stage(
     if output.name in ("", ".."):
         raise OutputError(f"output {output} has no name of its own; give one, such as {output / 'out'}")
     folder = output.with_name(f"{output.name}.partial")
-    # A refusal leaves no new folder behind; one that is there may first have to put back what it replaced.
+    # Checked before a new folder is made; an existing folder may first have to move back an old output.
     if not os.path.lexists(folder):
         _check_output(output, overwrite, check)
     with work_folder(folder, kind, output=output, resumable=resumable) as work:

@@ -19,8 +19,8 @@ from typing import Any
 from quantkit.errors import OutputError
 from quantkit.output.writer import sync_folder, writing
 
-MARKER = ".quantkit-work"  # says whose folder it is, and is what is locked
-_OURS = {"written_by": "quantkit", "version": 1}  # what every marker says
+MARKER = ".quantkit-work"  # marks the folder as quantkit's; the process locks this file
+_OURS = {"written_by": "quantkit", "version": 1}  # entries of every marker
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,16 +44,16 @@ class WorkFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """Folder that becomes the output, where that is a directory."""
+        """Folder that becomes the output, if the output is a directory."""
         return self.path / "checkpoint"
 
     @property
     def replaced(self) -> Path:
-        """Folder that was the output before, between the two renames of a replacement."""
+        """Path to which the old output is moved while it is replaced."""
         return self.path / "replaced"
 
     def clear(self) -> None:
-        """Delete all but the marker; files first, so that what is left of a killed run never names missing folders."""
+        """Delete everything but the marker; files first, so that a killed run leaves no files about missing folders."""
         self.put_back()
         for entry in sorted(self._entries(), key=Path.is_dir):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -85,8 +85,8 @@ class WorkFolder:
             raise OutputError(f"{self.path} was removed while this run was writing there; run the command again")
 
     def leave(self) -> None:
-        """Remove what no later run can use, the marker last."""
-        # On an error the marker is still there or the folder another's: the next run tidies up.
+        """Delete contents that no later run can use; then, if the folder is empty, delete the marker and the folder."""
+        # On an error the marker remains, or the folder belongs to another run: the next run cleans up.
         with contextlib.suppress(OSError, OutputError):
             if not _is_at(self._descriptor, self.path / MARKER):
                 return
@@ -105,18 +105,18 @@ class WorkFolder:
 def work_folder(
     path: Path, kind: str, *, output: Path | None = None, resumable: bool = True, option: str = "--output"
 ) -> Iterator[WorkFolder]:
-    """A folder to work in, new or left by an earlier run of the same command, locked while open.
+    """Lock a work folder, new or left by an earlier run of the same command, while the block runs.
 
-    Removed at the end if nothing is in it, or if what is in it is not resumable.
+    The folder is deleted at the end if it is empty or its contents are not resumable.
 
     Args:
-        path: of the folder.
-        kind: the command that works there.
-        output: what is made in it, if the folder is only its stage.
-        resumable: what is in it stays for a later run.
-        option: that would choose another folder, for messages.
+        path: path of the folder.
+        kind: name of the command.
+        output: final path of the output, if the folder is only a stage for it.
+        resumable: keep the contents for a later run.
+        option: option that chooses another folder, for messages.
     Raises:
-        OutputError: it is not quantkit's, a link, holds links, or another process is at work there.
+        OutputError: the folder is not quantkit's, is a link, holds links, or another process uses it.
         ResourceError: the disk is full.
     """
     with contextlib.ExitStack() as stack:
@@ -124,20 +124,20 @@ def work_folder(
             work = _claim(path, output, resumable, option)
             stack.callback(os.close, work._descriptor)
             _check_links(path, option)
-            # Before anything is deleted: what an interrupted run moved aside may be the only copy of the user's output.
+            # Before anything is deleted: the old output that an interrupted run moved here may be the user's only copy.
             work.put_back()
             _take_over(work, kind)
-        # Called before the descriptor is closed, so that the folder is tidied up under its lock.
+        # Called before the descriptor is closed, so that the folder is cleaned up under its lock.
         stack.callback(work.leave)
         yield work
 
 
 def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> WorkFolder:
-    """Lock the marker of a folder, which is made if it is not there."""
+    """Lock the marker of a folder; create the folder and the marker if they do not exist."""
     while True:
         created = _create(path, option)
         try:
-            # Neither through a link that stands in the marker's place nor waiting where a pipe does.
+            # Do not follow a link in place of the marker, and do not wait for a pipe.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(path / MARKER, flags, 0o666)
         except FileNotFoundError:
@@ -182,9 +182,9 @@ def _create(path: Path, option: str) -> bool:
 
 
 def _check_owner(path: Path, option: str) -> None:
-    """Refuse another user's folder where all may make one, as in /tmp: a run would take over weights found there."""
+    """Refuse another user's folder in a shared directory such as /tmp: a run would resume from the weights in it."""
     parent, owner = path.parent.stat(), path.lstat().st_uid
-    # The rule of Linux for links in such folders: the folder's owner, or root, could replace anything there anyway.
+    # The rule of Linux for links in sticky directories: their owner, or root, could replace anything there anyway.
     if parent.st_mode & stat.S_ISVTX and owner not in (os.geteuid(), parent.st_uid, 0):
         raise OutputError(
             f"{path} belongs to another user (uid {owner}), and quantkit does not continue another user's work; "
@@ -193,7 +193,7 @@ def _check_owner(path: Path, option: str) -> None:
 
 
 def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
-    """Content of the marker; empty for a new one, and where its writer was killed before anything else was there."""
+    """Return the contents of the marker; empty for a new marker, or if its writer was killed at once."""
     text = os.pread(descriptor, 1 << 16, 0)
     if not text and list(path.iterdir()) == [path / MARKER]:
         return {}
@@ -220,7 +220,7 @@ def _link(path: Path, option: str) -> OutputError:
 
 
 def _check_links(path: Path, option: str) -> None:
-    """Refuse to write or delete through a link that somebody has put into the folder."""
+    """Refuse a folder that contains links: quantkit could write or delete files through them."""
     for folder, folders, files in os.walk(path):
         for name in sorted(folders + files):
             link = Path(folder, name)
@@ -229,7 +229,7 @@ def _check_links(path: Path, option: str) -> None:
 
 
 def _take_over(work: WorkFolder, kind: str) -> None:
-    """Keep what an earlier run of the same command left, delete what none can use, refuse what another can."""
+    """Keep resumable work of the same command, refuse that of another command, and delete everything else."""
     left = work.known.get("kind")
     if left == kind and work.resumable:
         return
@@ -246,7 +246,7 @@ def _take_over(work: WorkFolder, kind: str) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a path still leads to the file that is open."""
+    """Whether a path still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

@@ -26,17 +26,17 @@ from quantkit.quantities import byte_size
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors as one safetensors file, in place of what was there.
+    """Write tensors to one safetensors file; an existing file is replaced.
 
     Args:
-        path: of the file; its folder must exist.
-        tensors: by name, on any device, contiguous or not; not modified.
+        path: path of the file; its folder must exist.
+        tensors: tensors by name, on any device, contiguous or not; not modified.
     Returns:
         SHA-256 of the file, hexadecimal.
     Raises:
         ResourceError: the disk is full; says how much is needed and free.
-        OutputError: the place cannot be written.
-        CheckpointError: a dtype that safetensors cannot hold.
+        OutputError: the file cannot be written.
+        CheckpointError: safetensors cannot store the dtype of a tensor.
     """
     infos = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return _write_tensors(path, infos, lambda name: value_chunks(tensors[name]))
@@ -47,14 +47,14 @@ def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, sto
 
     Args:
         reader: the source.
-        names: of its tensors.
-        path: of the file; its folder must exist.
-        stored: what each is called in the file.
+        names: names of tensors of the source.
+        path: path of the file; its folder must exist.
+        stored: returns the name in the file for a name in the source.
     Returns:
         SHA-256 of the file, hexadecimal.
     Raises:
         CheckpointError: the source cannot be read.
-        ResourceError, OutputError: as `write_shard`.
+        ResourceError, OutputError: see `write_shard`.
     """
     sources = {stored(name): name for name in names}
     infos = {name: (reader.info(source).dtype, reader.info(source).shape) for name, source in sources.items()}
@@ -65,10 +65,10 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON with an indent of two, keys in the given order, and a newline at the end.
 
     Args:
-        path: of the file; its folder must exist.
-        value: what `json` can serialise.
+        path: path of the file; its folder must exist.
+        value: a value that `json` can serialise.
     Raises:
-        ResourceError, OutputError: as `write_shard`.
+        ResourceError, OutputError: see `write_shard`.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -77,10 +77,10 @@ def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text.
 
     Args:
-        path: of the file; its folder must exist.
-        text: all of it.
+        path: path of the file; its folder must exist.
+        text: contents of the file.
     Raises:
-        ResourceError, OutputError: as `write_shard`.
+        ResourceError, OutputError: see `write_shard`.
     """
     content = text.encode()
     with _atomic(path, len(content)) as file:
@@ -91,11 +91,11 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
     """Write model.safetensors.index.json, tensors sorted by name.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         weight_map: file name by tensor name.
         total_size: bytes of all tensors.
     Raises:
-        ResourceError, OutputError: as `write_shard`.
+        ResourceError, OutputError: see `write_shard`.
     """
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / INDEX_NAME, index)
@@ -103,14 +103,14 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
 
 @contextlib.contextmanager
 def writing(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn what the system refuses in this block into one line.
+    """Turn an OSError in this block into an error with a one-line message.
 
     Args:
-        path: what is being written.
-        needed_bytes: its full size, if known.
+        path: path that the block writes.
+        needed_bytes: its final size, if known.
     Raises:
         ResourceError: the disk or the quota is full.
-        OutputError: any other error of the system.
+        OutputError: any other OSError.
     """
     try:
         yield
@@ -136,7 +136,7 @@ def _write_tensors(
     chunks: Callable[[str], Iterable[bytes | memoryview]],
 ) -> str:
     header, order, num_bytes = encode_header(infos)
-    # Hashed on the way out, so that the file need not be read again for it.
+    # Hashed while writing, so that the file need not be read again.
     digest = hashlib.sha256(header)
     with _atomic(path, num_bytes) as file:
         file.write(header)
@@ -148,26 +148,26 @@ def _write_tensors(
 
 @contextlib.contextmanager
 def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends, and leaves nothing behind when it fails."""
+    """Open a temporary file that is renamed to `path` when the block ends, and deleted if the block fails."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path, num_bytes):
         try:
             with temporary.open("wb") as file:
                 yield file
                 file.flush()
-                # Without it a crash after the rename could leave the name with nothing behind it.
+                # Without this, a crash after the rename could leave an empty file.
                 os.fsync(file.fileno())
             temporary.replace(path)
             sync_folder(path.parent)
         except BaseException:
-            # An interrupt too must leave no half-written file.
+            # Also after an interrupt, no half-written file may remain.
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last, not only the contents of its files."""
+    """Flush the names of a folder's files to the disk; flushing a file saves only its contents."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -176,6 +176,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _free_bytes(path: Path) -> int:
-    """Free bytes where `path` would lie."""
+    """Return the free bytes on the file system of `path`, which need not exist."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     return shutil.disk_usage(folder).free

@@ -1,6 +1,6 @@
-"""Before anything is spent: bytes, what fits, and floors of a model, from its config or shard headers alone.
+"""Estimates before any work: bytes, what fits, and time limits of a model, from its config or shard headers only.
 
-Torch-free, but where a recipe is loaded. Figures are computed, never measured: `benchmark` and `evaluate` measure.
+No torch, unless a recipe is loaded. All figures are computed; `benchmark` and `evaluate` measure.
 """
 
 from quantkit.engines.devices import DEVICES, Device, find_device, make_device

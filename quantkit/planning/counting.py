@@ -24,9 +24,9 @@ def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelS
     """Count a model from its config.
 
     Args:
-        model: what its config.json says.
-        name: for people.
-        counted_from: what the config was read from.
+        model: description from config.json.
+        name: name for reports.
+        counted_from: source of the config, for reports.
     Raises:
         ModelError: a size is missing.
     """
@@ -46,15 +46,15 @@ def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelS
 
 
 def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, TensorInfo]) -> ModelShape:
-    """Count a model from its tensors; only its attention is taken from the config.
+    """Count a model from its tensors; only attention comes from the config.
 
     Args:
-        model: what its config.json says.
-        name: for people.
-        tensors: of a checkpoint that is not quantized.
+        model: description from config.json.
+        name: name for reports.
+        tensors: tensors of an unquantized checkpoint.
     Raises:
-        ModelError: the config does not say what the cache holds.
-        CheckpointError: the tensors are not those of as many layers as the config names.
+        ModelError: the config does not define what the cache holds.
+        CheckpointError: the number of layers in the tensors differs from the config.
     """
     prefix, inside, outside = _split(tensors)
     present = {index for index, _, _ in inside}
@@ -97,7 +97,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
 
 
 def _facts(model: ModelDescription, name: str) -> dict[str, Any]:
-    """Fields of a `ModelShape` that only config.json tells."""
+    """Return the fields of a `ModelShape` that only config.json defines."""
     length = model.entries.optional_count("max_position_embeddings")
     sizes = {"hidden_size": model.hidden_size, "max_length": length}
     return {"name": name, "family": model.family, "model_type": _model_type(model), **sizes}
@@ -157,12 +157,12 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
 
 
 def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> dict[tuple[str, int, int], int]:
-    """Copies of each linear in a tensor by its name, N and K; nothing for what is no linear's weight.
+    """Return copies, N and K of each linear in a tensor, by name; empty if the tensor is not a linear's weight.
 
     Args:
-        local: name of the tensor in its layer.
-        shape: of the tensor; with three dimensions it holds all experts, gate and up together.
-        transposed: it then has the inputs before the outputs.
+        local: name of the tensor within its layer.
+        shape: shape of the tensor; with three dimensions it holds all experts, gate and up together.
+        transposed: whether inputs come before outputs in the shape.
     """
     name = _EXPERT.sub("experts.{expert}.", local.removesuffix(".weight"))
     if len(shape) == 3 and "experts" in name.split("."):
@@ -177,7 +177,7 @@ def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> di
 
 
 def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str, TensorInfo]], dict[str, TensorInfo]]:
-    """Find the decoder layers, what is in them, and what is outside; of several stacks the largest is meant."""
+    """Return the decoder layers, their tensors, and the tensors outside; of several stacks, the largest counts."""
     matches = {name: match for name in tensors if (match := _IN_LAYER.fullmatch(name))}
     weight: Counter[str] = Counter()
     for name, match in matches.items():
@@ -189,9 +189,9 @@ def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str,
 
 
 def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int, int, set[str]]:
-    """Parameters of the embedding and of the head, and the names of both; a head that is the embedding counts nothing.
+    """Return the parameters of embedding and head, and both names; a head tied to the embedding counts zero.
 
-    Of several tables, such as those of a vision tower, the largest is that of the tokens.
+    If there are several tables, such as those of a vision tower, the largest is the token embedding.
     """
     heads, embeddings = {}, {}
     for name, stored in outside.items():
@@ -211,7 +211,7 @@ def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int,
 
 
 def _main_dtype(model: ModelDescription, tensors: Mapping[str, TensorInfo]) -> str:
-    """The number type that most bytes are in."""
+    """Return the number type that accounts for most bytes."""
     count: Counter[str] = Counter()
     for stored in tensors.values():
         count[stored.dtype_name or ""] += stored.num_bytes

@@ -1,4 +1,4 @@
-"""A plan as plain data for --json: bytes, seconds and names; nothing is rounded."""
+"""A plan as plain data for --json: bytes, seconds and names, without rounding."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,10 +10,10 @@ from quantkit.planning.shape import ModelShape
 
 
 def to_document(plan: Estimate) -> dict[str, Any]:
-    """The whole plan.
+    """Convert the whole plan.
 
     Args:
-        plan: what `estimate` gave.
+        plan: result of `estimate`.
     """
     return {
         "computed_not_measured": True,

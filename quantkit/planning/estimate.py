@@ -36,7 +36,7 @@ HEADS = {"int8": memory.INT8_WEIGHTS, "int4": memory.INT4_WEIGHTS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRow:
-    """One scheme's weights; `problem` says why it cannot be had, the sizes are then meaningless."""
+    """Weights under one scheme; if `problem` says why the scheme is impossible, the sizes are meaningless."""
 
     scheme: memory.WeightChoice
     size: memory.WeightBytes
@@ -45,7 +45,7 @@ class WeightRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheRow:
-    """One form of the cache: bytes per token of a short context, and of one sequence of the given context."""
+    """One form of the cache: bytes per token of a short context, and bytes of one sequence of the given context."""
 
     form: KVForm
     per_token: float
@@ -54,7 +54,7 @@ class CacheRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRow:
-    """One pair of schemes on the device; `form`, `decode` and `prefill` are None where the cache is unknown."""
+    """One pair of schemes on the device; `form`, `decode` and `prefill` are None if the cache is unknown."""
 
     scheme: memory.WeightChoice
     form: KVForm | None
@@ -65,16 +65,16 @@ class DeviceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A plan; every figure is computed when it is asked for.
+    """A plan; each figure is computed on access.
 
     Args:
-        shape: of the model.
-        context, batch, prompt: tokens per sequence, sequences, tokens of the prompt whose prefill is meant.
-        schemes, forms: number types of weights and caches that are compared.
-        device: None = none was named.
-        recipe: None = none was named.
-        engine: which is to read the result; None = what each does.
-        eviction: what the cache keeps of each sequence.
+        shape: shape of the model.
+        context, batch, prompt: tokens per sequence, number of sequences, and prompt tokens of the prefill.
+        schemes, forms: number types of weights and caches to compare.
+        device: the device; None = none was given.
+        recipe: the recipe; None = none was given.
+        engine: engine that will read the result; None = report on every engine.
+        eviction: which tokens of each sequence the cache keeps.
     """
 
     shape: ModelShape
@@ -90,7 +90,7 @@ class Estimate:
 
     @property
     def kept(self) -> int:
-        """Tokens of a sequence of the context that are in its cache."""
+        """Tokens in the cache for a sequence of the given context."""
         return self.eviction.kept(self.context)
 
     @cached_property
@@ -116,9 +116,9 @@ class Estimate:
 
     @cached_property
     def on_device(self) -> tuple[DeviceRow, ...]:
-        """Fits on the device and speeds at best: every pair of a scheme worth showing and a form.
+        """Fit and best possible speed on the device for every pair of a relevant scheme and a cache form.
 
-        The schemes alone where the cache is unknown.
+        If the cache is unknown, it lists schemes only.
         """
         if self.device is None:
             return ()
@@ -142,12 +142,12 @@ class Estimate:
 
     @property
     def activations(self) -> int:
-        """Bytes of one step, an estimate."""
+        """Estimated bytes of activations in one step."""
         return memory.planned_activation_bytes(self.shape, STEP_TOKENS, self.batch)
 
     @property
     def compression(self) -> dict[str, int] | None:
-        """Memory that compressing holds, by purpose."""
+        """Memory needed for compression, by purpose."""
         recipe = self.recipe
         if recipe is None:
             return None
@@ -155,7 +155,7 @@ class Estimate:
 
     @property
     def readings(self) -> list[EngineReading]:
-        """Engines that read the result of the recipe, on the device where one is named."""
+        """Verdicts of engines on the recipe's result, for the device if one is given."""
         if self.recipe is None:
             return []
         stored, capability = self.recipe.stored, None if self.device is None else self.device.capability
@@ -317,7 +317,7 @@ def _schemes(shape: ModelShape, plan: RecipePlan | None, head: memory.WeightForm
 
 
 def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> list[memory.WeightChoice]:
-    """Schemes worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
+    """Return the schemes to list for each cache form: as stored, 8 bits and 4 bits, or the recipe."""
     if plan is not None or len(schemes) < 4:
         return list(schemes)
     names = ("as stored", memory.INT8_WEIGHTS.name, memory.INT4_WEIGHTS.name)
@@ -325,7 +325,7 @@ def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> l
 
 
 def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVForm]:
-    """Forms to count: the one that is named, else the recipe's or the checkpoint's own and the usual ones."""
+    """Return the cache forms to count: the given one, or else the recipe's or checkpoint's form and the usual ones."""
     if not shape.layers:
         return []
     plain = find_kv_form("auto", shape.dtype)

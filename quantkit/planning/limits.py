@@ -1,6 +1,7 @@
-"""Limits of a device: what fits, and the speed at best: bytes over bandwidth, operations over peak.
+"""Limits of a device: what fits in memory, and the best possible speed from bandwidth and peak operations.
 
-Floors, not predictions: nothing overlaps better, no launch costs time, every byte is read once. B sequences, L tokens.
+These are lower bounds on time, not predictions: they assume perfect overlap, free launches, and one read of every byte.
+B sequences, L tokens.
 """
 
 from bisect import bisect_right
@@ -25,15 +26,17 @@ STEP_TOKENS = TOKEN_BUDGET["cuda"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFit:
-    """Memory of a device beside the weights.
+    """Use of a device's memory.
 
     Args:
-        weight_bytes, activation_bytes, reserve_bytes: what is taken.
-        cache_bytes: what is left for the cache; may be negative.
-        fits: whether it is not.
-        largest_batch: sequences of the given context; None = the cache is unknown.
-        largest_context: of the given number of sequences, up to the model's own limit; None as above.
-        limited_by_model: the model's limit is reached before the memory's.
+        weight_bytes, activation_bytes, reserve_bytes: memory used by weights and activations, and memory kept in
+            reserve.
+        cache_bytes: memory left for the cache; may be negative.
+        fits: whether it is not negative.
+        largest_batch: most sequences of the given context; None = the cache is unknown.
+        largest_context: longest context for the given number of sequences, up to the model's limit; None = the cache is
+            unknown.
+        limited_by_model: whether the model's limit is reached before memory runs out.
     """
 
     weight_bytes: int
@@ -48,11 +51,11 @@ class DeviceFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eviction:
-    """Tokens that the cache keeps of each sequence.
+    """Eviction settings: how many tokens of each sequence the cache keeps.
 
     Args:
         budget: tokens, or a share of the context; None = all.
-        policy: which ones stay.
+        policy: eviction policy: which tokens are kept.
         page_size: tokens per page of the cache.
     """
 
@@ -61,15 +64,15 @@ class Eviction:
     page_size: int = DEFAULT_PAGE_SIZE
 
     def kept(self, context: int) -> int:
-        """Tokens of a sequence of this length that are in the cache."""
+        """Return how many tokens of a sequence of this length are in the cache."""
         return kept_tokens(self.budget, context)
 
     def sequence_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
-        """Bytes that the bundled runtime allocates for one sequence."""
+        """Return the bytes that the bundled runtime allocates for one sequence."""
         return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
-        """Further bytes of one sequence while a chunk of its prompt is computed: pages go after its attention."""
+        """Return the extra bytes of a sequence during a prompt chunk, because eviction follows its attention."""
         kept = self.kept(context)
         most = min(context, kept - 1 + chunk) if kept < context else kept
         before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))
@@ -89,16 +92,16 @@ def device_fit(
     batch: int,
     eviction: Eviction = EVERYTHING,
 ) -> DeviceFit:
-    """The largest batch of a context and the largest context of a batch.
+    """Return the largest batch for a context and the largest context for a batch.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         scheme: number types of the weights.
-        form: of the cache.
-        memory_bytes: of the device.
-        context: tokens per sequence for `batch`.
-        batch: sequences for `context`.
-        eviction: what the cache keeps of them; the chunk of one prompt at a time is counted beside it.
+        form: form of the cache.
+        memory_bytes: memory of the device.
+        context: tokens per sequence, for the largest batch.
+        batch: number of sequences, for the largest context.
+        eviction: eviction settings; memory for one prompt chunk is counted in addition.
     """
     weights = memory.planned_weight_bytes(shape, scheme).memory_bytes
     activations = memory.planned_activation_bytes(shape, STEP_TOKENS, batch)
@@ -125,7 +128,7 @@ def device_fit(
 
 
 def _longest(shape: ModelShape, form: KVForm, budget: float, batch: int, limit: int, eviction: Eviction) -> int:
-    """The longest context of so many sequences whose cache is within the budget; it never shrinks with length."""
+    """Return the longest context for this many sequences whose cache fits; its size never shrinks with length."""
 
     def size(tokens: int) -> float:
         beside = eviction.chunk_bytes(shape, tokens, form)
@@ -139,9 +142,9 @@ class Floor:
     """The least time that a step can take.
 
     Args:
-        bytes_read: of weights and cache.
-        flops: of products and attention.
-        memory_s, compute_s: what they take at the device's bandwidth and peaks.
+        bytes_read: bytes of weights and cache read.
+        flops: operations of products and attention.
+        memory_s, compute_s: their time at the device's bandwidth and peaks.
     """
 
     bytes_read: float
@@ -151,7 +154,7 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The longer of the two."""
+        """The larger of the two times."""
         return max(self.memory_s, self.compute_s)
 
     @property
@@ -163,14 +166,14 @@ class Floor:
 def decode_floor(
     shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, device: Device, *, context: int, batch: int
 ) -> Floor:
-    """One decode step: every sequence gets one token.
+    """Return the floor of one decode step, which adds one token to every sequence.
 
     Args:
-        shape: of the model.
-        scheme, form: number types.
-        device: what it runs on.
+        shape: shape of the model.
+        scheme, form: number types of weights and cache.
+        device: the device.
         context: tokens that each sequence has.
-        batch: sequences.
+        batch: number of sequences.
     """
     read = step_bytes(shape, scheme, form, context=context, batch=batch)
     products = _product_flops(shape, scheme)
@@ -180,19 +183,19 @@ def decode_floor(
 
 
 def step_bytes(shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, *, context: int, batch: int) -> float:
-    """Bytes that a decode step reads: weights once, the cache of every sequence."""
+    """Return the bytes that a decode step reads: weights once, and the cache of every sequence."""
     weights = memory.planned_weight_bytes(shape, scheme, batch).read_bytes_per_token
     return weights + batch * memory.kv_read_bytes(shape, context, form)
 
 
 def prefill_floor(shape: ModelShape, scheme: memory.WeightChoice, device: Device, *, prompt: int) -> Floor:
-    """The first token of one prompt: all products of all its tokens, causal attention, logits of the last.
+    """Return the floor of the prefill of one prompt: all products, causal attention, logits of the last token.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         scheme: number types of the weights.
-        device: what it runs on.
-        prompt: tokens.
+        device: the device.
+        prompt: number of prompt tokens.
     """
     products = {key: prompt * flops for key, flops in _product_flops(shape, scheme).items()}
     attention = sum(layer.attention.prefill_flops(prompt) for layer in shape.layers)
@@ -201,7 +204,7 @@ def prefill_floor(shape: ModelShape, scheme: memory.WeightChoice, device: Device
 
 
 def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[str, float]:
-    """Operations of all linears for one token, by the number type that they are made in."""
+    """Return the operations of all linears per token, by the number type of the product."""
     if not shape.layers:
         return {"bf16": 2.0 * shape.active_parameters}
     flops: Counter[str] = Counter()
@@ -213,7 +216,7 @@ def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[st
 
 
 def _floor(device: Device, read: float, products: Mapping[str, float], in_16_bits: float) -> Floor:
-    """Seconds of bytes, of products by number type, and of operations in 16 bits whatever the weights are."""
+    """Return the floor for these bytes, product operations by number type, and other operations in 16 bits."""
     by_type = {**products, "bf16": products.get("bf16", 0.0) + in_16_bits}
     return Floor(
         bytes_read=read,

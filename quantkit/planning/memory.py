@@ -1,10 +1,9 @@
-"""Bytes of a model in one choice of number types: weights, cache, activations, and what a compression run holds.
+"""Bytes of a model for one choice of number types: weights, cache, activations, and memory needed for compression.
 
-A recipe's weights take the bytes that its format counts (`Format.linear_bytes`). Without a recipe codes are packed into
-32-bit words along the inputs, with a scale per group in the model's own number type and zero points packed along the
-outputs, as compressed-tensors has them. Weights and cache are exact sums; activations are an estimate, and say so.
-Torch-free.
-B sequences, L tokens of context, T tokens in one step.
+For a recipe, its format counts the bytes of the weights (`Format.linear_bytes`). Without a recipe, codes are counted as
+in compressed-tensors: packed into 32-bit words along the inputs, with a scale per group in the model's dtype and zero
+points packed along the outputs. Weights and cache are exact sums; activations are an estimate. No torch. B sequences, L
+tokens of context, T tokens in one step.
 """
 
 import math
@@ -25,17 +24,17 @@ _PRODUCTS = {"nvfp4": "fp4", "mxfp4": "fp4", "mxfp8": "fp8"}  # by the type of t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightForm:
-    """Storage of a model's linears.
+    """Storage format of a model's linears.
 
     Args:
         name: for tables, e.g. `int4 g128`.
-        bits: of one code.
+        bits: bits per code.
         group_size: inputs that share a scale; None = one scale per output channel.
-        symmetric: no zero points.
-        scaled: False for numbers that are what they say: bf16, fp32, or codes counted without their scales.
-        compute: numbers that products are made of: "bf16"; "int8", "fp8" or "fp4" where activations are quantized too.
-        counted: bytes of a weight from N, K and the bytes of a scale, by its format; None = as above.
-        beside: bytes of what a file holds beside a weight, from the bytes of a scale, by its format; None = as above.
+        symmetric: whether there are no zero points.
+        scaled: False for numbers without scales: bf16, fp32, or codes counted without their scales.
+        compute: number type of the products: "bf16"; "int8", "fp8" or "fp4" if activations are quantized too.
+        counted: the format's function from N, K and the bytes of a scale to the bytes of a weight; None = as above.
+        beside: the format's function from the bytes of a scale to a file's extra bytes per weight; None = as above.
     """
 
     name: str
@@ -48,9 +47,9 @@ class WeightForm:
     beside: Callable[[int], int] | None = None
 
     def fitted(self, in_features: int) -> "WeightForm":
-        """Return the form in the groups that `quantize` falls back to, where its own do not divide this many inputs.
+        """Return the form with the group size that `quantize` falls back to if groups do not divide the inputs.
 
-        Only for forms that no format counts: those of a recipe have got their groups when it was assigned.
+        Only for forms without a format; a recipe's forms already have their final group sizes.
         """
         if self.group_size is None:
             return self
@@ -62,11 +61,11 @@ class WeightForm:
         return not self.scaled or self.group_size is None or in_features % self.group_size == 0
 
     def matrix_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
-        """Codes, scales and zero points of a weight (N, K).
+        """Return the bytes of codes, scales and zero points of a weight (N, K).
 
         Args:
             out_features, in_features: N and K.
-            scale_bytes: of one scale, the size of the model's number type.
+            scale_bytes: bytes of one scale, in the model's dtype.
         """
         if self.counted is not None:
             return self.counted(out_features, in_features, scale_bytes)
@@ -78,13 +77,13 @@ class WeightForm:
         return 4 * words + out_features * groups * scale_bytes + zeros
 
     def file_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
-        """`matrix_bytes` and what a file holds beside it."""
+        """Return `matrix_bytes` plus the extra bytes in a file."""
         packed = _SHAPE_BYTES if self.scaled and self.compute == "bf16" else 0
         extra = packed if self.beside is None else self.beside(scale_bytes)
         return self.matrix_bytes(out_features, in_features, scale_bytes) + extra
 
     def bits_per_weight(self, scale_bytes: int = 2) -> float:
-        """Bits per weight of a matrix without edges that no format counts; the scale of a channel counts nothing."""
+        """Return the bits per weight of a large matrix; ignores scales per channel. Only for forms without a format."""
         if not self.scaled or self.group_size is None:
             return float(self.bits)
         return self.bits + (8 * scale_bytes + (0 if self.symmetric else self.bits)) / self.group_size
@@ -102,10 +101,10 @@ UNSCALED_WEIGHTS = tuple(WeightForm(name=f"{bits} bits, no scales", bits=bits, s
 
 
 def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
-    """The form of a recipe's scheme for one linear.
+    """Return the form of a recipe's scheme for one linear.
 
     Args:
-        linear: a `quantkit.numerics.scheme.LinearScheme`; not imported here, because that would import torch.
+        linear: a `quantkit.numerics.scheme.LinearScheme`, not imported here because that would import torch.
         layout: on-disk format of the recipe.
     """
     from quantkit.formats import REGISTRY  # reads schemes, so torch is there already
@@ -132,11 +131,11 @@ class WeightChoice:
 
     Args:
         name: for tables.
-        choose: the form of each matrix; None = as stored, or as dequantized where other matrices are quantized anew.
+        choose: returns the form of a matrix; None = as stored, or dequantized if other matrices are quantized again.
         head: form of the output head; None = as stored.
-        unquantized: what is ignored becomes this instead of what it is stored in; None = as stored.
-        beside: bytes on disk of scales of the KV cache.
-        as_stored: nothing is changed.
+        unquantized: form of ignored matrices instead of their stored form; None = as stored.
+        beside: bytes on disk of the KV cache's scales.
+        as_stored: whether nothing is changed.
     """
 
     name: str
@@ -148,7 +147,7 @@ class WeightChoice:
 
 
 def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> WeightChoice:
-    """One form for all quantizable linears; None leaves the model as it is stored.
+    """Return the choice of one form for all quantizable linears; None leaves the model as stored.
 
     Args:
         form: of the linears.
@@ -170,10 +169,11 @@ class WeightBytes:
     """Memory of a model's weights.
 
     Args:
-        bits_per_weight: of the linears that are quantized; of all weights where only their number is known.
-        memory_bytes: of all weights.
-        disk_bytes: in files, small tensors beside packed weights included.
-        read_bytes_per_token: by one decode step: no embedding rows, and of experts those that its tokens pick.
+        bits_per_weight: average over the quantized linears; over all weights if only their number is known.
+        memory_bytes: bytes of all weights in memory.
+        disk_bytes: bytes in files, including small tensors that accompany packed weights.
+        read_bytes_per_token: bytes read by one decode step: no embedding rows, and only the experts that its tokens
+            use.
     """
 
     bits_per_weight: float
@@ -183,12 +183,12 @@ class WeightBytes:
 
 
 def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1) -> WeightBytes:
-    """Weights under a scheme.
+    """Return the bytes of the weights under a scheme.
 
     Args:
-        shape: of the model.
-        scheme: their number types.
-        batch: sequences in a decode step; with more of them more experts are read.
+        shape: shape of the model.
+        scheme: number types of the weights.
+        batch: number of sequences in a decode step; larger batches read more experts.
     """
     if not shape.layers:
         return _counted(shape, scheme)
@@ -228,44 +228,44 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
 
 
 def experts_read(matrix: Matrix, batch: int) -> float:
-    """Copies of a matrix that a step of this many sequences reads, when each picks its experts by chance."""
+    """Return the expected copies of a matrix read by a step of this many sequences that choose experts at random."""
     if matrix.copies == matrix.active:
         return matrix.copies
     return float(matrix.copies * (1 - (1 - matrix.active / matrix.copies) ** batch))
 
 
 def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
-    """Bytes that the cache of one sequence of this length holds."""
+    """Return the bytes of the cache of one sequence of this length."""
     return sum(cache.cached_bytes(tokens, kept) for cache, kept in shape.caches(form))
 
 
 def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm, page_size: int = DEFAULT_PAGE_SIZE) -> float:
-    """Bytes in whole pages of the bundled runtime, with the residual window of the open page."""
+    """Return the bytes of the bundled runtime's whole pages and the residual window of a sequence."""
     return sum(cache.allocated_bytes(tokens, kept, shape.dtype_bytes, page_size) for cache, kept in shape.caches(form))
 
 
 def kv_read_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
-    """Bytes of the cache that a decode step of one sequence reads."""
+    """Return the cache bytes that a decode step of one sequence reads."""
     return sum(cache.read_bytes(tokens, kept) for cache, kept in shape.caches(form))
 
 
 def kv_bytes_per_token(shape: ModelShape, form: KVForm) -> float:
-    """Growth of the cache per token of a short context, before any window is full."""
+    """Return the cache bytes per token of a short context, before any window is full."""
     return sum(cache.token_bytes(kept) for cache, kept in shape.caches(form))
 
 
 def offers(shape: ModelShape, form: KVForm) -> bool:
-    """Whether every layer of the model can be kept in this form."""
+    """Whether every layer of the model can be cached in this form."""
     return all(cache.offers(kept) for cache, kept in shape.caches(form))
 
 
 def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
-    """Peak of intermediate results in one step, an estimate: the widest layer's, and the logits in float32.
+    """Estimate the peak of activations in one step: the widest layer, and the logits in float32.
 
     Args:
-        shape: of the model.
-        tokens: of the step, T.
-        sequences: whose logits are needed, B.
+        shape: shape of the model.
+        tokens: T, tokens of the step.
+        sequences: B, sequences whose logits are needed.
     """
     widest = max((_width(layer) for layer in shape.layers), default=0)
     size = min(4, shape.dtype_bytes)
@@ -275,13 +275,13 @@ def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> 
 def compression_bytes(
     shape: ModelShape, num_tokens: int, steps: Sequence[Step], *, hands_on: bool = False
 ) -> dict[str, int]:
-    """Memory that `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
+    """Return the memory that `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
-        shape: of the model.
-        num_tokens: calibration tokens; 0 = a recipe without data.
-        steps: of the recipe.
-        hands_on: layers hand on more than hidden states.
+        shape: shape of the model.
+        num_tokens: calibration tokens; 0 = the recipe needs no data.
+        steps: steps of the recipe.
+        hands_on: whether layers pass on more than hidden states.
     """
     sizes = [
         [(m.out_features, m.in_features) for m in layer.matrices if m.quantizable for _ in range(m.copies)]
@@ -291,19 +291,19 @@ def compression_bytes(
 
 
 def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
-    """Size a model of which only the number of parameters is known: all of them are stored alike."""
+    """Return the weight sizes of a model of known parameter count only: all weights have the same form."""
     form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
     bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
     return _alike(round(shape.num_parameters * bits / 8), bits, shape.active_parameters)
 
 
 def _alike(total: int, bits: float, read: float) -> WeightBytes:
-    """Weights that all take as many bits; `read` of them by a step."""
+    """Return the sizes of weights that all have the same number of bits; a step reads `read` of them."""
     return WeightBytes(bits_per_weight=bits, memory_bytes=total, disk_bytes=total, read_bytes_per_token=read * bits / 8)
 
 
 def _touched(shape: ModelShape, batch: int) -> float:
-    """Parameters that one decode step reads."""
+    """Return the number of parameters that one decode step reads."""
     inside = sum(
         layer.other_parameters + sum(m.out_features * m.in_features * experts_read(m, batch) for m in layer.matrices)
         for layer in shape.layers
@@ -312,7 +312,7 @@ def _touched(shape: ModelShape, batch: int) -> float:
 
 
 def _width(layer: LayerTensors) -> int:
-    """Numbers per token that a layer has in flight: the wider of attention and MLP, each with what it puts out."""
+    """Return the numbers per token in a layer's activations: the wider of attention and MLP, each with its output."""
     widths = []
     for attention in (True, False):
         chosen = [m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention]

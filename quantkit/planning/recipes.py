@@ -1,6 +1,6 @@
-"""Effect of a recipe on a model of a known shape: the form of each matrix, and why it may not work.
+"""Effect of a recipe on a model of known shape: the form of each matrix, and reasons why it may not work.
 
-Loading a recipe imports torch, so nothing else here does; a plan without a recipe never comes by.
+Loading a recipe imports torch; plans without a recipe do not use this module.
 """
 
 from contextlib import suppress
@@ -19,21 +19,21 @@ from quantkit.planning.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipePlan:
-    """A recipe on a model.
+    """Result of a recipe on a model.
 
     Args:
-        name: of the recipe.
+        name: name of the recipe.
         format: on-disk format.
-        scheme: the form of each matrix, for the sums of `memory`.
+        scheme: form of each matrix, for the sums in `memory`.
         forms: the different forms that occur.
         num_tokens: calibration tokens, 0 without steps.
         samples: calibration sequences, 0 without steps.
-        steps: in running order.
-        hands_on: layers hand on more than hidden states.
-        conflicts: why it cannot be done, one line each; the first is what an error says.
-        cache: what it makes of the KV cache, outliers aside; None = nothing.
-        stored: what the checkpoint will hold, for engines.
-        notes: where its groups are smaller than the recipe asks, a sentence each.
+        steps: steps in running order.
+        hands_on: whether layers pass on more than hidden states.
+        conflicts: reasons why the recipe cannot run, one line each; an error quotes the first.
+        cache: form of the KV cache, ignoring outliers; None = unchanged.
+        stored: contents of the resulting checkpoint, for engines.
+        notes: one sentence for each case of groups smaller than the recipe asks.
     """
 
     name: str
@@ -54,7 +54,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
     """Assign a recipe's schemes to a model's matrices.
 
     Args:
-        shape: of a model whose layers are known.
+        shape: shape of a model with known layers.
         recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """
@@ -96,7 +96,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
 
 
 def _cache_scale_bytes(shape: ModelShape, goal: Any) -> int:
-    """Bytes of fixed scales of keys and values, float32, one or one per head of each layer."""
+    """Return the bytes of fixed scales of keys and values: float32, one per layer or per head."""
     if goal is None or not goal.has_fixed_scales:
         return 0
     by_head = goal.scheme.key.granularity == "head"

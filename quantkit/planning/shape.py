@@ -1,4 +1,4 @@
-"""The shape of a model: its matrices, its attention layers and what is left. Sizes only, no names of files."""
+"""The shape of a model: its matrices, attention layers and other parameters. Sizes only, no file names."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,23 +18,23 @@ class ModelShape:
     """Facts about a model that a plan needs.
 
     Args:
-        name: for people.
-        family: what is known of models of its kind; None = nothing, as only a number of parameters is given.
-        model_type: of config.json.
+        name: name for reports.
+        family: description of the model's family; None = unknown, because only a parameter count is given.
+        model_type: model_type in config.json.
         counted_from: "shard headers", "config.json", "shape file" or "parameter count".
-        dtype: of the stored weights, by its torch name.
-        hidden_size, vocab_size, max_length: sizes; max_length None = not said.
-        layers: one each; empty when only a number of parameters is known.
+        dtype: torch name of the stored weights' dtype.
+        hidden_size, vocab_size, max_length: sizes; max_length None = unknown.
+        layers: one entry per layer; empty if only a parameter count is known.
         prefix: full name of the list of layers, `model.layers`.
         embedding: parameters of the token embedding.
         head: parameters of the output head; 0 when it is the embedding.
-        other: parameters outside the layers beside these two.
-        active_total: parameters per token where only their number is known; None = add the layers up.
-        stored_bytes: of all tensors, where headers say so.
-        quantized: the checkpoint is quantized already, so `stored_bytes` is what its weights take.
+        other: parameters outside layers, embedding and head.
+        active_total: parameters per token if only their number is known; None = computed from the layers.
+        stored_bytes: bytes of all tensors, if headers are known.
+        quantized: whether the checkpoint is already quantized, so that `stored_bytes` is the size of its weights.
         remarks: what the count leaves out or assumes.
-        cache: what the checkpoint says of its KV cache; None = nothing.
-        stored: of a checkpoint that is quantized: the `LinearScheme` of a linear's codes by its full name.
+        cache: KV cache settings of the checkpoint; None = it has none.
+        stored: for a quantized checkpoint: the `LinearScheme` of a linear by full name.
     """
 
     name: str
@@ -64,12 +64,12 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters; a shared embedding counts once."""
+        """Number of parameters; a shared embedding counts once."""
         return self.embedding + self.head + self.other + sum(layer.num_parameters for layer in self.layers)
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: all but the experts it is not sent to."""
+        """Number of parameters that one token uses: all except the experts it is not routed to."""
         if self.active_total is not None:
             return self.active_total
         idle = sum(m.num_parameters - m.active_parameters for layer in self.layers for m in layer.matrices)
@@ -77,11 +77,11 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output product, whether they are the embedding's or its own."""
+        """Number of parameters of the output head, also if it shares the embedding."""
         return self.head or self.embedding
 
     def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape | StateShape, KVForm]]:
-        """The cache of each layer, and the form that it is kept in.
+        """Return the cache of each layer and its form.
 
         Layers with a window are not quantized: they keep few tokens, and their errors are known to cost accuracy.
         """

@@ -35,12 +35,12 @@ KEYS = (
 
 
 def from_model(model: str | Path | None) -> ModelShape:
-    """The shape of a model directory, a config.json, or an id on the hub; None = the bundled demo model.
+    """Return the shape of a model directory, a config.json, or a hub id; None = the bundled demo model.
 
-    Shard headers are counted where all shards are there, else the config is.
+    It counts shard headers if all shards exist, otherwise it uses the config.
 
     Raises:
-        ModelError: there is no such model, or its config does not say enough.
+        ModelError: there is no such model, or its config lacks an entry.
         CheckpointError: a shard is damaged.
     """
     if model is None:
@@ -59,10 +59,10 @@ def from_model(model: str | Path | None) -> ModelShape:
 
 
 def from_shape_file(path: str | Path) -> ModelShape:
-    """The shape that a YAML or JSON file describes in the words of config.json.
+    """Return the shape that a YAML or JSON file describes with the entries of a config.json.
 
     Raises:
-        ModelError: it cannot be read, has an unknown entry, or leaves out a size.
+        ModelError: the file cannot be read, has an unknown entry, or lacks a size.
     """
     file = Path(path)
     data = _read(file)
@@ -76,10 +76,10 @@ def from_shape_file(path: str | Path) -> ModelShape:
 
 
 def from_parameters(text: str) -> ModelShape:
-    """A model of which only the number of parameters is known, `7B` or `30B-A3B`.
+    """Return the shape of a model known only by its number of parameters, `7B` or `30B-A3B`.
 
     Raises:
-        InputError: not a number of parameters.
+        InputError: the text is not a number of parameters.
     """
     total, active = parse_parameters(text)
     return ModelShape(
@@ -109,20 +109,20 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
 
 
 def _own_names(model: ModelDescription, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Headers by the names of the model, where files have those under which it was published."""
+    """Return headers under the model's own tensor names, if files use the names of the original release."""
     names = None if model.family.published is None else model.family.published(tuple(tensors))
     return tensors if names is None else {own: tensors[name] for name, own in names.own(tuple(tensors)).items()}
 
 
 def _has_codes(data: dict[str, Any]) -> bool:
-    """Whether weights are quantized, and not the KV cache alone."""
+    """Whether weights are quantized, and not only the KV cache."""
     section = data.get("quantization_config")
     # No groups beside a scheme for the cache: compressed-tensors' way to say that weights are as they were.
     return section is not None and not (isinstance(section, dict) and section.get("config_groups") == {})
 
 
 def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
-    """KV cache according to config.json; torch is only imported where it says something."""
+    """Return the KV cache settings in config.json; imports torch only if there are any."""
     section = data.get("quantization_config")
     said = isinstance(section, dict) and (section.get("kv_cache_scheme") or "kv_cache_quant_algo" in str(section))
     if not shape.layers or not (said or "quantkit_kv_cache" in data):
@@ -137,7 +137,7 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
 
 
 def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
-    """A checkpoint whose weights are codes: parameters from the config, bytes from the headers."""
+    """Return the shape of a quantized checkpoint: parameters from the config, bytes from the headers."""
     stored = sum(tensor.num_bytes for tensor in find_tensors(folder)[0].values())
     remarks = ("the weights are quantized already: their bytes are those of the shards",)
     shape = from_config(model, name, "config.json and shard headers")
@@ -160,10 +160,10 @@ def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
 
 
 def description_of(data: dict[str, Any], where: str) -> ModelDescription:
-    """The model that a config.json describes; of a family that no file describes as far as it is like Llama.
+    """Return the description in a config.json; a model of unknown family is treated like Llama if possible.
 
     Raises:
-        ModelError: a size is missing or no size, or the model keeps something else than keys and values.
+        ModelError: a size is missing or invalid, or the model caches something other than keys and values.
     """
     return describe(data, family_for_counting(data), where)
 

@@ -1,4 +1,4 @@
-"""Reports: results in, text out. JSON, a page, a model card, JUnit XML, and comparisons of several. Torch-free.
+"""Render results as JSON, an HTML page, a model card, JUnit XML, and comparisons of checkpoints. Torch-free.
 
-Nothing is imported here: `quantkit --help` imports `table`.
+This file imports nothing, because `quantkit --help` imports `table`.
 """

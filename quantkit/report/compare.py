@@ -30,15 +30,15 @@ class ComparedCheckpoint:
     """One checkpoint in the comparison.
 
     Args:
-        name: unique among the entries.
-        num_bytes: on disk; None when unknown.
-        bits_per_weight: of quantized linears.
-        quality: the number all entries have, see `CheckpointComparison.quality`.
+        name: name, unique among the entries.
+        num_bytes: bytes on disk; None if unknown.
+        bits_per_weight: average over the quantized linears.
+        quality: value of the quality metric that all entries have, see `CheckpointComparison.quality`.
         recovery_text: recovery with its interval.
-        perplexity_ratio, kl: to the original; None when not measured.
-        itl_s, ttft_s: medians of the first shared workload; None when not measured.
+        perplexity_ratio, kl: perplexity ratio and KL to the original; None if not measured.
+        itl_s, ttft_s: medians of the first shared workload; None if not measured.
         held: whether its gates held; None without gates.
-        on_front: whether no other entry beats it.
+        on_front: whether it is on the Pareto front.
     """
 
     name: str
@@ -56,15 +56,15 @@ class ComparedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointComparison:
-    """Entries in the order of size, and how they were ranked.
+    """Compared checkpoints, ordered by size, and the criteria of the comparison.
 
     Args:
-        entries: smallest first.
-        quality: name of the number on the quality axis: "recovery", "perplexity_ratio" or "kl".
-        quality_label: with its unit.
-        higher_is_better: direction of the quality.
-        workload: whose latencies are compared; empty when none is shared.
-        warnings: why entries may not be comparable.
+        entries: entries, smallest first.
+        quality: name of the quality metric: "recovery", "perplexity_ratio" or "kl".
+        quality_label: label of the metric, with its unit.
+        higher_is_better: direction of the metric.
+        workload: workload whose latencies are compared; empty if no workload is shared.
+        warnings: reasons why entries may not be comparable.
     """
 
     entries: tuple[ComparedCheckpoint, ...]
@@ -126,7 +126,7 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
 
 
 def front(points: Sequence[tuple[float, ...]]) -> list[bool]:
-    """Tell for each point whether no other dominates it, where less is better in every coordinate."""
+    """Return for each point whether no other point dominates it; less is better in every coordinate."""
     return [
         # Equal points do not dominate each other, so twins are both on the front.
         not any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
@@ -135,7 +135,7 @@ def front(points: Sequence[tuple[float, ...]]) -> list[bool]:
 
 
 def checkpoints_table(comparison: CheckpointComparison) -> Table:
-    """The comparison as a table."""
+    """Convert the comparison to a table."""
     return Table(
         title="Checkpoints, smallest first",
         columns=(
@@ -163,11 +163,11 @@ def comparison_sentence(comparison: CheckpointComparison) -> str:
 
 
 def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks: Sequence[str] = ()) -> str:
-    """Comparisons as a page.
+    """Render comparisons as an HTML page.
 
     Args:
-        comparisons: by the heading of their section.
-        remarks: sentences above all of them.
+        comparisons: comparisons by the heading of their section.
+        remarks: sentences above all sections.
     Raises:
         ReportError: matplotlib or jinja2 is not installed.
     """
@@ -191,7 +191,7 @@ def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks:
 
 
 def _page_section(end: str, title: str, comparison: CheckpointComparison, remarks: Sequence[str]) -> PageSection:
-    """One comparison; `end` keeps its names apart from those of others on the page."""
+    """Create the section of one comparison; the suffix `end` makes its ids unique on the page."""
     drawn = [
         _plot(comparison, f"by-size{end}", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
         _plot(comparison, f"by-speed{end}", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
@@ -213,7 +213,7 @@ def _page_section(end: str, title: str, comparison: CheckpointComparison, remark
 def _plot(
     comparison: CheckpointComparison, name: str, x_label: str, cost: Callable[[ComparedCheckpoint], float | None]
 ) -> str | None:
-    """Quality against one cost, with the front of these two."""
+    """Plot quality against one cost, with the front of these two."""
     known = [
         (position, entry.name, float(x), entry.quality)
         for position, entry in enumerate(comparison.entries, 1)
@@ -227,7 +227,7 @@ def _plot(
 
 
 def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[ComparedCheckpoint]:
-    """The entries, knowing whether they are on the front of those whose size and quality are known."""
+    """Set `on_front` of the entries; only entries with known size and quality take part."""
     # Speed counts only where every entry has it: one that was not timed wins or loses by default.
     timed = all(e.itl_s is not None for e in entries)
     costs = {
@@ -240,13 +240,13 @@ def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[Compare
 
 
 def _shared_workload(reports: Sequence[Report]) -> str:
-    """The first workload that every report has; empty when there is none."""
+    """Return the first workload that every report has; empty if there is none."""
     names = (run.workload.name for run, _ in reports[0].paired_runs)
     return next((name for name in names if all(r.benchmark and r.benchmark.find_run(name) for r in reports)), "")
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:
-    """Names that repeat get a number."""
+    """Append a number to repeated names."""
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
     ]

@@ -1,8 +1,8 @@
-"""All files of one report, written beside each other, and `report.json` read back.
+"""Write all files of one report into a directory, and read `report.json` back.
 
-The schema of `report.json` is docs/report.schema.json. Numbers that JSON cannot say (infinite, not a number) become
-null. `metrics` repeats the numbers that gates can be about under their names there, for readers with `jq`; it is
-computed, and ignored when a report is read back.
+The schema of `report.json` is docs/report.schema.json. Numbers that JSON cannot represent (infinity, NaN) become null.
+`metrics` repeats the numbers that gates can limit, under their names in gates, for tools such as `jq`; it is ignored
+when a report is read back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOADERS = {  # title, language and code, of each engine that a format may name
 
 
 def render_markdown(report: Report) -> str:
-    """The model card of a checkpoint, front matter included."""
+    """Render the model card of a checkpoint, including its front matter."""
     # A card is published: directories tell user names and mean nothing elsewhere.
     report = _without_paths(report)
     model, original = report.model, report.baseline_model
@@ -76,7 +76,7 @@ def render_markdown(report: Report) -> str:
 
 
 def report_tables(report: Report) -> list[Table]:
-    """Return the results that were measured, as the card and the terminal show them."""
+    """Return the tables of all measured results for the card and the terminal."""
     runs, sensitivity = list(speed_tables.report_runs(report)), report.sensitivity
     measured = (
         tables.comparison_table(report.comparisons),
@@ -91,12 +91,12 @@ def report_tables(report: Report) -> list[Table]:
 
 
 def plain(text: str) -> str:
-    """A text of somebody else as one line of Markdown in which no HTML begins."""
+    """Escape untrusted text as one line of Markdown without HTML."""
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", " ".join(text.split()))
 
 
 def _without_paths(report: Report) -> Report:
-    """The report with names where it has directories of this machine."""
+    """Replace directories of this machine in a report by names."""
     model, original, made = report.model, report.baseline_model, report.compression
     if original is not None and not original.hub_id:
         original = replace(original, name=PurePath(original.name).name)
@@ -109,12 +109,12 @@ def _without_paths(report: Report) -> Report:
 
 
 def front_matter(origin: Mapping[str, Any], format_name: str, *tags: str) -> str:
-    """Entries of a card for the hub, as YAML.
+    """Render the front matter of a card for the hub as YAML.
 
     Args:
-        origin: those that the card of the model has which was compressed; None = unknown.
+        origin: entries of the source model's card; None = unknown.
         format_name: on-disk format.
-        tags: further ones.
+        tags: further tags.
     """
     import yaml
 
@@ -130,7 +130,7 @@ def front_matter(origin: Mapping[str, Any], format_name: str, *tags: str) -> str
 
 
 def markdown_table(table: Table) -> str:
-    """A table as GitHub's Markdown writes it."""
+    """Render a table in GitHub's Markdown."""
     rules = ("---" if column.is_text else "---:" for column in table.columns)
     rows = [[column.title for column in table.columns], rules, *table.cells]
     # A bar inside a cell begins another column.
@@ -139,12 +139,12 @@ def markdown_table(table: Table) -> str:
 
 
 def loading(format_name: str, path: str, engines: Sequence[EngineReading]) -> str:
-    """Sections about how to load a checkpoint, with a command for each loader that reads the format, and who reads it.
+    """Render how to load a checkpoint: a command for each loader of the format, and a table of engines that read it.
 
     Args:
         format_name: on-disk format.
-        path: directory, file or hub id that the commands name.
-        engines: what is known of some.
+        path: directory, file or hub id in the commands.
+        engines: predictions of how engines read the checkpoint.
     """
     format_ = _format(format_name)
     needs = f"`pip install {format_.package}`" if format_ and format_.package else "nothing else needed"
@@ -159,7 +159,7 @@ def loading(format_name: str, path: str, engines: Sequence[EngineReading]) -> st
 
 
 def _format(name: str) -> Format | None:
-    """The format of that name; None for one that a newer version wrote."""
+    """Return the format of that name; None if it is unknown, e.g. written by a newer version."""
     from quantkit.formats import REGISTRY  # they bring torch, which only a card waits for
 
     known: Format | None = REGISTRY.all().get(name)
@@ -167,17 +167,17 @@ def _format(name: str) -> Format | None:
 
 
 def dumps(report: Report) -> str:
-    """A report as JSON text; equal reports give equal bytes."""
+    """Convert a report to JSON text; equal reports give equal bytes."""
     document = {**report.to_dict(), "metrics": gate_numbers(report)}
     # `NaN` is no JSON, and strict readers refuse the whole document because of it.
     return json.dumps(json_ready(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 
 def read_report(path: Path | str) -> Report:
-    """The report in a file, or in a checkpoint's directory.
+    """Read a report from a file or a checkpoint's directory.
 
     Raises:
-        ReportError: no such file, not JSON, of another version, or not a report.
+        ReportError: the file does not exist, is not valid JSON, has another version, or is not a report.
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path
@@ -190,7 +190,7 @@ def read_report(path: Path | str) -> Report:
 
 
 def json_ready(value: Any) -> Any:
-    """Return the value with null for numbers that JSON does not have."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -199,7 +199,7 @@ def json_ready(value: Any) -> Any:
 
 
 def render_junit(report: Report) -> str:
-    """Gates and comparisons of a report as test suites."""
+    """Render gates and comparisons of a report as JUnit test suites."""
     gates, comparisons, add = len(report.gates), len(report.comparisons), ElementTree.SubElement
     failed = str(sum(not gate.held for gate in report.gates))
     # The name comes first: by that a file of quantkit's is known, see `SIGNS`.
@@ -244,13 +244,13 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
     """Write `report.json`, `junit.xml`, the model card `README.md`, and last the page `report.html`.
 
     Args:
-        report: what was measured.
-        directory: made if it is not there.
+        report: the report.
+        directory: directory, created if it does not exist.
     Returns:
-        file by kind ("json", "junit", "card", "html"), and why there is no page: it needs packages that not everybody
-        has; empty where it was written.
+        The files by kind ("json", "junit", "card", "html"), and the reason if the page was not written, e.g. a missing
+        package; empty if it was.
     Raises:
-        OutputError, ResourceError: the place cannot be written.
+        OutputError, ResourceError: the directory cannot be written.
     """
     from quantkit.output.writer import write_text, writing  # with torch, which readers of a report do not wait for
 
@@ -271,7 +271,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Another process that writes its report there waits, so that files of two reports do not mix."""
+    """Lock the directory inside the block, so that files of two reports are not mixed."""
     # The directory itself is locked, so that no lock file stays in a checkpoint.
     descriptor = os.open(directory, os.O_RDONLY)
     try:

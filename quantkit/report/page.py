@@ -1,6 +1,6 @@
-"""`report.html`: one file that opens offline, reads without scripts, in light and dark, on paper and on a phone.
+"""Render `report.html`: one file that works offline, without scripts, in light and dark mode, in print and on phones.
 
-Its sections stand in the order in which a reader decides.
+Its sections follow the order of a reader's decisions.
 """
 
 import re
@@ -40,15 +40,15 @@ class PageSection:
     """One part of a page.
 
     Args:
-        name: a word, for links.
-        title: its heading.
-        text: paragraphs above everything else.
+        name: one word, for links.
+        title: heading.
+        text: paragraphs at the top of the section.
         figures: `<svg>` elements.
-        tables: shown.
-        folded: tables to be unfolded.
-        terms: a list of definitions.
-        findings: of a diagnosis; the page ends their sentences itself.
-        beside: narrow tables stand beside the figure where there is room.
+        tables: visible tables.
+        folded: collapsed tables.
+        terms: definitions of terms.
+        findings: findings of a diagnosis; the page adds the full stops.
+        beside: whether narrow tables are placed beside the figure if there is room.
     """
 
     name: str
@@ -71,7 +71,7 @@ def report_sections(report: Report) -> list[PageSection]:
 def _section(
     name: str, title: str, tables: Sequence[Table | None], figures: Sequence[str | None] = (), **parts: Any
 ) -> PageSection | None:
-    """A section of what was measured; None where its first table is missing."""
+    """Create a section; None if its first table is missing."""
     shown = [table for table in tables if table is not None]
     drawn = [figure for figure in figures if figure is not None]
     if tables[0] is None:
@@ -164,7 +164,7 @@ def _definitions(report: Report) -> PageSection:
 
 
 def render_html(report: Report) -> str:
-    """The page of one report.
+    """Render the page of one report.
 
     Raises:
         ReportError: matplotlib or jinja2 is not installed; the message names the command.
@@ -183,12 +183,11 @@ def render_html(report: Report) -> str:
 
 
 def render_page(**page: Any) -> str:
-    """A page of the house's look.
+    """Render a page from quantkit's template.
 
     Args:
-        page: what the template shows: `title` and `subtitle`; `verdict`, one sentence; `held`, whether that is good or
-            None when there is nothing to judge; `gates`; `key_figures`, each (name, figure, what it is beside); and
-            `sections`.
+        page: variables of the template: `title` and `subtitle`; `verdict`, one sentence; `held`, whether all gates held
+            (None without gates); `gates`; `key_figures`, each (name, figure, reference figure); and `sections`.
     Raises:
         ReportError: jinja2 is not installed.
     """
@@ -215,6 +214,6 @@ def _environment() -> Any:
 
 
 def keep_together(text: str) -> str:
-    """Numbers with their units, and intervals, on one line: spaces that do not break."""
+    """Keep numbers and units, and intervals, on one line with non-breaking spaces."""
     text = re.sub(r"(?<=\d) (?=(?:[KMG]iB|B|ms|s|%)(?:\W|$))", "\u00a0", text)
     return re.sub(r"\([-+.\d]+ to [-+.\d]+\)", lambda match: match[0].replace(" ", "\u00a0"), text)

@@ -1,7 +1,7 @@
-"""Figures as SVG that lives inside a page: colours that follow its theme, unique ids, text alternatives, equal bytes.
+"""Convert matplotlib figures to reproducible inline SVG with theme colours, unique ids and text alternatives.
 
-matplotlib draws with placeholder colours; here they become CSS variables, so one drawing serves light, dark and print.
-Text stays text. Nothing in the SVG depends on the date or on chance.
+matplotlib draws with placeholder colours, which are replaced by CSS variables, so that one drawing serves light mode,
+dark mode and print. Text is kept as text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ INSTALL = "pip install '.[eval]' in quantkit's folder"
 
 @contextmanager
 def new_figure(width: float = 5.2, height: float = 3.2) -> Iterator[tuple[Figure, Any]]:
-    """A figure and its axes, inches, in the house's style whatever the user's own settings are, as long as it is drawn.
+    """Create a figure (size in inches) and its axes for use inside the block, in quantkit's style.
 
     Raises:
         ReportError: matplotlib is not installed.
@@ -82,13 +82,13 @@ def new_figure(width: float = 5.2, height: float = 3.2) -> Iterator[tuple[Figure
 
 
 def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
-    """One figure as an `<svg>` element for a page.
+    """Convert a figure to an `<svg>` element for a page.
 
     Args:
-        figure: drawn with the placeholder colours.
-        name: unique on the page, a word; every id starts with it.
-        title: what is shown, a few words.
-        description: what there is to see, for people who cannot see it.
+        figure: figure drawn with the placeholder colours.
+        name: one word, unique on the page; every id starts with it.
+        title: short title.
+        description: text alternative for people who cannot see the figure.
     """
     buffer = io.StringIO()
     # A date changes the bytes of equal reports.
@@ -104,7 +104,7 @@ def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
 
 
 def _own_ids(text: str, name: str) -> str:
-    """Prefix the ids that are referred to, and drop the others."""
+    """Prefix the ids that are referenced, and remove the others."""
     # Several figures share one page, and matplotlib gives equal elements of different figures equal ids.
     used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r"href=\"#([^\"]+)\"", text))
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)

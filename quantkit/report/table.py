@@ -1,4 +1,4 @@
-"""A table that does not know where it is shown, and its drawing on a terminal through rich."""
+"""Tables independent of the output medium, and their rendering on a terminal with rich."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """A text of somebody else with what a terminal would obey written out: escape sequences, reversed directions."""
+    """Escape control characters of untrusted text: terminal escape sequences and text-direction marks."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
@@ -22,9 +22,9 @@ class Column:
     """One column.
 
     Args:
-        title: its heading; empty for none.
-        show: writes a value that is not text yet. Columns that have it are flush right, others are text, flush left.
-        detail: left out where there is too little room for all columns, which happens on terminals.
+        title: heading; empty for none.
+        show: function that formats a value. Columns with it are right-aligned; others hold text, left-aligned.
+        detail: whether to omit the column on a terminal that is too narrow for all columns.
     """
 
     title: str = ""
@@ -36,7 +36,7 @@ class Column:
         return self.show is None
 
     def cell(self, value: Any) -> str:
-        """A value as text; a dash for what is not known."""
+        """Format a value; a dash if it is None."""
         if value is None:
             return MISSING
         return printable(str(value) if self.show is None or isinstance(value, str) else self.show(value))
@@ -47,10 +47,10 @@ class Table:
     """Values in rows; the first column names the row.
 
     Args:
-        title: what the table shows.
-        columns: how each is written.
-        rows: as many values as columns each.
-        note: to be printed below; empty for none.
+        title: title of the table.
+        columns: columns with their formats.
+        rows: rows with one value per column.
+        note: text below the table; empty for none.
     """
 
     title: str = ""
@@ -60,7 +60,7 @@ class Table:
 
     @property
     def cells(self) -> list[list[str]]:
-        """Every row as text."""
+        """Format every row as text."""
         return [[column.cell(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
 
     @property
@@ -69,7 +69,7 @@ class Table:
 
 
 def facts(rows: Iterable[tuple[str, str | None]], title: str = "") -> Table:
-    """Names and what belongs to them, without headings; what is empty or None is left out."""
+    """Create a table of names and values without headings; empty values and None are left out."""
     return Table(title=title, columns=(Column(), Column()), rows=tuple(row for row in rows if row[1]))
 
 
@@ -78,11 +78,11 @@ _ROWS = 2_000  # drawn: rich takes a third of a millisecond for each
 
 
 def terminal_table(table: Table, console: Console) -> RenderableType:
-    """A table for this console; where it is too narrow, columns of details are left out, where it is too long, its end.
+    """Render a table for a console; omit detail columns if it is too wide, and the last rows if it is too long.
 
     Args:
-        table: to draw.
-        console: whose width counts.
+        table: table to render.
+        console: console that determines the width.
     """
     from rich.console import Group
     from rich.text import Text

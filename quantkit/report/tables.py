@@ -1,4 +1,4 @@
-"""Tables and verdicts of a report about answers and making: built once for HTML, Markdown and the terminal."""
+"""Tables and verdicts of a report about evaluation and compression, for HTML, Markdown and the terminal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,14 +29,14 @@ VERDICTS = {
 
 
 def p_value(value: float | None) -> str:
-    """A p value, never a bare zero."""
+    """Format a p value; a tiny one as an upper bound, never as zero."""
     if value is None:
         return MISSING
     return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def recovery_text(comparison: Comparison | None) -> str:
-    """`99.8 % (98.7 to 100.9)`."""
+    """Format recovery with its interval: `99.8 % (98.7 to 100.9)`."""
     if comparison is None or comparison.recovery is None:
         return MISSING
     text = percent(comparison.recovery)
@@ -46,7 +46,7 @@ def recovery_text(comparison: Comparison | None) -> str:
 
 
 def headline(report: Report) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     failed = [gate for gate in report.gates if not gate.held]
     count = len(report.gates)
     if not report.gates:
@@ -58,7 +58,7 @@ def headline(report: Report) -> str:
 
 
 def gate_lines(gates: Sequence[GateResult]) -> list[str]:
-    """`held: kl<=0.02 (kl is 0.013, ...)` for each gate, then each remedy once."""
+    """Return a line such as `held: kl<=0.02 (kl is 0.013, ...)` for each gate, then each remedy once."""
     lines = [f"{'held' if gate.held else 'failed'}: {gate.gate} ({gate.explanation})" for gate in gates]
     return [*lines, *(f"to do: {text}" for text in remedies(gates))]
 
@@ -69,7 +69,7 @@ def remedies(gates: Sequence[GateResult]) -> list[str]:
 
 
 def chance_note(num_tasks: int) -> str:
-    """A reminder for tables of many tests; empty for few."""
+    """Return a note on multiple testing for tables with many tests; empty for few."""
     # With fewer rows less than a quarter of a false alarm is expected, which needs no note.
     if num_tasks < 5:
         return ""
@@ -80,7 +80,7 @@ def chance_note(num_tasks: int) -> str:
 
 
 def module_table(summary: CheckpointSummary) -> Table:
-    """Kinds of modules in a checkpoint, and how they are stored."""
+    """Create the table of a checkpoint's kinds of modules and their storage."""
     numbers = Column("count", str), Column("parameters", "{:,}".format), Column("size", byte_size)
     rows = tuple((m.kind, m.stored_as, m.count, m.num_parameters, m.num_bytes) for m in summary.modules)
     return Table(columns=(Column("module"), Column("stored as"), *numbers), rows=rows)
@@ -90,11 +90,11 @@ NOTE = "By the rules of these releases, read from their sources; GPUs were not a
 
 
 def engine_table(title: str, readings: Sequence[EngineReading]) -> Table | None:
-    """Each engine at its release, how it reads, and why; None where nothing is known.
+    """Create the table of engines: version, how it reads the checkpoint, and the reason; None without readings.
 
     Args:
         title: heading of the first column.
-        readings: of the engines.
+        readings: predictions for the engines.
     """
     if not readings:
         return None
@@ -142,7 +142,7 @@ def key_figures(report: Report) -> list[tuple[str, str, str]]:
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table | None:
-    """Every task and text: both values, the difference with its interval, recovery and verdict."""
+    """Create the table of tasks and texts: both values, the difference with its interval, recovery and verdict."""
     rows = [c for c in comparisons if not c.subject.startswith(ANSWER_LENGTH)]
     if not rows:
         return None
@@ -169,12 +169,12 @@ def _difference(c: Comparison) -> str:
 
 
 def verdict_table() -> Table:
-    """Table of the verdicts' meanings."""
+    """Create the table that explains the verdicts."""
     return Table(title="Verdicts", columns=(Column("verdict"), Column("meaning")), rows=tuple(VERDICTS.items()))
 
 
 def length_table(comparisons: Sequence[Comparison]) -> Table | None:
-    """Length of generated answers against the band."""
+    """Create the table of answer lengths relative to the allowed band."""
     low, high = LENGTH_BAND
     rows = tuple(
         (
@@ -191,7 +191,7 @@ def length_table(comparisons: Sequence[Comparison]) -> Table | None:
 
 
 def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None) -> Table | None:
-    """Distance to the original, and the original's to itself under other arithmetic."""
+    """Create the table of distances to the original, and of the original in another arithmetic to itself."""
     if fidelity is None:
         return None
     kinds: tuple[tuple[str, Callable[[FidelityResult], str]], ...] = (
@@ -219,7 +219,7 @@ def _mean_kl(fidelity: FidelityResult) -> str:
 
 
 def _known_tokens(fidelity: FidelityResult) -> str:
-    """Return the range of a KL that was read from the likeliest tokens."""
+    """Explain the bounds of a KL that was computed from the likeliest tokens."""
     rest = "" if fidelity.remainder is None else f", to which the original gives {percent(100 * fidelity.remainder, 2)}"
     return (
         f"Both computed by {fidelity.engine}, which tells the {fidelity.top} likeliest tokens of a position: the "
@@ -229,7 +229,7 @@ def _known_tokens(fidelity: FidelityResult) -> str:
 
 
 def _first_divergence(fidelity: FidelityResult) -> str:
-    """Median position of the first greedy token that differs."""
+    """Format the median position of the first greedy token that differs."""
     length = fidelity.greedy_tokens
     # A prompt that agrees throughout counts with its whole length: it is censored there, which a median bears.
     middle = median([length if d is None else d for d in fidelity.first_divergence])
@@ -242,7 +242,7 @@ def _agree_throughout(fidelity: FidelityResult) -> str:
 
 
 def worst_groups_table(sensitivity: SensitivityMap, count: int = 8) -> Table:
-    """The fused groups with the most KL, and their share of the sum."""
+    """Create the table of the fused groups with the largest KL, and their share of the sum."""
     total = sensitivity.sum_kl or 1.0
     return Table(
         title="Most sensitive fused groups, each quantized alone",
@@ -269,17 +269,17 @@ def _additivity_note(sensitivity: SensitivityMap) -> str:
 
 
 def sensitivity_table(sensitivity: SensitivityMap) -> Table:
-    """The whole map."""
+    """Create the table of the whole map."""
     values = {(record.layer, record.group): record.kl for record in sensitivity.records}
     return layer_table("KL of every fused group quantized alone, nats per token", values, number)
 
 
 def layer_table(title: str, values: Mapping[tuple[int, str], Any], show: Callable[[Any], str] | None = None) -> Table:
-    """Layers down, fused groups across.
+    """Create a table with a row per layer and a column per fused group.
 
     Args:
-        title: of the table.
-        values: by layer and fused group.
+        title: title of the table.
+        values: values by layer and fused group.
         show: see `Column`.
     """
     groups = list(dict.fromkeys(group for _, group in values))
@@ -292,7 +292,7 @@ def layer_table(title: str, values: Mapping[tuple[int, str], Any], show: Callabl
 
 
 def environment_table(report: Report) -> Table:
-    """Table of the machine and software that the numbers were made with."""
+    """Create the table of the machine and software that produced the numbers."""
     env = report.environment
     settings = report.evaluation.settings if report.evaluation else {}
     kinds = (("version of", env.versions), ("seed of", env.seeds), ("hash of", env.hashes), ("setting:", settings))
@@ -305,11 +305,11 @@ def environment_table(report: Report) -> Table:
 def storage_rows(
     bits: float | None, made: CheckpointSummary | CompressionResult | None
 ) -> list[tuple[str, str | None]]:
-    """Facts about how weights and cache are stored, for tables of facts.
+    """Return rows about the storage of weights and cache, for tables of facts.
 
     Args:
-        bits: per weight, of the quantized linears; None or 0 without any.
-        made: the rest; None where nothing is known.
+        bits: average bits per weight of the quantized linears; None or 0 if there are none.
+        made: summary or compression record for the other rows; None if unknown.
     """
     tower, layers = (made.tower, made.layers) if made else (None, ())
     return [
@@ -321,7 +321,7 @@ def storage_rows(
 
 
 def making_table(report: Report) -> Table:
-    """Table of the checkpoint's facts and how it was made."""
+    """Create the table of facts about the checkpoint and its compression."""
     model, made = report.model, report.compression
     rows = [
         ("original", report.baseline_model.name if report.baseline_model else ""),

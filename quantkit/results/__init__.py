@@ -1,4 +1,4 @@
-"""Records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
+"""Records of compression, evaluation and benchmarks, and the report that combines them, as plain data. Torch-free."""
 
 from quantkit.results._record import SCHEMA_VERSION as SCHEMA_VERSION
 from quantkit.results._record import Record as Record

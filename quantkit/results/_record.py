@@ -31,7 +31,7 @@ class Record:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """This record as plain dicts and tuples, ready for JSON."""
+        """Convert this record to plain dicts and tuples, ready for JSON."""
         return dataclasses.asdict(self)  # type: ignore[call-overload,no-any-return]  # every subclass is a dataclass
 
     @classmethod
@@ -42,7 +42,7 @@ class Record:
             data: one entry per field; fields with a default may be absent.
             where: path of `data` in its document, for messages.
         Raises:
-            ReportError: a field is missing, unknown or of another type, or the document is of a later version.
+            ReportError: a field is missing, unknown or of another type, or the document has a later version.
         """
         where = where or cls.__name__
         if not isinstance(data, Mapping):
@@ -61,13 +61,13 @@ class Record:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Resolved type of each field of a record, in order."""
+    """Return the resolved type of each field of a record, in order."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def required_fields(cls: type) -> list[str]:
-    """Names of the fields that have no default."""
+    """Return the names of the fields without a default."""
     missing = dataclasses.MISSING
     return [
         field.name for field in dataclasses.fields(cls) if field.default is missing and field.default_factory is missing
@@ -100,7 +100,7 @@ def _renamed(value: Any) -> Any:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """One value, as JSON gives it, as its field's type says."""
+    """Convert one JSON value to the type of its field."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if is_union(kind):
         present = next(member for member in inner if member is not types.NoneType)

@@ -1,4 +1,4 @@
-"""Costs of serving requests: raw timestamps, memory, roofline points. Latencies are computed from the timestamps.
+"""Records of serving requests: raw timestamps, memory and roofline points. Latencies are computed from the timestamps.
 
 TTFT: request arrived -> first token. ITL: each gap between successive tokens, pooled over requests. TPOT: (last token -
 first token) / (tokens - 1), one number per request. A stall shows in the tail of ITL and is averaged away in TPOT.
@@ -12,19 +12,19 @@ from typing import Literal
 from quantkit.results._record import Record
 
 SWEEP_NAME = "sweep"
-"""The run whose prompts differ in length: TTFT is fitted against prompt length, ITL against context."""
+"""Name of the run with prompts of different lengths: TTFT is fitted against prompt length, ITL against context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Record):
-    """Requests that were sent, and their times.
+    """Description of the requests that were sent.
 
     Args:
-        name: short, e.g. "closed-8".
-        mode: "closed" keeps `concurrency` requests in flight; "poisson" lets them arrive at `rate_per_s`.
+        name: short name, e.g. "closed-8".
+        mode: "closed" keeps `concurrency` requests in flight; "poisson" sends them at `rate_per_s` on average.
         num_requests: measured requests, warm-up excluded.
-        prompt_tokens, new_tokens: of each request; the largest where they differ.
-        seed: of lengths, prompts and arrivals.
+        prompt_tokens, new_tokens: tokens per request; the largest number if requests differ.
+        seed: seed of lengths, prompts and arrivals.
         concurrency: requests in flight (closed).
         rate_per_s: arrivals per second (poisson).
         num_warmup: requests before the measured ones.
@@ -49,12 +49,12 @@ class RequestTiming(Record):
     """Raw timestamps of one request, all on one clock, seconds.
 
     Args:
-        request_id: of the engine.
+        request_id: the engine's id of the request.
         prompt_tokens: length of the prompt.
-        arrived_s: when it was due to be sent (poisson) or was sent (closed).
-        token_s: when each new token was handed out; tokens of one speculative burst share a time.
-        finished_s: when the request ended; None if it did not.
-        cached_tokens: of the prompt, found in the prefix cache.
+        arrived_s: time when it was due (poisson) or was sent (closed).
+        token_s: time when each new token was returned; tokens of one speculative step share a time.
+        finished_s: time when the request ended; None if it did not.
+        cached_tokens: prompt tokens found in the prefix cache.
     """
 
     request_id: int
@@ -66,7 +66,7 @@ class RequestTiming(Record):
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens generated."""
+        """Number of generated tokens."""
         return len(self.token_s)
 
     @property
@@ -76,7 +76,7 @@ class RequestTiming(Record):
 
     @property
     def inter_token_s(self) -> tuple[float, ...]:
-        """Gaps between successive tokens, one fewer than tokens."""
+        """Gaps between successive tokens."""
         return tuple(after - before for before, after in pairwise(self.token_s))
 
     @property
@@ -92,12 +92,12 @@ class RequestTiming(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkRun(Record):
-    """One workload and the requests it sent.
+    """One workload and the timings of its requests.
 
     Args:
-        workload: what was sent.
+        workload: description of the requests.
         requests: timestamps of each measured request.
-        rounds: how often original and model took turns (interleaved A/B); 1 when measured alone.
+        rounds: number of interleaved A/B rounds of original and model; 1 if the model was measured alone.
     """
 
     workload: Workload
@@ -106,33 +106,33 @@ class BenchmarkRun(Record):
 
     @property
     def ttft_s(self) -> tuple[float, ...]:
-        """One per request that got a token."""
+        """Time to first token of each request that received a token."""
         return tuple(timing.ttft_s for timing in self.requests if timing.ttft_s is not None)
 
     @property
     def inter_token_s(self) -> tuple[float, ...]:
-        """Gaps of all requests, one list."""
+        """Inter-token gaps of all requests in one tuple."""
         return tuple(gap for timing in self.requests for gap in timing.inter_token_s)
 
     @property
     def tpot_s(self) -> tuple[float, ...]:
-        """One per request with two tokens or more."""
+        """Time per output token of each request with at least two tokens."""
         return tuple(timing.tpot_s for timing in self.requests if timing.tpot_s is not None)
 
     @property
     def latencies(self) -> dict[str, tuple[float, ...]]:
-        """TTFT, ITL and TPOT by name."""
+        """Return TTFT, ITL and TPOT by name."""
         return {"TTFT": self.ttft_s, "ITL": self.inter_token_s, "TPOT": self.tpot_s}
 
     @property
     def context_gaps(self) -> tuple[tuple[int, float], ...]:
-        """(tokens in the cache when the step ran, gap) of all requests: what ITL = a + b * context is fitted to."""
+        """Return (tokens in the cache, gap) for each step of all requests; ITL = a + b * context is fitted to it."""
         # The step behind gap i had the prompt and i new tokens before it.
         return tuple((t.prompt_tokens + i, gap) for t in self.requests for i, gap in enumerate(t.inter_token_s, 1))
 
     @property
     def duration_s(self) -> float:
-        """First arrival to last token."""
+        """Time from the first arrival to the last token."""
         ends = [timing.token_s[-1] for timing in self.requests if timing.token_s]
         return max(ends) - min(timing.arrived_s for timing in self.requests) if ends else 0.0
 
@@ -149,7 +149,7 @@ class BenchmarkRun(Record):
 
     @property
     def goodput_per_s(self) -> float | None:
-        """Requests per second that met every stated limit; None when none is stated."""
+        """Requests per second that met every limit; None without limits."""
         limits = self.workload.ttft_limit_s, self.workload.tpot_limit_s
         if limits == (None, None) or self.duration_s <= 0:
             return None
@@ -161,12 +161,12 @@ class BenchmarkRun(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRecord(Record):
-    """One part of memory, predicted beside observed.
+    """Predicted and observed bytes of one part of memory.
 
     Args:
         part: "weights", "kv pool", "activations", "graphs", "reserve", or "peak" for their sum.
-        predicted_bytes: computed before loading; None where it cannot be known.
-        observed_bytes: None where it cannot be seen.
+        predicted_bytes: bytes computed before loading; None if they cannot be predicted.
+        observed_bytes: bytes measured; None if they cannot be measured.
         note: e.g. tokens of capacity of the KV pool.
     """
 
@@ -177,23 +177,23 @@ class MemoryRecord(Record):
 
 
 CACHE_BYTES = 32_000_000
-"""Less than this is at home in the last cache of a server, at least in part."""
+"""Traffic below this size fits, at least partly, into the last-level cache of a server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RooflineRecord(Record):
-    """One kind of step against the ceilings of the machine, measured in the same run.
+    """Time and traffic of one kind of step, and the machine's ceilings measured in the same run.
 
     Args:
         phase: "prefill" or "decode".
         batch: sequences in the step.
         context: tokens before the step, per sequence.
         num_tokens: new tokens in the step, over all sequences.
-        bytes_moved: weights, KV and activations the step must read and write.
-        flops: multiply-adds count two.
+        bytes_moved: bytes of weights, KV cache and activations that the step must read and write.
+        flops: operations of the step; a multiply-add counts as two.
         seconds: median time of the step.
         copy_bytes_per_s: bandwidth of a large copy here (bytes read + written).
-        gemm_flops_per_s: of a large matrix product here, in the arithmetic of the step.
+        gemm_flops_per_s: operations per second of a large matrix product here, in the arithmetic of the step.
     """
 
     phase: Literal["prefill", "decode"]
@@ -213,23 +213,23 @@ class RooflineRecord(Record):
 
     @property
     def mbu(self) -> float:
-        """Share of the copy bandwidth reached."""
+        """Share of the copy bandwidth that the step reached."""
         return self.bytes_moved / self.seconds / self.copy_bytes_per_s
 
     @property
     def mfu(self) -> float:
-        """Share of the matrix-product rate reached."""
+        """Share of the matrix-product rate that the step reached."""
         return self.flops / self.seconds / self.gemm_flops_per_s
 
     @property
     def in_caches(self) -> bool:
-        """Whether so little is read that it may come from the processor's caches, which are faster than memory."""
+        """Whether the step reads so few bytes that they may come from processor caches instead of memory."""
         return self.bytes_moved < CACHE_BYTES
 
     def shown_share(self, share: float) -> str:
-        """A share of a ceiling, `mbu` or `mfu`, for people: none above 100 %, which says something else.
+        """Format a share of a ceiling, `mbu` or `mfu`; a word replaces shares above 100 %.
 
-        Then what is read comes from the caches, or the machine was busier while the ceiling was measured.
+        The word says whether the data came from caches, or the machine was busier while its ceiling was measured.
         """
         if share <= 1.005:
             return f"{100 * share:.0f} %"
@@ -238,12 +238,12 @@ class RooflineRecord(Record):
 
     @property
     def floor_s(self) -> float:
-        """The least time the step could take on this machine."""
+        """Minimum time of the step on this machine."""
         return max(self.bytes_moved / self.copy_bytes_per_s, self.flops / self.gemm_flops_per_s)
 
     @property
     def bound_by(self) -> Literal["memory", "compute"]:
-        """Name of the ceiling that lies lower at this intensity."""
+        """Name of the ceiling that limits a step of this intensity."""
         return "memory" if self.floor_s <= self.bytes_moved / self.copy_bytes_per_s else "compute"
 
 
@@ -253,12 +253,12 @@ class BenchmarkResult(Record):
 
     Args:
         model: directory or name.
-        runs: one per workload.
+        runs: one run per workload.
         memory: one record per part.
         roofline: one record per kind of step.
         kv_cache: scheme of the KV cache, e.g. "int8".
-        capacity_tokens: tokens that the KV pool holds.
-        device: as named by the machine.
+        capacity_tokens: tokens that the KV pool can hold.
+        device: name of the device as the machine reports it.
         settings: threads, page size, token budget, ... as text.
     """
 
@@ -272,11 +272,11 @@ class BenchmarkResult(Record):
     settings: dict[str, str] = field(default_factory=dict)
 
     def find_run(self, name: str) -> BenchmarkRun | None:
-        """The run of the workload of that name, or None."""
+        """Return the run of the workload of that name, or None."""
         return next((run for run in self.runs if run.workload.name == name), None)
 
     def memory_part(self, part: str) -> MemoryRecord | None:
-        """The record of one part of memory, or None."""
+        """Return the record of one part of memory, or None."""
         return next((record for record in self.memory if record.part == part), None)
 
 
@@ -285,10 +285,10 @@ class Finding(Record):
     """One sentence of a diagnosis.
 
     Args:
-        statement: what binds, in plain words.
-        evidence: the numbers it rests on.
-        advice: what to try next; empty when nothing.
-        expected_gain: what that should bring, e.g. "about 1.6x at batch 8".
+        statement: the limiting factor, in plain words.
+        evidence: the numbers behind the statement.
+        advice: what to try next; empty = nothing.
+        expected_gain: expected effect of the advice, e.g. "about 1.6x at batch 8".
     """
 
     statement: str
@@ -299,6 +299,6 @@ class Finding(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis(Record):
-    """Findings about where the time goes and what to do about it, most important first."""
+    """Findings about what limits speed and what to try, most important first."""
 
     findings: tuple[Finding, ...] = ()

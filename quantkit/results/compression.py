@@ -1,6 +1,4 @@
-"""Records of a compression, of the contents of a checkpoint, and of what engines read, as plain data that JSON can
-carry. Torch-free.
-"""
+"""Records of a compression, of a checkpoint's contents, and of the engines that can read it. Torch-free."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,16 +10,16 @@ from quantkit.results._record import SCHEMA_VERSION, Record
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReading(Record):
-    """Answer of one engine's rules about a checkpoint.
+    """Prediction of how one engine reads a checkpoint.
 
     Args:
-        engine, release: of which it is said.
-        reads: "fast", "slow", "unknown" (no rule is about it), "wrong" (it loads and computes other numbers) or "no":
-            of the linear that it takes worst.
-        reason: why, or by which kernel.
-        source: file and function of the release.
-        cache: what becomes of the KV cache, where it is not what the checkpoint asks for.
-        error: what the engine itself says where it refuses; "" = not known.
+        engine, release: engine and its version.
+        reads: "fast", "slow", "unknown" (no rule applies), "wrong" (it loads but computes wrong numbers) or "no"; the
+            worst of all linears.
+        reason: reason, or name of the kernel.
+        source: file and function in the engine's source.
+        cache: how the engine stores the KV cache, if not as the checkpoint requests.
+        error: the engine's own error message if it refuses; "" = not known.
     """
 
     engine: str
@@ -34,7 +32,7 @@ class EngineReading(Record):
 
     @property
     def is_right(self) -> bool:
-        """Whether it computes with the numbers that are stored."""
+        """Whether the engine computes with the stored numbers."""
         return self.reads in ("fast", "slow")
 
 
@@ -43,17 +41,17 @@ class LinearRecord(Record):
     """Error and storage of one quantized linear.
 
     Args:
-        name: relative to its layer, e.g. `mlp.up_proj`.
-        scheme: short form, e.g. `int4 g128`.
+        name: name relative to its layer, e.g. `mlp.up_proj`.
+        scheme: short form of its scheme, e.g. `int4 g128`.
         shape: (outputs, inputs).
-        bits_per_weight: codes, scales and zero points over the number of weights.
-        rounding_error: relative error of plain rounding with the covering range, of the columns as they were before a
-            step folded scales into them; a rotated model is taken as it was rotated.
-        error: relative error of what was written.
-        measure: "held-out": of the linear's outputs, against those that it has in the original model, on tokens that no
-            statistic has seen, with the inputs that the quantized model feeds it, for both errors; "calibration":
-            likewise on calibration tokens, no others being left; "weight": ||dW|| / ||W||, without data; "output", in
-            documents of before: ||X dW|| / ||X W|| on calibration inputs X.
+        bits_per_weight: bits of codes, scales and zero points divided by the number of weights.
+        rounding_error: relative error of round-to-nearest with absmax ranges, applied to the weight before any step
+            folded scales into it (but after a rotation of the model).
+        error: relative error of the written weight.
+        measure: how both errors were measured. "held-out": error of the linear's outputs relative to the original
+            model, on tokens that calibration did not use, with inputs from the quantized model; "calibration": the same
+            on calibration tokens, if no others are left; "weight": ||dW|| / ||W||, without data; "output" (earlier
+            documents): ||X dW|| / ||X W|| on calibration inputs X.
     """
 
     name: str
@@ -67,15 +65,15 @@ class LinearRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheRecord(Record):
-    """KV cache that a checkpoint asks for in one layer.
+    """KV cache that a checkpoint requests in one layer.
 
     Args:
-        scheme: of keys and values, as config.json has it under `quantkit_kv_cache`.
-        key_scale, value_scale: fixed scales as written, one or one per head; none where each token has its own.
-        largest_key, typical_key: the largest magnitude seen, and the root mean square of an ordinary channel of the
-            head whose is smallest; None without data.
-        noise_asked: what rounding as the recipe asks adds to an ordinary key channel, as a share of its mean square.
-        noise: the same as decided.
+        scheme: scheme of keys and values, as in config.json under `quantkit_kv_cache`.
+        key_scale, value_scale: fixed scales, one or one per head; empty if every token has its own scale.
+        largest_key, typical_key: the largest magnitude of any key, and the root mean square of a typical channel in the
+            head where it is smallest; None without data.
+        noise_asked: rounding noise of a typical key channel with the recipe's scheme, as a share of its mean square.
+        noise: the same with the scheme that was chosen.
     """
 
     scheme: dict[str, Any]
@@ -94,12 +92,12 @@ class LayerRecord(Record):
     Args:
         index: 0 for the first.
         name: full module name, e.g. `model.layers.0`.
-        linears: one record each.
-        output_snr_db: signal to noise of the layer's output, quantized against not, same inputs; None without data.
-        notes: everything out of the ordinary, e.g. raised damping; one sentence each.
+        linears: one record per linear.
+        output_snr_db: signal-to-noise ratio of the quantized layer's output for the same inputs; None without data.
+        notes: unusual events, e.g. raised damping; one sentence each.
         seconds: wall time by phase ("load", "steps", "write", ...).
-        peak_bytes: resident memory of the process at its highest so far.
-        kv_cache: what keys and values are kept in; None where the recipe says nothing about them.
+        peak_bytes: highest resident memory of the process so far.
+        kv_cache: storage of keys and values; None if the recipe does not set it.
         tokens_per_expert: calibration tokens that were routed to each expert; empty without experts or data.
     """
 
@@ -119,10 +117,10 @@ class CalibrationRecord(Record):
     """Data that the layers were calibrated on.
 
     Args:
-        num_samples: sequences.
-        num_tokens: in all of them; places of images count.
-        num_with_images: sequences that had images in them.
-        num_held_out: tokens beside these, which no statistic has seen and errors are measured on.
+        num_samples: number of sequences.
+        num_tokens: number of tokens in all sequences, including image tokens.
+        num_with_images: number of sequences with images.
+        num_held_out: further tokens that calibration does not use and errors are measured on.
     """
 
     num_samples: int
@@ -139,18 +137,18 @@ class CalibrationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRecord(Record):
-    """Linears beside a language model, in vision and audio towers and their projectors, and what became of them.
+    """Linears outside the language model, in vision and audio towers and their projectors.
 
     Args:
-        num_linears: how many there are that could become codes.
-        linears: those that did, rounded without data, with their full names.
+        num_linears: number of linears that could be quantized.
+        linears: linears that were quantized, without data; their names are full names.
     """
 
     num_linears: int
     linears: tuple[LinearRecord, ...] = ()
 
     def describe(self) -> str:
-        """Short form for tables: `kept as they are`, or how many are what."""
+        """Return a short form for tables: `kept as they are`, or the number of linears per scheme."""
         if not self.linears:
             return "kept as they are"
         kinds = Counter(linear.scheme for linear in self.linears)
@@ -164,24 +162,25 @@ class CompressionResult(Record):
     """Result of `quantkit quantize`, as printed by `--json` and kept in `quantkit.json`.
 
     Args:
-        model: what was compressed, as given.
+        model: the compressed model, as given by the user.
         output: directory of the finished checkpoint.
         recipe: name of the recipe.
         format: on-disk format.
-        num_layers: decoder layers.
-        num_quantized: linears that were quantized.
-        ignored: full names of linears that were not.
-        bits_per_weight: over the quantized linears, scales and zero points included.
-        source_bytes, output_bytes: tensor bytes before and after, everything included.
-        layers: one record each.
-        warnings: from the calibration linter and the run.
+        num_layers: number of decoder layers.
+        num_quantized: number of quantized linears.
+        ignored: full names of linears that were not quantized.
+        bits_per_weight: average over the quantized linears, including scales and zero points.
+        source_bytes, output_bytes: bytes of all tensors before and after.
+        layers: one record per layer.
+        warnings: warnings of the calibration linter and the run.
         seconds: wall time by phase, over all layers.
         peak_bytes: highest resident memory of the process, as the kernel reports it.
-        resumed_layers: layers taken over from an interrupted run.
-        quantized_share: of the elements of all matrices in the decoder layers; None in documents of before.
-        unquantized: elements of the others by what they are called, layer and expert numbers left out.
-        tower: what became of vision and audio towers; None of a model that has none.
-        calibration: what the layers were shown; None where they were shown nothing, and in documents of before.
+        resumed_layers: number of layers reused from an interrupted run.
+        quantized_share: quantized share of the elements of all matrices in the decoder layers; None in earlier
+            documents.
+        unquantized: number of unquantized elements by module name without layer and expert numbers.
+        tower: linears of vision and audio towers; None if the model has none.
+        calibration: calibration data; None without data, and in earlier documents.
     """
 
     model: str
@@ -206,17 +205,17 @@ class CompressionResult(Record):
     schema_version: int = SCHEMA_VERSION
 
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:
-        """The linears with the largest error, worst first, with their full names."""
+        """Return the linears with the largest error, worst first, with their full names."""
         named = [(f"{layer.name}.{linear.name}", linear) for layer in self.layers for linear in layer.linears]
         named += [(linear.name, linear) for linear in (self.tower.linears if self.tower else ())]
         return sorted(named, key=lambda pair: pair[1].error, reverse=True)[:count]
 
 
 def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
-    """Describe the number types of a model's KV caches for tables; None where the checkpoint asks for none.
+    """Describe the number types of a model's KV cache for tables; None if the checkpoint requests none.
 
     Args:
-        layers: one record each.
+        layers: one record per layer.
     """
     texts = [_describe_cache(layer.kv_cache) for layer in layers if layer.kv_cache is not None]
     if not texts:
@@ -231,10 +230,10 @@ def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
 
 
 def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
-    """Describe the calibration tokens that experts of all layers were given; None without experts or data.
+    """Describe how many calibration tokens the experts received; None without experts or data.
 
     Args:
-        layers: one record each.
+        layers: one record per layer.
     """
     counts = {layer.name: layer.tokens_per_expert for layer in layers if layer.tokens_per_expert}
     if not counts:
@@ -256,7 +255,7 @@ def _describe_cache(record: CacheRecord) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSummary(Record):
-    """One kind of module in a checkpoint: how many, how stored, how large."""
+    """Number, storage and size of one kind of module in a checkpoint."""
 
     kind: str
     stored_as: str
@@ -272,15 +271,15 @@ class CheckpointSummary(Record):
     Args:
         path: directory.
         architecture: class name of config.json.
-        format: on-disk format; "dense" when nothing is quantized.
-        num_parameters: weights of the model, codes counted as one each.
+        format: on-disk format; "dense" if nothing is quantized.
+        num_parameters: number of weights; a code counts as one weight.
         num_bytes: tensor bytes on disk.
-        bits_per_weight: over quantized linears only; None when there are none.
-        modules: by kind of module.
-        recipe: from quantkit.json, if it is there.
-        layers: per-layer errors from quantkit.json, if it is there.
-        tower: what became of vision and audio towers, likewise.
-        engines: who reads it.
+        bits_per_weight: average over the quantized linears; None if there are none.
+        modules: one summary per kind of module.
+        recipe: name of the recipe from quantkit.json, if the file exists.
+        layers: per-layer errors from quantkit.json, if the file exists.
+        tower: linears of vision and audio towers from quantkit.json, if the file exists.
+        engines: predictions of how engines read the checkpoint.
     """
 
     path: str
@@ -302,10 +301,10 @@ class CheckpointDifference(Record):
     """Result of `quantkit inspect A B`; every row is (name, in A, in B).
 
     Args:
-        left, right: the checkpoints.
-        facts: of the whole.
-        modules: how modules of one kind are stored.
-        entries: of config.json, or of the metadata of GGUF files.
+        left, right: the two checkpoints.
+        facts: differences of the whole checkpoint.
+        modules: differences in the storage of each kind of module.
+        entries: differences in config.json, or in the metadata of GGUF files.
     """
 
     left: str

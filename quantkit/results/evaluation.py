@@ -1,7 +1,7 @@
-"""Results of answering questions and reading text: per-sample records, perplexity, fidelity, and the sensitivity map.
+"""Records of an evaluation: per-sample scores of tasks, perplexity, fidelity, and the sensitivity map.
 
-Raw counts and per-sample scores are stored; perplexity, agreement and the like are computed from them, so that two
-models can be compared sample by sample. Nothing here computes a statistic: see `quantkit.results.statistics`.
+Records store raw counts and per-sample scores, so that two models can be compared sample by sample. Perplexity,
+agreement and similar numbers are computed from them. `quantkit.results.statistics` computes intervals and tests.
 """
 
 import math
@@ -19,11 +19,11 @@ class SampleRecord(Record):
 
     Args:
         task: name of the task.
-        index: position of the item in the task; with `task` it names the item.
-        scores: metric -> score; 1.0 and 0.0 where an answer is right or wrong.
-        answer_tokens: length of the generated answer; None where nothing was generated.
-        item_hash: of the item's text, so that only equal items are paired; empty when unknown.
-        answer: what was generated, if kept.
+        index: position of the item in the task; task and index identify the item.
+        scores: score by metric; 1.0 or 0.0 for right or wrong answers.
+        answer_tokens: length of the generated answer; None if nothing was generated.
+        item_hash: hash of the item's text, so that only equal items are paired; empty if unknown.
+        answer: the generated text, if it was kept.
     """
 
     task: str
@@ -36,19 +36,19 @@ class SampleRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskResult(Record):
-    """One task by its main metric.
+    """Result of one task.
 
     Args:
         task: name of the task.
         metric: main metric, e.g. `acc`; a key of every sample's scores.
-        value: as the task aggregates it.
-        stderr: standard error of `value`; None where the task gives none.
-        num_samples: items answered.
+        value: value of the metric as the task aggregates it.
+        stderr: standard error of `value`; None if the task gives none.
+        num_samples: number of answered items.
         higher_is_better: direction of `metric`.
-        samples: one record per item, in order; may be empty where a task scores only as a whole.
+        samples: one record per item, in order; may be empty if a task is only scored as a whole.
         others: further metrics of the task.
-        num_fewshot: examples in the prompt.
-        version: of the task's definition.
+        num_fewshot: number of examples in the prompt.
+        version: version of the task's definition.
     """
 
     task: str
@@ -69,7 +69,7 @@ class TaskResult(Record):
 
     @property
     def mean_answer_tokens(self) -> float | None:
-        """Mean length of generated answers; None where nothing was generated."""
+        """Mean length of generated answers; None if nothing was generated."""
         lengths = [sample.answer_tokens for sample in self.samples if sample.answer_tokens is not None]
         return sum(lengths) / len(lengths) if lengths else None
 
@@ -81,12 +81,12 @@ class PerplexityResult(Record):
     Args:
         data: name of the text.
         window: tokens per window.
-        stride: tokens from one window to the next; each token is scored once, in the first window that reaches it.
+        stride: tokens from the start of one window to the next; a token is scored in the first window that contains it.
         through: "prefill" scores a window in one pass, "decode" token by token through the cache.
         window_nll: summed negative log-likelihood (nats) of the tokens scored in each window.
-        window_tokens: how many tokens those are.
-        read_tokens: of the text that the windows hold, from its beginning; None = a record of before, which lacks it.
-        text_tokens: of the whole text.
+        window_tokens: number of tokens scored in each window.
+        read_tokens: number of the text's first tokens that the windows cover; None = a record of an earlier version.
+        text_tokens: number of tokens of the whole text.
     """
 
     data: str
@@ -100,7 +100,7 @@ class PerplexityResult(Record):
 
     @property
     def part(self) -> str:
-        """Part of the text that was read, e.g. `the first 20,480 of 341,469 tokens`."""
+        """Describe the part of the text that was scored, e.g. `the first 20,480 of 341,469 tokens`."""
         if self.read_tokens is None or self.text_tokens is None:
             return f"{self.num_tokens:,} tokens"
         if self.read_tokens < self.text_tokens:
@@ -114,12 +114,12 @@ class PerplexityResult(Record):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens scored."""
+        """Number of scored tokens."""
         return sum(self.window_tokens)
 
     @property
     def perplexity(self) -> float:
-        """exp(nll per token); infinite when it exceeds a float."""
+        """exp(nll per token); infinite if it exceeds the range of a float."""
         mean = self.nll / self.num_tokens
         # exp overflows a float from about 709 on.
         return math.exp(mean) if mean < 700 else math.inf
@@ -127,15 +127,15 @@ class PerplexityResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult(Record):
-    """Answers of one model to all questions.
+    """Results of one model in all tasks and texts.
 
     Args:
         model: directory or name.
-        arithmetic: in which the runtime computed, e.g. "bfloat16"; the noise run uses another than the original's.
-        tasks: one result each.
+        arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run uses another than the original.
+        tasks: one result per task.
         perplexity: one result per text and path.
         settings: suite, limit, seed, chat template, whether BOS is added, KV cache, ... as text.
-        seconds: wall time of the whole.
+        seconds: total wall time.
     """
 
     model: str
@@ -147,12 +147,12 @@ class EvaluationResult(Record):
 
     @property
     def parts_read(self) -> tuple[str, ...]:
-        """One line for each text whose perplexity was measured in part."""
+        """Return one line for each text of which only a part was scored."""
         cut = [text for text in self.perplexity if text.read_tokens != text.text_tokens]
         return tuple(dict.fromkeys(f"Perplexity of {text.data} is of {text.part}." for text in cut))
 
     def find_task(self, task: str) -> TaskResult | None:
-        """The result of a task, or None."""
+        """Return the result of a task, or None."""
         return next((result for result in self.tasks if result.task == task), None)
 
 
@@ -162,20 +162,19 @@ class FidelityResult(Record):
 
     Args:
         data: name of the text.
-        num_tokens: positions compared.
-        mean_kl: KL(original || model) per position, nats.
-        p99_kl: its 99th percentile.
-        max_kl: its largest value.
-        top1_agreement: share of positions where both prefer the same token.
+        num_tokens: number of compared positions.
+        mean_kl: mean KL(original || model) per position, nats.
+        p99_kl: 99th percentile of KL.
+        max_kl: largest KL.
+        top1_agreement: share of positions where both models have the same likeliest token.
         window_kl: mean KL of each window, for intervals.
-        first_divergence: for each prompt, how many greedily generated tokens agree before the first that differs; None
-            where all of them agree.
-        greedy_tokens: how many tokens were generated per prompt.
-        engine: that computed both.
-        mean_kl_low: where only the likeliest tokens of each position are known, the least that `mean_kl` can be, which
-            is then the upper end; None where whole distributions were compared.
-        top: how many tokens those are.
-        remainder: probability, on average, that the original leaves to the others.
+        first_divergence: for each prompt, number of greedy tokens before the first that differs; None if all agree.
+        greedy_tokens: number of tokens generated per prompt.
+        engine: engine that ran both models.
+        mean_kl_low: lower bound of the mean KL if only the likeliest tokens of each position are known; `mean_kl` is
+            then the upper bound. None if whole distributions were compared.
+        top: number of likeliest tokens per position.
+        remainder: mean probability of all other tokens under the original.
     """
 
     data: str
@@ -193,13 +192,13 @@ class FidelityResult(Record):
     remainder: float | None = None
 
     def within(self, noise: Self) -> tuple[float, float]:
-        """Least and most that `mean_kl` can be in an arithmetic that is as far from this one as `noise` says.
+        """Bound `mean_kl` in another arithmetic, whose distance from this one `noise` gives.
 
-        A small KL is half a squared distance, and distances add at most: so do the roots of KL. Both models move, each
-        as far as the original is taken to.
+        A small KL is half a squared distance, so the triangle inequality holds for the square roots of KL. The bounds
+        assume that the change of arithmetic moves the model as far as the original.
 
         Args:
-            noise: of the original in another arithmetic.
+            noise: distance of the original in the other arithmetic from the original.
         """
         low = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low
         # A file may say less than nothing, and a power of what is too large is an error where a product is infinite.
@@ -210,14 +209,14 @@ class FidelityResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityRecord(Record):
-    """Effect of one fused group that is quantized alone in the original model.
+    """Effect of quantizing one fused group alone in the original model.
 
     Args:
         layer: index of the decoder layer.
-        group: the linears that engines fuse, e.g. "q/k/v", "o", "gate/up", "down".
-        modules: full names of the linears in it.
+        group: name of the linears that engines fuse, e.g. "q/k/v", "o", "gate/up", "down".
+        modules: full names of the linears in the group.
         kl: mean KL to the original, nats per token.
-        quantized_bytes, dense_bytes: of the group, as stored and in 16 bits.
+        quantized_bytes, dense_bytes: bytes of the group as quantized and in 16 bits.
     """
 
     layer: int
@@ -230,14 +229,14 @@ class SensitivityRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityProposal(Record):
-    """Change of the recipe with which the model should pass.
+    """Change of the recipe that should make the model pass its gates.
 
     Args:
         action: "ignore" the fused groups, or give them "more bits".
-        groups: (layer, fused group) in the order of sensitivity per byte.
+        groups: (layer, fused group), ordered by sensitivity per byte.
         overrides: arguments for `quantkit quantize --set`, ready to paste.
-        predicted_kl: of the model after the change, from the records' sum.
-        extra_bytes: what the change costs on disk.
+        predicted_kl: predicted KL after the change.
+        extra_bytes: additional bytes on disk.
     """
 
     action: Literal["ignore", "more bits"]
@@ -253,10 +252,10 @@ class SensitivityMap(Record):
 
     Args:
         data: name of the text.
-        num_tokens: positions compared.
-        records: one per fused group, in the order of the model.
-        total_kl: with every group quantized at once; if the parts add up, about the sum of the records.
-        proposal: what to change; None when nothing needs it.
+        num_tokens: number of compared positions.
+        records: one record per fused group, in the order of the model.
+        total_kl: KL with all groups quantized at once; close to the sum of the records if groups do not interact.
+        proposal: proposed change of the recipe; None if no change is needed.
     """
 
     data: str
@@ -267,14 +266,14 @@ class SensitivityMap(Record):
 
     @property
     def sum_kl(self) -> float:
-        """Sum over the groups."""
+        """Sum of the groups' KL."""
         return math.fsum(record.kl for record in self.records)
 
     @property
     def additivity(self) -> float | None:
-        """Sum of the parts over the whole; near 1 the map can be read part by part."""
+        """Sum of the groups' KL divided by the total KL; near 1, groups do not interact."""
         return self.sum_kl / self.total_kl if self.total_kl > 0 else None
 
     def worst(self, count: int = 5) -> list[SensitivityRecord]:
-        """The groups with the largest KL, worst first."""
+        """Return the groups with the largest KL, worst first."""
         return sorted(self.records, key=lambda record: record.kl, reverse=True)[:count]

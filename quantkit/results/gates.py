@@ -27,13 +27,13 @@ PER_CENT = "in per cent of the original, about 100"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that gates can be about.
+    """A metric that gates can limit.
 
     Args:
-        kind: what a failed gate is about: "accuracy", "speed" or "memory".
-        read: the numbers of a report by subject, the default first; None or absent when not measured.
-        low, high: the plausible limits; outside them the unit was probably mistaken.
-        unit: of the limit, for that message.
+        kind: topic of the metric: "accuracy", "speed" or "memory".
+        read: function from a report to its values by subject, the default first; None or absent = not measured.
+        low, high: plausible limits; a limit outside them probably has the wrong unit.
+        unit: unit of the limit, for that message.
     """
 
     kind: str
@@ -43,12 +43,12 @@ class Metric:
     unit: str = RATIO
 
     def values(self, report: Report) -> Values:
-        """Return the measured numbers by subject."""
+        """Return the measured values by subject."""
         return {subject: value for subject, value in self.read(report).items() if value is not None}
 
 
 def gate_numbers(report: Report) -> dict[str, float]:
-    """Every number that gates can be about, by the name a gate would use; what was not measured is absent."""
+    """Return every measured number that gates can limit, by its name in a gate."""
     numbers = {}
     for name, metric in METRICS.items():
         for position, (subject, value) in enumerate(metric.values(report).items()):
@@ -60,7 +60,10 @@ def gate_numbers(report: Report) -> dict[str, float]:
 
 
 def _of_comparisons(read: Callable[[Comparison], float | None], prefix: str = "") -> Read:
-    """Numbers of the comparisons whose subject begins so, by the rest of it; without a prefix those of tasks."""
+    """Values of the comparisons whose subject starts with `prefix`, keyed by the remainder.
+
+    Without a prefix: those of tasks.
+    """
 
     def numbers(report: Report) -> dict[str, float | None]:
         others = () if prefix else (TEXT, LENGTH)
@@ -79,7 +82,7 @@ def _fidelity(name: str) -> Read:
 
 
 def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
-    """A number of the model's runs over that of the original's, by workload."""
+    """Ratios of a number of the model's runs to that of the original's, by workload."""
 
     def ratios(report: Report) -> dict[str, float | None]:
         return {run.workload.name: _quotient(read(run), read(other)) for run, other in report.paired_runs if other}
@@ -88,7 +91,7 @@ def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
 
 
 def _latency_ratios(name: str) -> Read:
-    """Median of the model over median of the original."""
+    """Ratios of the model's median latency to the original's, by workload."""
     return _run_ratios(lambda run: median(run.latencies[name]))
 
 
@@ -97,7 +100,7 @@ def _quotient(value: float | None, baseline: float | None) -> float | None:
 
 
 def _memory_ratio(report: Report) -> dict[str, float | None]:
-    """Weights in memory; where they were not observed, tensor bytes on disk."""
+    """Return the ratio of weight bytes in memory to the original's, or of bytes on disk if memory was not observed."""
     ours = report.benchmark and report.benchmark.memory_part("weights")
     theirs = report.baseline_benchmark and report.baseline_benchmark.memory_part("weights")
     if ours and theirs and ours.observed_bytes and theirs.observed_bytes:
@@ -145,7 +148,7 @@ EXAMPLES = "recovery>=98.9, perplexity_ratio<=1.05, kl<=0.02, recovery[demo_fact
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """One promise: `metric[subject] operator limit`."""
+    """One gate: `metric[subject] operator limit`."""
 
     text: str
     metric: str
@@ -188,12 +191,12 @@ def parse_gate(text: str) -> Gate:
 
 
 def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
-    """The nearest thing to change, one line.
+    """Return the most promising change, in one line.
 
     Args:
-        report: what was measured; its sensitivity map and diagnosis are used where they are there.
-        gate: that did not hold.
-        measured: whether there was a number at all.
+        report: the report; its sensitivity map and diagnosis are used if present.
+        gate: the gate that failed.
+        measured: whether its metric was measured.
     """
     if not measured:
         return "run `quantkit verify` with the original as --baseline and with what this gate needs switched on"
@@ -220,7 +223,7 @@ def _accuracy_remedy(report: Report) -> str:
 
 
 def describe_proposal(proposal: SensitivityProposal) -> str:
-    """A proposal as one line, with the override to paste."""
+    """Describe a proposal in one line, with the override to paste."""
     groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups)
     verb = "ignore" if proposal.action == "ignore" else "give more bits to"
     options = " ".join(f"--set '{override}'" for override in proposal.overrides)
@@ -242,11 +245,10 @@ def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResu
     """Judge each gate on a report, in order.
 
     Args:
-        report: what was measured.
-        gates: read or as text.
+        report: the report.
+        gates: parsed gates, or their texts.
     Raises:
-        GateError: a gate that cannot be read, or one about a task or workload that the report does not have while it
-            has others.
+        GateError: a gate is not valid, or it names a task or workload that the report lacks although it has others.
     """
     return [_judge(report, gate if isinstance(gate, Gate) else parse_gate(gate)) for gate in gates]
 
@@ -273,7 +275,7 @@ def _judge(report: Report, gate: Gate) -> GateResult:
 
 
 def _pick(gate: Gate, values: Values) -> float | None:
-    """The gate's number; without a subject the first one, or the worst of answer lengths and texts."""
+    """Return the gate's value; without a subject the default, or for answer lengths and texts the worst."""
     if gate.subject is not None:
         # A number that was not measured at all fails the gate; a subject missing among others is a typing error.
         if values and gate.subject not in values:

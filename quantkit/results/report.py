@@ -1,4 +1,4 @@
-"""One document about one checkpoint: what was made, how it answers, how fast it is, and whether that is good enough."""
+"""Report about one checkpoint: compression, evaluation, speed and gates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,22 +14,21 @@ Verdict = Literal["better", "worse", "no difference seen", "noise"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison(Record):
-    """One number of the model beside the original's, on the same items.
+    """Comparison of one number of the model with the original's, on the same items.
 
     Args:
         subject: task, text, "all tasks" or "answer length".
-        metric: what is compared, e.g. "acc".
-        baseline, value: of the original and of the model.
-        difference: value - baseline; for perplexity the ratio's logarithm is tested, the difference shown.
-        low, high: 95 % interval of `difference`; None where samples are missing and no error is known.
-        p_value: of the paired test; None where there is nothing to test.
-        recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; for a metric where
-            lower is better, baseline as per cent of value. None where baseline is 0.
-        noise_floor: how far the original strays from itself under other arithmetic, in units of `difference`; None when
-            not measured.
-        num_samples: pairs compared.
+        metric: name of the compared metric, e.g. "acc".
+        baseline, value: the original's and the model's number.
+        difference: value - baseline; for perplexity, the test uses the logarithm of the ratio instead.
+        low, high: 95 % interval of `difference`; None if samples and standard errors are missing.
+        p_value: p value of the paired test; None if there is nothing to test.
+        recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; if lower is better,
+            baseline as per cent of value. None if baseline is 0.
+        noise_floor: difference between the original and itself in another arithmetic; None if it was not measured.
+        num_samples: number of compared pairs.
         higher_is_better: direction of `metric`.
-        verdict: "noise" within the noise floor; "no difference seen" when the test cannot tell; else which is better.
+        verdict: "noise": within the noise floor; "no difference seen": not significant; else "better" or "worse".
         method: names of interval and test.
     """
 
@@ -53,17 +52,17 @@ class Comparison(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateResult(Record):
-    """Whether one promise was kept.
+    """Result of one gate.
 
     Args:
-        gate: as written, e.g. "recovery[demo_facts]>=97".
+        gate: text of the gate, e.g. "recovery[demo_facts]>=97".
         metric: the part before the bracket.
-        subject: the part inside the bracket; None when there is none.
-        limit: the number to hold.
-        value: what was measured; None when the report does not have it, which counts as not held.
+        subject: the part inside the bracket; None without brackets.
+        limit: the limit.
+        value: the measured value; None if it was not measured, and the gate then fails.
         held: whether the gate held.
         explanation: one sentence with both numbers.
-        remedy: what to change, nearest first; None when held.
+        remedy: what to change; None if the gate held.
     """
 
     gate: str
@@ -81,17 +80,17 @@ class ModelFacts(Record):
     """Facts about a model that are known without running it.
 
     Args:
-        name: as it should be printed.
-        path: directory it was read from.
+        name: name to print.
+        path: directory of the model.
         format: on-disk format, "dense" for an original.
-        num_parameters: weights.
+        num_parameters: number of weights.
         num_bytes: tensor bytes on disk.
-        bits_per_weight: of the quantized linears; None for an original.
+        bits_per_weight: average over the quantized linears; None for an original.
         architecture: class name of config.json.
-        scheme: short form, e.g. "int4 g128".
-        hub_id: of the model on the Hugging Face hub; None for a local one.
-        license: as the source's model card says; None when unknown.
-        engines: who reads it.
+        scheme: short form of the scheme, e.g. "int4 g128".
+        hub_id: id on the Hugging Face hub; None for a local model.
+        license: license in the source's model card; None if unknown.
+        engines: predictions of how engines read the checkpoint.
     """
 
     name: str
@@ -109,18 +108,18 @@ class ModelFacts(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment(Record):
-    """Machine, software and seeds that the numbers were made with.
+    """Machine, software and seeds that produced the numbers.
 
     Args:
-        versions: package -> version, quantkit's and python's included.
+        versions: version by package, including quantkit and python.
         platform: operating system and machine.
         cpu: name of the processor.
-        num_threads: that computed.
+        num_threads: number of computing threads.
         device: "cpu", or the name of the accelerator.
-        seeds: by purpose.
-        hashes: of source, checkpoint, data and recipe.
-        command: as given; empty from Python.
-        created: ISO date and time; empty keeps equal runs equal.
+        seeds: seeds by purpose.
+        hashes: hashes of source, checkpoint, data and recipe.
+        command: command line; empty if run from Python.
+        created: ISO date and time; empty, so that equal runs give equal reports.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -136,23 +135,23 @@ class Environment(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report(Record):
-    """Document about one checkpoint; a field that was not measured is None or empty.
+    """Report about one checkpoint; a field that was not measured is None or empty.
 
     Args:
         model, baseline_model: the checkpoint and its original.
-        compression: how it was made.
-        evaluation, baseline: answers of the checkpoint and of the original.
-        noise: answers of the original under other arithmetic.
-        comparisons: model beside original, computed from the three above; the first is the headline.
-        fidelity: distance of the next-token distributions.
-        noise_fidelity: the same of the original under other arithmetic.
-        sensitivity: which parts lose most.
-        benchmark, baseline_benchmark: speed and memory of both.
-        diagnosis: what binds, in plain words.
-        gates: promises and whether they were kept.
-        environment: where the numbers were made.
-        notes: everything out of the ordinary, one sentence each.
-        schema_version: of this document.
+        compression: record of the compression.
+        evaluation, baseline: evaluation of the checkpoint and of the original.
+        noise: evaluation of the original in another arithmetic.
+        comparisons: comparisons of model and original, computed from the three above; the first is the headline.
+        fidelity: distance of the model's next-token distributions from the original's.
+        noise_fidelity: distance of the original in another arithmetic from the original.
+        sensitivity: sensitivity by layer and fused group.
+        benchmark, baseline_benchmark: speed and memory of both models.
+        diagnosis: what limits speed, in plain words.
+        gates: results of the gates.
+        environment: machine, software and seeds.
+        notes: unusual events, one sentence each.
+        schema_version: version of this document.
     """
 
     model: ModelFacts
@@ -175,35 +174,35 @@ class Report(Record):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "report") -> "Report":
-        """Read a report; ignore `metrics`, which is computed and written for readers of the JSON only."""
+        """Read a report; ignore `metrics`, a computed entry that exists only for readers of the JSON."""
         known = {key: value for key, value in data.items() if key != "metrics"}
         # Not `super()`, which refers to the class as it was before slots were added.
         return super(Report, cls).from_dict(known, where=where)
 
     @property
     def held(self) -> bool:
-        """Whether every gate held; true when there are none."""
+        """Whether every gate held; true without gates."""
         return all(gate.held for gate in self.gates)
 
     @property
     def paired_runs(self) -> list[tuple[BenchmarkRun, BenchmarkRun | None]]:
-        """The model's runs, each with the original's of the same workload."""
+        """Each run of the model, paired with the original's run of the same workload."""
         ours, theirs = self.benchmark.runs if self.benchmark else (), self.baseline_benchmark
         return [(run, theirs.find_run(run.workload.name) if theirs else None) for run in ours]
 
     def find_comparison(self, subject: str) -> Comparison | None:
-        """The comparison of a subject, or None."""
+        """Return the comparison of a subject, or None."""
         return next((c for c in self.comparisons if c.subject == subject), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateRecord(Record):
-    """One way to store weights, and the model that is stored so throughout.
+    """One candidate scheme, and its cost if all groups use it.
 
     Args:
-        name: e.g. "int4:32", or "skip" for weights ignored.
-        bits_per_weight: stored bits, scales included, if every group took it.
-        sum_kl: what the groups do one at a time, added up.
+        name: name of the candidate, e.g. "int4:32", or "skip" for unquantized weights.
+        bits_per_weight: stored bits per weight, including scales, if every group uses it.
+        sum_kl: sum of the KL of the groups, each quantized alone.
     """
 
     name: str
@@ -213,16 +212,16 @@ class CandidateRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupChoice(Record):
-    """Choice for one fused group.
+    """Chosen candidate of one fused group.
 
     Args:
         layer: index of the decoder layer.
-        group: e.g. "q/k/v", "o", "gate/up", "down".
+        group: name of the group, e.g. "q/k/v", "o", "gate/up", "down".
         modules: full names of its linears.
-        num_weights: in it.
-        choice: name of the candidate.
-        bits_per_weight: stored bits, scales included.
-        kl: mean KL to the original with only this group stored so, nats per token.
+        num_weights: number of its weights.
+        choice: name of the chosen candidate.
+        bits_per_weight: stored bits per weight, including scales.
+        kl: mean KL to the original with only this group quantized, nats per token.
     """
 
     layer: int
@@ -239,24 +238,24 @@ class SearchResult(Record):
     """Result of `quantkit search`.
 
     Args:
-        model: as given, "demo" for the bundled one.
-        recipe: file that was written.
-        base: name of the recipe that it started from.
-        target: e.g. "bits<=4.5", "kl<=0.02", "recovery>=99".
-        reached: whether the measured model meets it.
-        bits_per_weight: stored bits, scales and zero points included, over all linears that the search may change;
-            those it ignores count as stored.
-        output_bytes: of all tensors of the compressed model.
-        candidates: what each fused group could be given.
-        groups: what each was given.
+        model: model as given by the user, "demo" for the bundled one.
+        recipe: path of the written recipe.
+        base: name of the recipe that the search started from.
+        target: target, e.g. "bits<=4.5", "kl<=0.02", "recovery>=99".
+        reached: whether the compressed model meets the target.
+        bits_per_weight: stored bits per weight, including scales and zero points, over all linears that the search may
+            change; linears that it leaves unquantized count with their stored bits.
+        output_bytes: bytes of all tensors of the compressed model.
+        candidates: candidates of each fused group.
+        groups: chosen candidate of each fused group.
         data: name of the text.
-        num_tokens: positions that sensitivities were measured on, and about as many for what was expected and measured.
-        sum_kl: of the groups as chosen, one at a time, added up.
-        search_kl: of all of them together, on the tokens that they were chosen on: lower than on others.
-        expected_kl: the same on tokens that the search has not used, before anything was compressed by the recipe.
-        measured_kl: of the model compressed by the recipe, on the tokens of `expected_kl`.
-        recovery: per cent of the original's task scores, where that was the target.
-        notes: what is out of the ordinary.
+        num_tokens: number of positions used for sensitivities; the expected and measured KL use about as many others.
+        sum_kl: sum of the KL of the chosen groups, each quantized alone.
+        search_kl: KL of all chosen groups together, on the tokens used for the choice (lower than on other tokens).
+        expected_kl: the same on tokens that the search did not use, before compressing with the recipe.
+        measured_kl: KL of the model compressed with the recipe, on the tokens of `expected_kl`.
+        recovery: per cent of the original's task scores, if that was the target.
+        notes: unusual events.
         seconds: wall time of this process.
     """
 
@@ -281,24 +280,24 @@ class SearchResult(Record):
 
     @property
     def prediction_error(self) -> float:
-        """Expected over measured KL, less one."""
+        """Relative error of the prediction: expected KL / measured KL - 1."""
         return self.expected_kl / self.measured_kl - 1 if self.measured_kl > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRecord(Record):
-    """One recipe on one model.
+    """One trial of a sweep: one recipe on one model.
 
     Args:
-        name: of the trial, and of its checkpoint.
-        model: as given, "demo" for the bundled one.
-        recipe: its name.
-        identity: everything that decides its figures but times.
-        exit_code: of the command that ended it; 0 = done, 130 = not finished.
-        reason: why there is no report.
-        attempts: how often it was begun.
+        name: name of the trial and of its checkpoint.
+        model: model as given by the user, "demo" for the bundled one.
+        recipe: name of the recipe.
+        identity: everything that determines its figures except times.
+        exit_code: exit code of its last command; 0 = done, 130 = not finished.
+        reason: reason why there is no report.
+        attempts: number of attempts.
         seconds: wall time of the last attempt.
-        report: about its checkpoint.
+        report: report about its checkpoint.
     """
 
     name: str

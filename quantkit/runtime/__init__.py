@@ -1,1 +1,1 @@
-"""The bundled inference engine: prefill and decode over a paged, quantized KV cache."""
+"""The bundled inference engine: prefill and decode over a paged KV cache that can be quantized."""

@@ -1,6 +1,6 @@
-"""Settings of an engine, stated once for `LLM`, the scheduler, the caches and the command line.
+"""Settings of an engine, defined once for `LLM`, the scheduler, the caches and the command line.
 
-No torch: `--help` is answered from it. What depends on a model or a device is checked where those are known.
+It imports no torch, so `--help` stays fast. Values that depend on a model or device are checked where these are known.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ prompt wait long, or that a step needs much memory. vLLM's servers have 2048 too
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Settings of an engine, the keywords of `LLM`. What each means stands beside it.
+    """Settings of an engine: the keyword arguments of `LLM`. A comment beside each field explains it.
 
     Raises:
-        InputError: `memory` is no size.
+        InputError: `memory` is not a size.
         RequestError: a count is not positive, or settings contradict each other.
     """
 
@@ -115,25 +115,25 @@ class EngineConfig:
             parse_bytes(self.memory)  # refuses what is no size
 
     def context_length(self, model_length: int) -> int:
-        """Tokens of a sequence, whatever the memory: as asked, else what the model can.
+        """Return the most tokens per sequence, ignoring memory: the requested length, or else the model's limit.
 
         Raises:
-            RequestError: more than the model can.
+            RequestError: the requested length exceeds the model's.
         """
         if self.max_length is not None and self.max_length > model_length:
             raise RequestError(f"max_length is {self.max_length}, but the model's context is {model_length} tokens")
         return self.max_length or model_length
 
     def budget_tokens(self, length: int) -> int | None:
-        """Tokens of a sequence that the cache keeps; None = all of as many as this.
+        """Return the KV budget per sequence in tokens; None if it is not below `length`.
 
         Args:
-            length: tokens of a sequence at most.
+            length: the most tokens that a sequence can have.
         """
         budget = None if self.kv_budget is None else parse_budget(self.kv_budget)
         kept = kept_tokens(budget, length)
         return kept if kept < length else None
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens of a sequence."""
+        """Return the number of pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)

@@ -1,9 +1,9 @@
-"""Token ids to text while they arrive, and the stop texts in it.
+"""Conversion of token ids to text as they arrive, and search for stop texts.
 
-A delta is text that no later token can change: characters whose bytes have not all arrived are held back, and so is
-text that may turn out to be the beginning of a stop text. Put together, the deltas are what decoding everything at
-once gives (with the tokenizer's own tidying of spaces switched off, which would rewrite text already shown; and
-unless a model writes bytes that are no text, which byte-fallback tokenizers replace by the run, not by the byte).
+A delta is text that no later token can change. Incomplete characters are held back, and so is text that may be the
+beginning of a stop text. The concatenated deltas equal the text from decoding all tokens at once, with two exceptions.
+Clean-up of spaces is off, because it would rewrite text already shown. For invalid UTF-8, byte-fallback tokenizers
+replace a run of bytes, not each byte.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _WINDOW, _CONTEXT = 16, 4
 
 
 def decoder(tokenizer: Any) -> TextOf:
-    """The plain decoding function of a transformers tokenizer: special tokens skipped, spaces not tidied."""
+    """Return a function that decodes token ids with a transformers tokenizer: skips special tokens, keeps spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # the same thing without 30 us of dispatch
         return lambda ids: backend.decode(ids, skip_special_tokens=True)
@@ -29,9 +29,10 @@ class Detokenizer:
     """Incremental decoding of one sequence.
 
     Args:
-        text_of: ids to text, see `decoder`.
-        context: tokens that come before and whose text is not wanted again: with the prompt, the deltas continue its
-            text (a leading space stays); without, they are the text of the new tokens alone.
+        text_of: converts ids to text, see `decoder`.
+        context: tokens before the first pushed token; their text is not returned. If the context is the prompt, the
+            deltas continue the prompt's text (a leading space stays); if it is empty, they are the text of the new
+            tokens alone.
     """
 
     def __init__(self, text_of: TextOf, context: list[int] | tuple[int, ...] = ()) -> None:
@@ -39,7 +40,7 @@ class Detokenizer:
         self._window, self._shown = _beginning(text_of, list(context[-_WINDOW:]))  # tokens, characters shown of them
 
     def push(self, token: int) -> str:
-        """Text that this token completes; often empty, sometimes more than a character."""
+        """Return the text that this token completes; often empty, sometimes several characters."""
         window = self._window
         window.append(token)
         text = self._text_of(window)
@@ -53,11 +54,11 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return the text held back, with broken characters; call this last."""
+        """Return the text held back, including broken characters; call this last."""
         return self._text_of(self._window)[self._shown :] if self._window else ""
 
     def _restart(self, text: str) -> None:
-        """Forget the beginning of the window, if what remains decodes to the end of the same text."""
+        """Drop the beginning of the window if the remaining tokens still decode to the end of the same text."""
         recent = self._window[-_CONTEXT:]
         kept = self._text_of(recent)
         # Empty: the next token would be treated as the first of all and might lose its leading space.
@@ -66,7 +67,7 @@ class Detokenizer:
 
 
 def _beginning(text_of: TextOf, context: list[int]) -> tuple[list[int], int]:
-    """The last tokens of a context that make whole characters, and the length of their text."""
+    """Return the last context tokens that form whole characters, and the length of their text."""
     for size in range(min(_CONTEXT, len(context)), len(context)):
         text = text_of(context[-size:])
         if text and _BROKEN not in text:
@@ -76,10 +77,10 @@ def _beginning(text_of: TextOf, context: list[int]) -> tuple[list[int], int]:
 
 
 class StopFinder:
-    """Finds the first of several texts in a stream.
+    """Finds the first of several stop texts in a stream.
 
     Args:
-        stops: the texts, may be none.
+        stops: the stop texts; may be empty.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -88,7 +89,8 @@ class StopFinder:
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, bool]:
-        """Text that is certainly before any stop, and whether there is one; it and the rest are dropped."""
+        """Return the text that is certainly before any stop text, and whether a stop text was found; drop the rest if
+        so."""
         text = self._held + delta
         starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
         if starts:
@@ -108,12 +110,12 @@ class StopFinder:
 
 
 class TextStream:
-    """Text of one request: detokenizer and stop finder in a row.
+    """Text of one request: a detokenizer followed by a stop finder.
 
     Args:
-        text_of: ids to text.
-        prompt: its token ids, context of the output.
-        stops: stop texts, may be none.
+        text_of: converts ids to text.
+        prompt: prompt token ids, the context of the output.
+        stops: stop texts; may be empty.
     """
 
     def __init__(self, text_of: TextOf, prompt: list[int], stops: tuple[str, ...]) -> None:
@@ -121,10 +123,10 @@ class TextStream:
         self._finder = StopFinder(stops)
 
     def push(self, token: int) -> tuple[str, bool]:
-        """New certain text, and whether it is followed by a stop text."""
+        """Return the new final text, and whether a stop text follows it."""
         return self._finder.push(self._detokenizer.push(token))
 
     def flush(self) -> tuple[str, bool]:
-        """The rest when the request ends, and whether it held a stop text after all."""
+        """Return the remaining text when the request ends, and whether it contained a stop text."""
         text, stopped = self._finder.push(self._detokenizer.flush())
         return (text, True) if stopped else (text + self._finder.flush(), False)

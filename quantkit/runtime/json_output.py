@@ -40,22 +40,22 @@ Array = np.ndarray[Any, Any]
 
 
 class JsonConstraint:
-    """One request's place in its schema. *Mutable*.
+    """Progress of one request through its schema. *Mutable*.
 
     Args:
-        matcher: llguidance's, at the beginning.
-        vocab_size: of the logits.
+        matcher: llguidance's matcher at the start of the schema.
+        vocab_size: number of logits per row.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def add(self, token: int) -> None:
-        """The next token was chosen."""
+        """Advance by the chosen token."""
         self._matcher.try_consume_tokens([token])
 
     def allowed(self, drafts: list[int]) -> Array:
-        """Tokens that may follow the text so far and these drafts, (V,) bool."""
+        """Return which tokens may follow the text so far and these drafts, (V,) bool."""
         count = self._matcher.try_consume_tokens(drafts) if drafts else 0
         if count < len(drafts):
             # Before this place another token is chosen than the draft that cannot be: what comes here is not used.
@@ -86,20 +86,20 @@ class JsonSchemas:
         self._compiled, self._tried = lru_cache(_MOST_KEPT)(self._compile), lru_cache(_MOST_KEPT)(self._try)
 
     def start(self, schema: str) -> JsonConstraint:
-        """A request's constraint.
+        """Return the constraint of a new request.
 
         Args:
             schema: JSON text.
         Raises:
-            RequestError: it is no schema that can be followed, or llguidance is missing.
+            RequestError: the schema is invalid or unsupported, or llguidance is missing.
         """
         return JsonConstraint(self._compiled(schema).deep_copy(), self._vocab_size)
 
     def try_out(self, schema: str) -> None:
-        """Compile a stranger's schema; a child does it first, since llguidance can neither be stopped nor told a time.
+        """Compile a client's schema, first in a child process because llguidance has no time or memory limit.
 
         Raises:
-            RequestError: it takes too long or too much memory, or see `start`.
+            RequestError: compiling takes too long or too much memory, or `start` refuses the schema.
         """
         if len(schema) > _MOST_CHARACTERS:
             raise RequestError(

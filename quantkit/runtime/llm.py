@@ -90,7 +90,7 @@ class LLM(Prompts):
 
     @property
     def engine(self) -> Engine:
-        """The engine; its weights are read now if they have not been."""
+        """The engine; reads the weights if they have not been read."""
         with self._lock:
             if self._engine is None:
                 self._engine = self._load()
@@ -98,7 +98,7 @@ class LLM(Prompts):
 
     @property
     def model(self) -> Model:
-        """The model that runs."""
+        """The loaded model."""
         return self.engine.model
 
     def generate(
@@ -121,30 +121,30 @@ class LLM(Prompts):
         return list(self._run(zip(asked, each, strict=True)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
-        """Continue one prompt; outputs come as they are computed, the last with the completion. Closing it cancels.
+        """Generate a completion step by step; the last output holds it whole. Closing the iterator cancels the request.
 
         Raises:
-            RequestError: see `Engine.add`; raised here, not at the first output.
+            RequestError: see `Engine.add`; raised by this call, not by the first output.
         """
         stream = self._stream(self._add(self._ids(prompt), params or SamplingParams()))
         next(stream)  # begun: closing a generator that was never begun would cancel nothing
         return stream
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
-        """The answer to a conversation; see `encode_chat`."""
+        """Return the answer to a conversation; see `encode_chat`."""
         return self.generate([self.encode_chat(messages)], params)[0]
 
     def score(self, sequences: Many[Many[int]], chunk_size: int | None = None) -> list[Tensor]:
-        """Logits after every token of every sequence, through the cache.
+        """Return the logits after every token of every sequence, computed through the cache.
 
         Args:
             sequences: token ids.
-            chunk_size: tokens of a sequence per step; 1 takes the decode path, reading all others from the cache, which
-                is how the error of a quantized cache shows. None = as many as a step takes.
+            chunk_size: tokens of a sequence per step; 1 uses the decode path, which reads all earlier tokens from the
+                cache and so shows the error of a quantized cache. None = as many as a step takes.
         Returns:
-            (T, V) float32 on the CPU for each sequence; row t is the prediction of token t + 1.
+            (T, V) float32 on the CPU for each sequence; row t predicts token t + 1.
         Raises:
-            RequestError: a sequence is empty, too long or of unknown tokens.
+            RequestError: a sequence is empty, too long, or has unknown tokens.
         """
         params = SamplingParams(max_tokens=0, scoring=PromptScoring(logits=True, chunk_size=chunk_size))
         scores = [done.scores for done in self._run((list(ids), params) for ids in sequences)]
@@ -153,16 +153,16 @@ class LLM(Prompts):
     def score_tokens(
         self, texts: Many[ScoredText], *, chunk_size: int | None = None, progress: Callable[[int], None] | None = None
     ) -> list[PromptScores]:
-        """Log-probabilities of known continuations: what choosing among answers and perplexity need.
+        """Return log-probabilities of given continuations, as needed for multiple choice and perplexity.
 
         Args:
-            texts: each no longer than the context plus one: the last token is scored, not fed.
+            texts: texts of at most the context length plus one; the last token is scored but not fed.
             chunk_size: see `score`.
-            progress: told how many texts have been scored since the last time.
+            progress: called with the number of texts scored since the last call.
         Returns:
-            of the scored tokens of each text, in order.
+            One `PromptScores` per text, in order: the log-probabilities of its scored tokens.
         Raises:
-            RequestError: a text is too short, too long or of unknown tokens.
+            RequestError: a text is too short, too long, or has unknown tokens.
         """
         inputs = scoring_inputs(texts)
         scores: dict[int, PromptScores] = {}
@@ -176,12 +176,12 @@ class LLM(Prompts):
 
     @property
     def capacity(self) -> int:
-        """Tokens of a sequence at most."""
+        """The most tokens of one sequence."""
         return self.engine.capacity
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that are predicted."""
+        """Number of tokens in the vocabulary."""
         return self.model.vocab_size
 
     @property
@@ -191,23 +191,23 @@ class LLM(Prompts):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for reports about how the model ran."""
+        """Notes for reports on how the model ran."""
         return tuple(self.model.notes)
 
     @property
     def kv_type(self) -> str:
-        """Number type of the cache: as asked for, or what the checkpoint says where that was `auto`."""
+        """Number type of the KV cache; for `auto`, the checkpoint's."""
         cache, asked = self.engine.runner.cache, self.config.kv_cache
         return asked if cache is None else cache_type(cache.layouts, asked)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of keys and values that one token takes, all layers; 0 when the model keeps its own."""
+        """KV cache bytes per token in all layers; 0 when the model keeps its own keys and values."""
         cache = self.engine.runner.cache
         return 0.0 if cache is None else page_bytes(cache.layouts) / cache.page_size
 
     def stats(self) -> dict[str, Any]:
-        """Return sizes, and counts since the start."""
+        """Return sizes, and counters since the start."""
         engine = self.engine
         controller, cache = engine.controller, engine.runner.cache
         return {
@@ -228,7 +228,7 @@ class LLM(Prompts):
         }
 
     def describe(self) -> dict[str, str]:
-        """Return what a user should know about how it runs, by topic."""
+        """Return what users should know about how the model runs, by topic."""
         engine, counts, model = self.engine, self.stats(), self.model
         topics = {
             "computed in": f"{dtype_name(model.dtype)} on {model.device}",
@@ -262,7 +262,7 @@ class LLM(Prompts):
             return number
 
     def _run(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Completion]:
-        """Yield the completions of requests in order; all of them are queued before the first is computed."""
+        """Yield the completions of requests in order; queue all requests before computing the first."""
         numbers: list[int] = []
         try:
             for ids, params in requests:
@@ -277,7 +277,7 @@ class LLM(Prompts):
             self._drop(numbers)
 
     def _next(self, number: int) -> StepOutput:
-        """The next news of a request; that of others is kept for them."""
+        """Return the next output of a request; store outputs of other requests for their readers."""
         with self._lock:
             inbox = self._inboxes[number]
             while not inbox:
@@ -288,7 +288,7 @@ class LLM(Prompts):
             return inbox.popleft()
 
     def _stream(self, number: int) -> Iterator[StepOutput]:
-        """News of a request, after one that is empty."""
+        """Yield the outputs of a request after an initial empty one."""
         try:
             yield StepOutput(request_id=number, token_ids=(), text="")
             while True:
@@ -307,7 +307,7 @@ class LLM(Prompts):
 
 
 def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
-    """A list of prompts from one prompt or several."""
+    """Return a list of prompts, given one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
     # An empty list is no prompts, not one prompt without tokens.

@@ -35,11 +35,11 @@ class Prompts:
             self._no_tokenizer = str(error)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with what the tokenizer puts in front; an empty text becomes BOS.
+        """Return the token ids of a prompt, including the tokenizer's prefix tokens; an empty text becomes BOS.
 
         Raises:
-            RequestError: the directory has no usable tokenizer, the text is not Unicode, or it is empty and there is
-                no BOS.
+            RequestError: the directory has no usable tokenizer, the text is not Unicode, or it is empty and there is no
+                BOS.
         """
         if ids := self._tokenized(text):
             return ids
@@ -48,7 +48,7 @@ class Prompts:
         return [self.tokenizer.bos_token_id]
 
     def encode_if_free(self, texts: Sequence[str]) -> list[list[int]] | None:
-        """Token ids of prompts, see `encode`; None where another thread has the tokenizer, which may take long."""
+        """Return the token ids of prompts, see `encode`; None if another thread is using the tokenizer."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -74,11 +74,11 @@ class Prompts:
                 raise RequestError(f"the prompt has {len(text)} characters, more than {most} tokens; shorten it")
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the answer; see `chat_text`."""
+        """Return the token ids of a conversation in the chat template, ready for the answer; see `chat_text`."""
         return self.encode_filled(self.chat_text(messages, **variables))
 
     def encode_filled(self, text: str) -> list[int]:
-        """Token ids of what a chat template made: it writes BOS itself, and the tokenizer would add a second one."""
+        """Return the token ids of a filled chat template, which has written BOS itself."""
         return self._tokenized(text, add_special_tokens=False)
 
     def chat_text(self, messages: Messages, **variables: Any) -> str:
@@ -113,10 +113,10 @@ class Prompts:
                 raise RequestError(f"the tokenizer fails on this text: {first_line(error)}") from error
 
     def need_tokenizer(self) -> Any:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
-            RequestError: the directory has none that can be used.
+            RequestError: the directory has no usable tokenizer.
         """
         if self.tokenizer is None:
             raise RequestError(f"{self.path} has no usable tokenizer ({self._no_tokenizer}); give token ids")

@@ -1,9 +1,8 @@
-"""From logits to the tokens of requests: penalties, each row's parameters, log-probabilities.
+"""Choice of each request's tokens from logits: penalties, sampling parameters, log-probabilities.
 
-`kernels.reference.sampling` chooses, on any device; here each row gets its key, a function of (seed, position). So a
-request gives the same tokens alone or in a batch, in any chunks, preempted or not, on any device. A draft model draws
-with the same variates, so a speculative step accepts a draft exactly when it is the token that would have been drawn
-anyway: see `engine.speculation`.
+`kernels.reference.sampling` chooses the tokens on any device. This module gives each row its random key, a function of
+(seed, position). So a request's random numbers do not depend on the batch, chunks, preemption or device. A draft model
+draws with the same variates; a draft is accepted exactly if the target model would draw it: see `engine.speculation`.
 
 The repetition penalty (Keskar et al. 2019, CTRL) counts prompt and output; presence and frequency penalties count the
 output only. Each sequence keeps its distinct tokens in growing arrays (`TokenHistory`), so a step changes a few values
@@ -25,11 +24,11 @@ from quantkit.runtime.types import TokenLogprob
 
 
 def apply_penalties(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
-    """Logits (R, V) after penalties; the same tensor when no row has any.
+    """Return logits (R, V) after penalties; the same tensor if no row has penalties.
 
     Args:
         logits: (R, V) float32; not modified.
-        rows: a sequence, and how many of its drafts come before the token.
+        rows: the sequence of each row, and how many of its drafts precede the token.
     """
     chosen = [(row, sequence, ahead) for row, (sequence, ahead) in enumerate(rows) if sequence.history is not None]
     if not chosen:
@@ -60,17 +59,17 @@ Rows = list[tuple[Sequence, int]]
 
 
 def sample(logits: Tensor, rows: Rows) -> list[int]:
-    """`choose`, for the host."""
+    """Call `choose_tokens` and return a list on the host."""
     tokens: list[int] = choose_tokens(logits, rows).tolist()
     return tokens
 
 
 def choose_tokens(logits: Tensor, rows: Rows) -> Tensor:
-    """One token for each row, where the logits are.
+    """Choose one token for each row, on the device of the logits.
 
     Args:
         logits: (R, V) float32; not modified.
-        rows: what each row belongs to.
+        rows: the sequence of each row, and how many of its drafts precede the token.
     Returns:
         (R,) int64; valid as long as the logits.
     """
@@ -81,7 +80,7 @@ def choose_tokens(logits: Tensor, rows: Rows) -> Tensor:
 
 
 def _constrained(logits: Tensor, rows: Rows) -> Tensor:
-    """A copy of the logits without the tokens that a row's schema forbids."""
+    """Return a copy of the logits that excludes the tokens forbidden by each row's schema."""
     chosen = [(row, s.constraint.allowed(s.drafts[:ahead])) for row, (s, ahead) in enumerate(rows) if s.constraint]
     index, allowed = send(logits.device, np.array([row for row, _ in chosen]), np.stack([mask for _, mask in chosen]))
     values = logits.clone()
@@ -90,13 +89,13 @@ def _constrained(logits: Tensor, rows: Rows) -> Tensor:
 
 
 def select_rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows of a step's logits, where the others are not sampled."""
+    """Return the sampled rows of a step's logits."""
     (index,) = send(logits.device, np.array(rows, dtype=np.int64))
     return logits[index]
 
 
 def draw_of(row: tuple[Sequence, int]) -> Draw:
-    """Return how a row's token is drawn, with a key that only this request has at this position."""
+    """Return the sampling parameters of a row, with a key that is unique to its request and position."""
     sequence, ahead = row
     params = sequence.params
     key = derived_seed(sequence.seed, len(sequence.ids) + ahead)
@@ -104,18 +103,18 @@ def draw_of(row: tuple[Sequence, int]) -> Draw:
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """64 random bits, as a signed integer, for the request or position with this number."""
+    """Return 64 random bits, as a signed integer, for the request or position with this number."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, number), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None] | None:
-    """Log-probabilities of the rows whose request wants them, by the model itself; None where none does.
+    """Return log-probabilities before penalties for the rows whose request wants them; None if none does.
 
     Args:
         logits: (R, V) float32.
-        rows: what each row belongs to.
-        tokens: chosen for each row.
+        rows: the sequence of each row, and how many of its drafts precede the token.
+        tokens: token chosen in each row.
     """
     counts = {i: s.params.logprobs for i, (s, _) in enumerate(rows) if s.params.logprobs is not None}
     if not counts:

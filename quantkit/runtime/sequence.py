@@ -1,6 +1,6 @@
-"""A request on its way through the engine, and which tokens it has seen.
+"""A request on its way through the engine, and its token counts.
 
-Its life, drawn over its token ids (pages of 4, `num_computed` = 6, one token to feed):
+Its state, drawn over its token ids (pages of 4, `num_computed` = 6, one token to feed):
 
     ids            [p0 p1 p2 p3 | p4 p5 g0]      p prompt, g generated
     in the cache    ------------------           positions 0 .. num_computed - 1
@@ -23,10 +23,10 @@ Array = np.ndarray[Any, Any]
 
 
 class TokenHistory:
-    """Distinct tokens of a sequence and how often each is in its output.
+    """Distinct tokens of a sequence, and how often each occurs in its output.
 
     Args:
-        prompt: its token ids.
+        prompt: prompt token ids.
     """
 
     def __init__(self, prompt: list[int]) -> None:
@@ -36,11 +36,11 @@ class TokenHistory:
             self._index_of(token)
 
     def add(self, token: int) -> None:
-        """Count one more token of the output."""
+        """Count one more output token."""
         self._counts[self._index_of(token)] += 1
 
     def seen(self, drafts: list[int]) -> tuple[Array, Array]:
-        """Distinct tokens (H,) int64 and their counts in the output (H,) float32, as if the drafts were part of it."""
+        """Return the distinct tokens (H,) int64 and their output counts (H,) float32, counting the drafts as output."""
         size, tokens, counts = len(self._index), np.array(self._tokens), np.array(self._counts)
         if not drafts:
             return tokens, counts
@@ -62,14 +62,14 @@ class TokenHistory:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PageHolder:
-    """Holder of pages: a sequence, or its shadow in a draft model. *Mutable*.
+    """Owner of pages: a sequence, or its shadow in a draft model. *Mutable*.
 
     Args:
-        id: stable number, also its age: smaller = arrived earlier.
-        row: in page table and residual windows; -1 while waiting.
-        num_table_entries: pages already written to that row.
-        num_evicted: tokens that each head gave up.
-        num_computed: tokens that the model has seen.
+        id: stable number; a smaller number arrived earlier.
+        row: row in the page table and residual windows; -1 while waiting.
+        num_table_entries: number of pages already written to that row.
+        num_evicted: number of tokens that each head has evicted.
+        num_computed: number of tokens that the model has computed.
     """
 
     id: int
@@ -82,16 +82,16 @@ class PageHolder:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sequence(PageHolder):
-    """A request on its way. Mutable; only the engine and its parts touch it.
+    """A request on its way through the engine. *Mutable*; only the engine and its parts may change it.
 
     Args:
         ids: prompt and generated tokens.
-        num_prompt: tokens of the prompt.
-        params: as given.
-        limit: tokens at which it ends.
-        seed: of its draws.
+        num_prompt: number of prompt tokens.
+        params: sampling parameters.
+        limit: number of tokens at which it ends.
+        seed: seed of its random draws.
         stop_ids: tokens that end it.
-        arrived: timestamp.
+        arrived: arrival time.
     """
 
     ids: list[int]
@@ -120,17 +120,17 @@ class Sequence(PageHolder):
 
     @property
     def num_left(self) -> int:
-        """Known tokens that are still to be fed."""
+        """Number of known tokens that are still to be computed."""
         return len(self.ids) - self.num_computed
 
     @property
     def num_kept(self) -> int:
-        """Computed tokens that are in the cache."""
+        """Number of computed tokens that are in the cache."""
         return self.num_computed - self.num_evicted
 
     @property
     def draws(self) -> bool:
-        """Whether a token is to be chosen after the last known one; else it only asks about its prompt."""
+        """Whether to choose a token after the last known one; otherwise the request only scores its prompt."""
         return self.limit > len(self.ids)
 
     @property
@@ -140,14 +140,14 @@ class Sequence(PageHolder):
 
     @property
     def num_needed(self) -> int:
-        """Tokens that its pages must hold before it can go on after what is known."""
+        """Number of tokens that its pages must hold to finish its known tokens and go on."""
         return min(len(self.ids) + 1, self.limit)
 
     @property
     def first_row(self) -> int:
-        """Position of the first token after which logits are wanted.
+        """Position of the first token whose logits are needed.
 
-        Pages from there on cannot be taken from the prefix cache: they hold keys and values, not logits.
+        Pages from this position on cannot come from the prefix cache, which holds no logits.
         """
         scoring = self.params.scoring
         if scoring is None or len(self.ids) > self.num_prompt:
@@ -155,11 +155,11 @@ class Sequence(PageHolder):
         return 0 if scoring.logits else self.num_prompt - 1 - scoring.num_tokens
 
     def forget_evictions(self) -> None:
-        """Keep only which tokens were given up last, or will be when it has come as far as before a preemption."""
+        """Keep only the record of the last eviction."""
         self.evictions = {n: slots for n, slots in self.evictions.items() if n >= self.num_computed}
 
     def complete(self, reason: FinishReason, now: float) -> Completion:
-        """The request as it ended at a time."""
+        """Return the completion of the request, ended at time `now`."""
         return Completion(
             prompt_token_ids=tuple(self.ids[: self.num_prompt]),
             token_ids=tuple(self.ids[self.num_prompt :]),

@@ -125,23 +125,23 @@ class SamplingParams:
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """`stop`, always a tuple."""
+        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether a penalty changes the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities at one generated token, by the model itself: before penalties and temperature.
+    """Log-probabilities at one generated token, before penalties and temperature.
 
     Args:
         token_id: the chosen token.
         logprob: its natural log-probability.
-        top: the most likely tokens, best first, with theirs.
+        top: the likeliest tokens and their log-probabilities, best first.
     """
 
     token_id: int
@@ -151,11 +151,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredText:
-    """Tokens of which the last ones are scored; see `LLM.score_tokens`.
+    """A text whose last tokens are scored; see `LLM.score_tokens`.
 
     Args:
-        ids: context and continuation, at least two tokens.
-        num_scored: of the continuation, at least one; fewer than len(ids).
+        ids: token ids of context and continuation, at least two.
+        num_scored: number of scored tokens at the end; at least one, and fewer than len(ids).
     """
 
     ids: tuple[int, ...]
@@ -167,10 +167,12 @@ class PromptScores:
     """Answer to a `PromptScoring`.
 
     Args:
-        logprobs: (num_tokens + len(continuations),) float32 on the CPU, of each token given all before it.
-        greedy: likewise bool, whether it was the likeliest.
-        top: `top` likeliest tokens and their log-probabilities at each, (num_tokens + len(continuations), top).
-        logits: (T, V) float32 on the CPU, row t predicts token t + 1; None = not asked for.
+        logprobs: (num_tokens + len(continuations),) float32 on the CPU, the log-probability of each token given all
+            before it.
+        greedy: same shape, bool: whether the token was the likeliest.
+        top: the `top` likeliest tokens and their log-probabilities at each scored token, (num_tokens +
+            len(continuations), top).
+        logits: (T, V) float32 on the CPU, row t predicts token t + 1; None = not requested.
     """
 
     logprobs: Tensor
@@ -184,14 +186,14 @@ class Completion:
     """Result of a request.
 
     Args:
-        prompt_token_ids: as given.
-        token_ids: new tokens, an end token included.
-        text: of the new tokens as it continues the prompt; empty when the engine has no tokenizer.
+        prompt_token_ids: prompt as given.
+        token_ids: new tokens, including an end token.
+        text: text of the new tokens as it continues the prompt; empty if the engine has no tokenizer.
         finish_reason: "stop" (end token, stop token, stop text), "length", "cancelled" or "error".
-        logprobs: one per new token, if asked for.
-        scores: of prompt tokens, if asked for.
+        logprobs: one per new token, if requested.
+        scores: scores of prompt tokens, if requested.
         timing: raw timestamps.
-        num_preemptions: times it lost its pages and was computed again.
+        num_preemptions: number of times the request was preempted and recomputed.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -209,11 +211,11 @@ class StepOutput:
     """Tokens and text that one step added to one request.
 
     Args:
-        request_id: as `Engine.add` returned it.
+        request_id: number returned by `Engine.add`.
         token_ids: new tokens, in order.
         text: new text that no later token can change; may lag behind the tokens.
-        logprobs: of the new tokens, if asked for.
-        completion: the whole request, when it has finished.
+        logprobs: log-probabilities of the new tokens, if requested.
+        completion: the full result, once the request has finished.
     """
 
     request_id: int

@@ -95,12 +95,12 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
 
     @property
     def capacity(self) -> int:
-        """Tokens of a prompt at most; vLLM keeps a place for one that it writes."""
+        """The most tokens of a prompt; vLLM reserves one position for a new token."""
         return int(self.config.model_config.max_model_len) - 1
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that are predicted."""
+        """Number of tokens in the vocabulary."""
         return int(self.config.model_config.get_vocab_size())
 
     @property
@@ -120,14 +120,14 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for reports about how the model ran."""
+        """Notes for reports on how the model ran."""
         return (f"{self.path.name} ran in {self.engine_name}, KV cache {self.kv_type}.",)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of weights and cache; nothing can be asked afterwards."""
+        """Free weights and cache; the object cannot be used afterwards."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.vllm.llm_engine.engine_core.shutdown()
@@ -136,10 +136,10 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         gc.collect()
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Hand in a request; its number.
+        """Submit a request; return its number.
 
         Raises:
-            RequestError: vLLM refuses it, or does not know what is asked.
+            RequestError: vLLM refuses the request, or lacks a requested feature.
         """
         self._count += 1
         ids, name, now = list(prompt), str(self._count), time.perf_counter()
@@ -152,7 +152,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         return self._count
 
     def step(self) -> list[StepOutput]:
-        """Compute one step and tell its news."""
+        """Compute one step and return its outputs."""
         outputs = self.vllm.llm_engine.step()
         now = time.perf_counter()
         return [self._news(output, now) for output in outputs if output.request_id in self._requests]
@@ -185,7 +185,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Continue prompts, computed together; see `LLM.generate`."""
+        """Generate completions of prompts, computed together; see `LLM.generate`."""
         asked = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Sequence) else list(params)
         numbers = [self.add(ids, one) for ids, one in zip(asked, each, strict=True)]
@@ -195,7 +195,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         return [done[number] for number in numbers]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Continue one prompt; the last output has the completion."""
+        """Generate a completion step by step; the last output holds it whole."""
         self.add(prompt, params)
         done = False
         while not done:
@@ -223,7 +223,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         return [_scores(row[-text.num_scored :], text) for text, (row, _) in zip(texts, rows, strict=True)]
 
     def top_logprobs(self, windows: Sequence[Sequence[int]]) -> list[TopLogprobs]:
-        """The likeliest tokens after every token of every window, `TOP` or as many as there are."""
+        """Return the `TOP` likeliest tokens (or as many as exist) after every token of every window."""
         count = min(TOP, self.vocab_size)
         # The row of a prompt token begins with that token itself, whatever its rank.
         return [
@@ -232,7 +232,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         ]
 
     def _prompt_rows(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[dict[int, Any]], Any]]:
-        """Return vLLM's log-probabilities of each prompt: of all tokens but the first, and of the next one."""
+        """Return vLLM's log-probabilities of each prompt: of all tokens but the first, and of the next token."""
         params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=count, logprobs=count, detokenize=False)
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         try:
@@ -259,10 +259,10 @@ def _top(rows: Sequence[list[tuple[int, Any]]], count: int) -> TopLogprobs:
 
 
 def import_vllm() -> Any:
-    """vLLM, quiet: its lines would stand between results on stdout.
+    """Import vLLM with its log output off, which would mix with results on stdout.
 
     Raises:
-        InputError: it is not installed, or cannot be loaded; says what to install.
+        InputError: vLLM is not installed or cannot be loaded; the message says what to install.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

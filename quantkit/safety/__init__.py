@@ -1,1 +1,1 @@
-"""Bounds on work that other people's files cause: child processes, limits on time, memory and size."""
+"""Limits on work caused by untrusted files: child processes, and bounds on time, memory and size."""

@@ -1,4 +1,4 @@
-"""Children: quantkit in a process of its own, and work whose end is not known, which does no harm there."""
+"""Child processes: quantkit in a separate process, and work of unknown duration that can be stopped there."""
 
 import contextlib
 import faulthandler
@@ -14,21 +14,21 @@ QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
 
 
 def python(code: str) -> list[str]:
-    """The command of a Python that runs `code` and imports what this process would; arguments may follow.
+    """Return the command of a Python that runs `code` with this process's import path; arguments may be appended.
 
-    By `-m`, or `-c` alone, it would import from the folder that it is in, which may be a stranger's model.
+    With `-m`, or with `-c` alone, Python would import from the current folder, which may be an untrusted model.
     """
     path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100 - one of them is empty: the folder of now
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {code}"]
 
 
 def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | None = None) -> bool:
-    """Whether a forked child comes back from some work in time, without an error.
+    """Whether a forked child finishes some work in time and without an error.
 
     Args:
-        work: must not compute with threads, of which a child has none.
-        seconds: that it may take.
-        num_bytes: that it may take beyond what this process has; None = any.
+        work: function to run; must not use threads, which a forked child lacks.
+        seconds: time limit.
+        num_bytes: memory limit beyond what this process uses; None = no limit.
     """
     ended, written = os.pipe()
     child = os.fork()

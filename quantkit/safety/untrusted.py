@@ -1,6 +1,6 @@
-"""Bytes, text, JSON and YAML from files that strangers may have written: read, parsed and quoted within bounds.
+"""Bounded reading, parsing and quoting of bytes, text, JSON and YAML from untrusted files.
 
-Not a schema: what the data means is said where it is used.
+This module defines no schemas; the callers check what the data means.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _BRACKETS: dict[type[Any], str] = {dict: "{}", list: "[]", tuple: "()"}
 
 
 def shorten(value: Any, limit: int = 60) -> str:
-    """`repr` of a value for a one-line message, cut while it is written: no value is too large or too deep for it.
+    """Return `repr` of a value for a one-line message, cut while it is written, so that values of any size are safe.
 
     Args:
         value: anything.
@@ -48,10 +48,10 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def check_path(path: Path, kind: type[InputError]) -> None:
-    """Refuse a path that a document cannot name, before anything is computed for it.
+    """Refuse a path that a document cannot name, before any work is done for it.
 
     Raises:
-        InputError: of this kind.
+        InputError: raised as `kind`.
     """
     text = str(path)
     if "\0" in text:
@@ -62,11 +62,11 @@ def check_path(path: Path, kind: type[InputError]) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BinaryIO]:
-    """A file to read whose system errors become one line.
+    """Open a file for reading; system errors become one-line errors.
 
     Args:
-        path: of the file.
-        kind: what to raise.
+        path: path of the file.
+        kind: error class to raise.
     """
     try:
         with path.open("rb") as file:
@@ -76,10 +76,10 @@ def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[Bin
 
 
 def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Bytes [start, start + num_bytes) of a file, at most `size` at a time.
+    """Yield bytes [start, start + num_bytes) of a file, at most `size` at a time.
 
     Raises:
-        CheckpointError: they are not there, or cannot be read.
+        CheckpointError: the bytes do not exist or cannot be read.
     """
     with opened(path) as file:
         file.seek(start)
@@ -93,14 +93,14 @@ def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES)
 
 
 def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -> str:
-    """The text of a regular file.
+    """Return the text of a regular file.
 
     Args:
-        path: of the file; links are followed.
-        kind: what to raise.
-        limit: bytes that it may have.
+        path: path of the file; links are followed.
+        kind: error class to raise.
+        limit: most bytes allowed.
     Raises:
-        InputError: of this kind: it is missing, a folder, a pipe or a device, too large, or not UTF-8.
+        InputError: raised as `kind`: the file is missing, not a regular file, too large, or not UTF-8.
     """
     try:
         status = path.stat()
@@ -117,28 +117,28 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
 
 
 def read_object(path: Path, kind: type[InputError], todo: str = _AGAIN) -> dict[str, Any]:
-    """The JSON object in a regular file, see `parse_object`.
+    """Return the JSON object in a regular file, see `parse_object`.
 
     Args:
-        path: of the file; links are followed.
-        kind: what to raise.
-        todo: what the user can do.
+        path: path of the file; links are followed.
+        kind: error class to raise.
+        todo: advice to the user.
     Raises:
-        InputError: of this kind: it cannot be read, or is no JSON object.
+        InputError: raised as `kind`: the file cannot be read, or holds no JSON object.
     """
     return parse_object(read_text(path, kind, _MAX_JSON_BYTES), str(path), kind, todo)
 
 
 def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: str = _AGAIN) -> dict[str, Any]:
-    """A JSON object, stricter than JSON: neither deeper nor with longer numbers than the code behind it can bear.
+    """Parse a JSON object with limits on nesting depth and on the length of numbers.
 
     Args:
-        text: of the object.
-        where: the file, for messages.
-        kind: what to raise.
-        todo: what the user can do.
+        text: JSON text.
+        where: name of the file, for messages.
+        kind: error class to raise.
+        todo: advice to the user.
     Raises:
-        InputError: of this kind: not JSON, or no object.
+        InputError: raised as `kind`: the text is not JSON, or not an object.
     """
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -185,14 +185,14 @@ def _inside(level: list[Any]) -> Iterator[Iterable[Any]]:
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:
-    """Plain data from YAML, stricter than YAML: no key twice, no aliases, and 1e-3 is a number.
+    """Parse plain data from YAML, with stricter rules: no duplicate keys, no aliases, and 1e-3 is a number.
 
     Args:
         text: content of the file.
-        where: the file, for messages.
-        kind: what to raise.
+        where: name of the file, for messages.
+        kind: error class to raise.
     Raises:
-        InputError: of this kind: not YAML, or larger or deeper than a person writes; names the line where there is one.
+        InputError: raised as `kind`: the text is not YAML, or too large or too deep; names the line if known.
     """
     if len(text) > MAX_YAML_BYTES:
         raise kind(f"{where}: has {len(text)} characters of YAML, over the limit of {MAX_YAML_BYTES}; shorten it")
@@ -214,7 +214,7 @@ def _one_line(text: str) -> str:
 
 
 def _written(value: Any, limit: int) -> Iterator[str]:
-    """The `repr` of a value, part by part; each is at most a few times `limit` long."""
+    """Yield the `repr` of a value part by part; each part is at most a few times `limit` long."""
     brackets = _BRACKETS.get(type(value))
     if brackets is not None:
         yield brackets[0]
@@ -236,7 +236,7 @@ def _written(value: Any, limit: int) -> Iterator[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses aliases, a key given twice in the same mapping, and what only a machine would write."""
+    """Safe YAML loader that refuses aliases, duplicate keys, and unreasonably large documents."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -244,7 +244,7 @@ class _Loader(yaml.SafeLoader):
         self._num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node; overrides PyYAML, which lets a kilobyte of aliases stand for a terabyte."""
+        """Return the next node; overrides PyYAML, where a kilobyte of aliases can expand to a terabyte."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read: write the value out", mark)
@@ -260,7 +260,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """The mapping of a node; overrides PyYAML, which keeps the last of two equal keys without a word."""
+        """Build a mapping; overrides PyYAML, which silently keeps the last of two equal keys."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = key_node.value
@@ -273,7 +273,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """A number; one of very many digits would take minutes in base 60 and cannot be written by Python."""
+        """Build a number; refuse very long ones, which take minutes in base 60 and which Python cannot print."""
         if len(str(node.value)) > _MAX_DIGITS:
             problem = f"a number has {len(node.value)} characters, over the limit of {_MAX_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

@@ -1,1 +1,1 @@
-"""The engine behind HTTP, in the shapes that OpenAI's clients speak. Needs `quantkit[serve]`."""
+"""The engine behind an HTTP API compatible with OpenAI's. Needs `quantkit[serve]`."""

@@ -1,8 +1,8 @@
-"""Admission of requests: which clients may ask, and how much a body may cost.
+"""Admission of requests: which clients are allowed, and how much work a body may cause.
 
-Clients must ask this server by its name, bring the key, and be no web page of another origin. A body of megabytes can
-hold millions of values, and pydantic takes minutes and gigabytes to say what is wrong with each. So the values are
-counted in the bytes before anything is built of them, and large bodies are read beside the event loop.
+Clients must address the server by a known host name and send the API key. Web pages of other origins are refused. A
+large body can hold millions of values, and pydantic takes minutes and gigabytes to report an error for each. So the
+values are counted in the raw bytes before parsing, and large bodies are parsed in another thread.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Bodies:
-    """The bodies that a server holds. *Mutable*.
+    """Request bodies that the server holds in memory. *Mutable*.
 
-    One thread works on the large ones, one after another, so that all of them together need the memory of one, and
-    small requests need not wait for them. Another one tries out schemas.
+    One thread parses large bodies one after another, so that together they need the memory of one and do not delay
+    small requests. Another thread compiles schemas.
     """
 
     def __init__(self) -> None:
@@ -54,16 +54,16 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def opened(self, request: Request, kind: type[Asked], most_ids: int) -> AsyncIterator[tuple[Asked, Run]]:
-        """Yield the checked request, and a function that runs further work for it beside the event loop.
+        """Yield the checked request, and a function that runs further work on it, in a thread if the body is large.
 
-        Its bytes count as held until this is closed.
+        The body counts as held until the context ends.
 
         Args:
-            request: whose body is read.
-            kind: what it should be.
-            most_ids: tokens that requests of this server can have together.
+            request: request whose body is read.
+            kind: expected type of the body.
+            most_ids: most token ids in one request.
         Raises:
-            RequestError: it is too large, too slow, or not what it should be.
+            RequestError: the body is too large, too slow or invalid.
         """
         try:
             body = await asyncio.wait_for(self._read(request), BODY_SECONDS)
@@ -83,10 +83,10 @@ class Bodies:
                 release_freed_memory()
 
     async def try_out(self, trial: Callable[[], None]) -> None:
-        """Try out a schema.
+        """Compile a schema on trial.
 
         Raises:
-            Refused: others wait for this already.
+            Refused: too many schemas are being compiled.
         """
         if self._num_trials >= _MOST_TRIALS:
             text = f"{self._num_trials} schemas are being compiled; try again later"
@@ -101,7 +101,7 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def close(self) -> None:
-        """Begin nothing more beside the event loop."""
+        """Accept no more work for the threads."""
         for worker in (self._worker, self._trials):
             worker.shutdown(wait=False, cancel_futures=True)
 
@@ -134,10 +134,10 @@ def _checked(body: bytes, kind: type[Asked], most_ids: int) -> Asked:
 
 
 def _check_counts(body: bytes, most_values: int) -> None:
-    """Refuse JSON of more values than a request can need.
+    """Refuse JSON with more values than any valid request has.
 
     Raises:
-        RequestError: it has them.
+        RequestError: there are more values.
     """
     limits = {b"[{": (_MOST_CONTAINERS, "lists and objects"), b":": (_MOST_ENTRIES, "entries of objects")}
     limits[b","] = (most_values, "values")
@@ -153,7 +153,7 @@ def _check_counts(body: bytes, most_values: int) -> None:
 
 
 def _outside_texts(body: bytes) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """The bytes of JSON that are not inside of its texts, chunk by chunk; those inside are zero."""
+    """Yield the bytes of JSON chunk by chunk, with bytes inside strings set to zero."""
     if b"\\" in body:  # a quote behind one ends no text
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     inside = np.uint8(0)
@@ -169,31 +169,31 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def known_hosts(host: str, allowed: tuple[str, ...]) -> frozenset[str]:
-    """Names by which a server that only this machine reaches may be asked.
+    """Return the host names accepted by a server that only this machine can reach.
 
-    A page of a stranger whose name leads to 127.0.0.1 asks by the stranger's name, and is of the same origin then.
+    Otherwise, a foreign web page whose domain resolves to 127.0.0.1 would count as the same origin (DNS rebinding).
 
     Args:
-        host: that it listens on.
+        host: address that the server listens on.
         allowed: further names.
     """
     return frozenset(map(_name_of, (*_LOCAL_NAMES, f"[{host}]" if ":" in host else host, *allowed)))
 
 
 def _name_of(host: str) -> str:
-    """The name in a `Host` header, without a port."""
+    """Return the name in a `Host` header, without the port."""
     name, colon, port = host.strip().lower().rpartition(":")
     return (name if colon and "]" not in port else host.strip().lower()).rstrip(".")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doorkeeper:
-    """Lets in who may, and logs who came.
+    """Checks clients before the application runs, and logs requests.
 
-    Plain ASGI: Starlette's middleware costs every token.
+    It is plain ASGI, because Starlette's middleware would add a cost to every token.
 
     Args:
-        app: behind the door.
+        app: application to protect.
         key, log, origins, hosts: see `Server`.
     """
 
@@ -225,7 +225,7 @@ class Doorkeeper:
                 log(f"{client} {scope['method']} {scope['path'][:200]!r} {status} {took:.3f} s")
 
     def _app_for(self, scope: Scope) -> ASGIApp:
-        """Return the application behind the door, or the response that says why a client is not let in."""
+        """Return the application, or the response that says why the client is refused."""
         names = [name for name, _ in scope["headers"]]
         if b"content-length" in names and b"transfer-encoding" in names:
             text = "Content-Length and Transfer-Encoding are both given; send one of them"

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, as plain data. Dictionaries, since one is built for every token."""
+"""Answers in OpenAI's format, as plain dictionaries, because one is built for every token."""
 
 import json
 import time
@@ -14,10 +14,10 @@ from quantkit.server.schemas import ChatRequest, CompletionRequest
 
 
 class Vocabulary:
-    """A tokenizer's tokens, one by one.
+    """Text of a tokenizer's tokens.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,18 +29,18 @@ class Vocabulary:
         self.piece = lru_cache(1 << 16)(self._piece)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Text of tokens; special ones are skipped."""
+        """Return the text of tokens, without special tokens."""
         return self._text_of(list(ids))
 
     def stream(self, context: Sequence[int]) -> Detokenizer:
-        """Text of further tokens after these."""
+        """Return a decoder for the tokens that follow these."""
         return Detokenizer(self._text_of, list(context))
 
     def _whole(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _piece(self, token: int) -> str:
-        """A token's own text; of a part of a character, the vocabulary's name for it."""
+        """Return a token's own text; for a part of a character, its name in the vocabulary."""
         text = self._whole([*self._before, token])[self._shown_before :]
         if "\ufffd" in text or not text:
             return str(self._tokenizer.convert_ids_to_tokens(token))
@@ -59,8 +59,8 @@ class Head:
 
     Args:
         kind: `text_completion`, `chat.completion` or `chat.completion.chunk`.
-        model: the served name.
-        prefix: of the id.
+        model: name of the served model.
+        prefix: prefix of the id.
     """
 
     kind: str
@@ -70,23 +70,23 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def around(self, choices: list[Json], **further: Any) -> Json:
-        """The answer with these choices."""
+        """Return the answer with these choices."""
         own = {"id": f"{self.prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
         return {**own, "choices": choices, **further}
 
     def frame(self, **further: Any) -> tuple[bytes, bytes]:
-        """Return the bytes before and behind the one choice of each event of a stream, see `framed`."""
+        """Return the bytes before and after the single choice of each stream event, see `framed`."""
         # No text can hold this: inside of one the quotes are escaped.
         before, choices, behind = event(self.around([{}], **further)).partition(b'"choices":[{}]')
         return before + choices[:-3], choices[-1:] + behind
 
 
 def usage(completions: Iterable[Completion], new_tokens: int | None = None) -> Json:
-    """Tokens of a request.
+    """Return the token counts of a request.
 
     Args:
-        completions: of all its prompts.
-        new_tokens: shown of them; None = all.
+        completions: completions of all its prompts.
+        new_tokens: number of new tokens shown; None = all.
     """
     several = list(completions)
     prompt = sum(len(each.prompt_token_ids) for each in several)
@@ -96,31 +96,31 @@ def usage(completions: Iterable[Completion], new_tokens: int | None = None) -> J
 
 
 def counts(prompt_tokens: int, new_tokens: int) -> Json:
-    """Tokens of a request so far."""
+    """Return the token counts of a request so far."""
     total = prompt_tokens + new_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
 
 def error(text: str, *, kind: str = "invalid_request_error", field: str | None = None, code: str | None = None) -> Json:
-    """Return an error: the reason why there is no answer."""
+    """Return an error body with the reason why there is no answer."""
     return {"error": {"message": text, "type": kind, "param": field, "code": code}}
 
 
 def event(data: Json) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + _written(data).encode() + b"\n\n"
 
 
 def framed(frame: tuple[bytes, bytes], choice: Json) -> bytes:
-    """A server-sent event of one choice; the same as `event(head.around([choice]))`, cheaper."""
+    """Return a server-sent event with one choice; the same bytes as `event(head.around([choice]))`, but faster."""
     return frame[0] + _written(choice).encode() + frame[1]
 
 
 class TextLogprobs:
-    """Log-probabilities of a text completion, over its parts. *Mutable*: keeps where in the text it is.
+    """Log-probabilities of a text completion across its parts. *Mutable*: tracks the position in the text.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: vocabulary of the model.
         context: tokens before the text.
     """
 
@@ -129,7 +129,7 @@ class TextLogprobs:
         self._stream, self._offset = vocabulary.stream(context), 0
 
     def _part(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Any]) -> Json:
-        """Describe the next tokens; log-probabilities and top pairs are None for a first token."""
+        """Describe the next tokens; log-probability and top tokens are None for the first prompt token."""
         piece, offsets = self._vocabulary.piece, []
         for token in tokens:
             offsets.append(self._offset)
@@ -148,7 +148,7 @@ class TextLogprobs:
         return self._part(tokens, [each.logprob for each in logprobs], [each.top for each in logprobs])
 
     def of_prompt(self, completion: Completion) -> Json:
-        """Describe the prompt's tokens, of which the first has no log-probability."""
+        """Describe the prompt's tokens; the first has no log-probability."""
         ids, scores = completion.prompt_token_ids, completion.scores
         values: list[float] = [] if scores is None else scores.logprobs.tolist()
         tops: list[Any] = [()] * len(values)
@@ -159,7 +159,7 @@ class TextLogprobs:
 
 
 def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> Json:
-    """Log-probabilities of an answer's tokens in a conversation."""
+    """Return the log-probabilities of a chat answer's tokens."""
 
     def entry(token: int, value: float) -> Json:
         text = vocabulary.piece(token)
@@ -174,28 +174,28 @@ def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> J
 
 
 class Shape(Protocol):
-    """Form of an answer. *Mutable*: a part may depend on those before it."""
+    """Format of an answer. *Mutable*: a part may depend on earlier parts."""
 
     head: Head
 
     def first(self) -> list[Json]:
-        """Choices that stand in front of the first token's."""
+        """Return the choices to send before the first token."""
 
     def part(self, index: int, output: StepOutput) -> Json | None:
-        """The choice of a prompt that a step added to; None where there is nothing to show."""
+        """Return the choice with what a step added to a prompt; None if there is nothing to show."""
 
     def whole(self, index: int, completion: Completion) -> Json:
-        """The choice of a prompt that has ended."""
+        """Return the choice of a finished prompt."""
 
 
 class TextShape:
-    """Completions of texts.
+    """Format of text completions.
 
     Args:
         ask: the request.
-        prompts: what stands in front of the answers with `echo`: text and tokens.
-        vocabulary: of the model.
-        model: the served name.
+        prompts: with `echo`, text and tokens to repeat before the answers.
+        vocabulary: vocabulary of the model.
+        model: name of the served model.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class TextShape:
             self._logprobs = [TextLogprobs(vocabulary, () if ask.echo else ids) for _, ids in prompts]
 
     def first(self) -> list[Json]:
-        """The prompts, if they are to be repeated."""
+        """Return the prompts if they are to be repeated."""
         return [_text(index, text) for index, (text, _) in enumerate(self._prompts)] if self._ask.echo else []
 
     def part(self, index: int, output: StepOutput) -> Json | None:
@@ -232,12 +232,12 @@ class TextShape:
 
 
 class ChatShape:
-    """The answer to a conversation.
+    """Format of a chat answer.
 
     Args:
         ask: the request.
-        vocabulary: of the model.
-        model: the served name.
+        vocabulary: vocabulary of the model.
+        model: name of the served model.
     """
 
     def __init__(self, ask: ChatRequest, vocabulary: Vocabulary, model: str) -> None:

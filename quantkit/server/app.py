@@ -91,7 +91,7 @@ class Server:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Tokens as texts.
+        """Text of the model's tokens.
 
         Raises:
             RequestError: the model has no tokenizer.
@@ -119,17 +119,17 @@ class Server:
         )
 
     async def health(self, _request: Request) -> Response:
-        """Whether it computes at all."""
+        """Report whether the engine works."""
         lost = self.bridge.is_lost
         return JSONResponse({"status": "steps fail; restart" if lost else "ok"}, status_code=503 if lost else 200)
 
     async def ready(self, _request: Request) -> Response:
-        """Whether it takes requests."""
+        """Report whether the server accepts requests."""
         self._check_ready()
         return JSONResponse({"status": "ready"})
 
     async def show_metrics(self, _request: Request) -> Response:
-        """Return the figures, see `Metrics`."""
+        """Return the metrics as text, see `Metrics`."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, _request: Request) -> Response:
@@ -138,11 +138,11 @@ class Server:
         return JSONResponse(openapi_document({path: (texts[name], kind) for path, (name, kind) in _ROUTES.items()}))
 
     async def models(self, _request: Request) -> Response:
-        """The one model, in a list."""
+        """Return a list with the served model."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The model of that name; of none, the list."""
+        """Return the model of that name; the list if no name is given."""
         if not request.path_params["name"]:
             return await self.models(request)
         self._check_name(request.path_params["name"])
@@ -197,7 +197,7 @@ class Server:
             raise Refused(f"{field}.{wrong[0]} is not a variable of the template; leave it out", field)
 
     async def tokenize(self, request: Request) -> Response:
-        """Tokens of a text or a conversation."""
+        """Return the tokens of a text or a conversation."""
         async with self._opened(request, TokenizeRequest) as (ask, run):
             most = max(_SHOWN_TOKENS, self.bridge.engine.capacity)
             if ask.messages is not None:
@@ -229,7 +229,7 @@ class Server:
         """Yield the checked request, see `Bodies.opened`.
 
         Raises:
-            RequestError: it is not what it should be, or names another model, or none is ready.
+            RequestError: the request is invalid or names another model, or the model is not loaded.
         """
         self._check_ready()
         most_ids = self.bridge.most_open * self.bridge.engine.capacity
@@ -247,7 +247,7 @@ class Server:
             raise Refused(f"the server {why}", status=503, retry_after=1)
 
     async def _encoded(self, prompts: list[str | list[int]], run: Run) -> list[list[int]]:
-        """Tokens of prompts; of long ones beside the event loop, and never of more than would be served."""
+        """Return the tokens of prompts; encode long ones in another thread, and stop at the largest allowed length."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         # Each costs something besides its characters.
         is_short = sum(map(len, texts)) + 64 * len(texts) <= _SHORT_TEXT
@@ -264,7 +264,7 @@ class Server:
 
     @property
     def _most_tokens(self) -> int:
-        """Most tokens of a prompt."""
+        """The most tokens of a prompt."""
         capacity = self.bridge.engine.capacity
         return capacity if self.max_prompt is None else min(capacity, self.max_prompt)
 
@@ -277,7 +277,7 @@ class Server:
         return ids
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:
-        """A refusal or a failure in OpenAI's shape."""
+        """Return a refusal or a failure in OpenAI's format."""
         # Messages for the operator of a command line name folders, which are not the client's business.
         status, body, headers = _explained(problem, hidden=str(self.bridge.llm.path), shown=self.name)
         self.metrics.rejected.labels(str(status)).inc()
@@ -287,7 +287,7 @@ class Server:
 
 
 def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, answers.Json, dict[str, str]]:
-    """Status, body and headers for whatever keeps a request from being answered."""
+    """Return status, body and headers for an exception that ended a request."""
     text = str(problem).replace(hidden, shown)
     if isinstance(problem, HTTPException):
         return problem.status_code, answers.error(problem.detail), dict(problem.headers or {})

@@ -30,16 +30,16 @@ News = tuple[int, StepOutput]
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""
 
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """Results for the prompts of one HTTP request. *Mutable*; read on the asyncio side only.
+    """Outputs for the prompts of one HTTP request. *Mutable*; read on the asyncio side only.
 
     Args:
         num_open: prompts that have not ended.
-        numbers: of the prompts in the engine by index; the computing thread's.
+        numbers: number of each prompt in the engine, by index; used by the computing thread only.
     """
 
     num_open: int = 0
@@ -50,22 +50,22 @@ class Mailbox:
 
     @property
     def is_done(self) -> bool:
-        """Whether all prompts have ended and their last news have been read."""
+        """Whether all prompts have ended and all outputs have been read."""
         return not self.num_open and not self._news
 
     def put(self, index: int, output: StepOutput) -> None:
-        """Keep news of a prompt until they are read."""
+        """Store an output of a prompt until it is read."""
         self.num_open -= output.completion is not None
         self._news.append((index, output))
         self._wake.set()
 
     def close(self) -> None:
-        """The client has gone: whoever reads is told."""
+        """Tell the reader that the client has disconnected."""
         self._closed = True
         self._wake.set()
 
     async def read(self) -> list[News]:
-        """Wait for news and return all of them: index of a prompt, and the output that a step added.
+        """Wait for outputs and return all of them, each with the index of its prompt.
 
         Raises:
             ClientGone: see `close`.
@@ -112,26 +112,26 @@ class Bridge:
 
     @property
     def is_lost(self) -> bool:
-        """Whether steps fail one after another."""
+        """Whether several steps in a row have failed."""
         return self.num_failed_steps >= _LOST_AFTER
 
     @property
     def engine(self) -> Engine:
-        """Engine that computes, for reading its figures."""
+        """The engine, for reading its figures."""
         assert self._engine is not None, "asked before the model was loaded"
         return self._engine
 
     def start(self, loaded: Callable[[], None]) -> None:
-        """Load the model and begin to compute.
+        """Start the thread, which loads the model and then computes.
 
         Args:
-            loaded: called on the event loop when that is done, and when `failure` is set.
+            loaded: called on the event loop once the model is loaded or `failure` is set.
         """
         self._loop, self._loaded = asyncio.get_running_loop(), loaded
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its step; requests that are still there are lost."""
+        """End the thread after its current step; unfinished requests are lost."""
         self._closing = True
         self._actions.put(lambda engine: None)  # wakes the thread
         if self._thread.is_alive():
@@ -154,10 +154,10 @@ class Bridge:
             raise Refused(text, status=429, retry_after=retry_s)
 
     def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Mailbox:
-        """Queue prompts, all or none.
+        """Queue all prompts, or none.
 
         Args:
-            prompts: tokens, and how to continue them.
+            prompts: tokens and sampling parameters of each prompt.
         Raises:
             RequestError: see `Engine.add` and `check_capacity`.
         """
@@ -176,7 +176,7 @@ class Bridge:
         return mailbox
 
     def cancel(self, mailbox: Mailbox) -> None:
-        """End what is left of an HTTP request: its pages are free before the next step."""
+        """Cancel the rest of an HTTP request; its pages are free before the next step."""
         if not mailbox.num_open:
             return
         self._count_ended(mailbox.num_open)
@@ -200,7 +200,7 @@ class Bridge:
             self._tell(self._loaded)
 
     def _turn(self, engine: Engine) -> None:
-        """Do what was asked for, then one step; waits while there is neither."""
+        """Handle queued requests and cancellations, then compute one step; wait if there is nothing to do."""
         if not engine.has_work:
             self._actions.get()(engine)
         while not self._actions.empty():
@@ -244,12 +244,12 @@ class Bridge:
 
 
 def seconds_to_wait(ends: Sequence[float], num_waiting: int, now: float) -> int:
-    """After how many whole seconds half of those who wait will have begun, by how fast requests ended lately.
+    """Return after how many whole seconds half of the waiting requests will have started, at the recent rate.
 
-    Half: whoever comes back to an empty line has left the engine idle.
+    It uses half because an empty queue would leave the engine idle.
 
     Args:
-        ends: when requests ended, ascending, on the clock of `now`.
+        ends: end times of recent requests, ascending, on the clock of `now`.
     """
     if len(ends) < 2 or now <= ends[0]:
         return 1

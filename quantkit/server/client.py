@@ -39,7 +39,7 @@ class Remote:
         """Connect.
 
         Raises:
-            InputError: nobody answers there, or not as a server of models does.
+            InputError: there is no server, or it is not a model server.
         """
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
@@ -93,7 +93,7 @@ class Remote:
             raise RequestError(f"{self.url} broke off: {type(error).__name__}: {first_line(error)}") from None
 
     async def _post(self, path: str, asked: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send a request; again where the server had closed a kept connection, as some do after each answer."""
+        """Send a request; repeat it if the server has closed a kept-alive connection."""
         for _ in range(_KEPT):
             try:
                 return await self._session.post(self.url + path, json=asked)
@@ -105,7 +105,7 @@ class Remote:
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:
-    """Raise RequestError unless it is one."""
+    """Raise RequestError unless the response has status 200."""
     if answer.status == 200:
         return
     text = (await answer.text(errors="replace"))[:2000]

@@ -1,4 +1,4 @@
-"""Metrics for operators, in Prometheus' text format: counts and times of requests, and the engine's own figures."""
+"""Metrics for operators in Prometheus' text format: counts and times of requests, and the engine's figures."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,7 +15,7 @@ class Metrics:
     """Counters of one server.
 
     Args:
-        bridge: whose engine is described.
+        bridge: connection to the engine.
     """
 
     def __init__(self, bridge: Bridge) -> None:
@@ -37,7 +37,7 @@ class Metrics:
         )
 
     def ended(self, completion: Completion) -> None:
-        """Count a prompt that has ended."""
+        """Count a finished prompt."""
         timing = completion.timing
         self._ended.labels(completion.finish_reason).inc()
         self._prompt_tokens.inc(timing.prompt_tokens)
@@ -53,17 +53,17 @@ class Metrics:
 
 
 class _EngineFigures:
-    """Figures that the engine keeps, read when they are asked for."""
+    """Figures of the engine, read on request."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
 
     def describe(self) -> Iterable[Metric]:
-        """Describe nothing: a registry would ask for the figures of a model that is not loaded."""
+        """Return nothing: otherwise the registry would ask for figures of a model that is not loaded."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The figures; none while the model is loaded."""
+        """Yield the figures; none while the model is loading."""
         if not self._bridge.is_ready:
             return
         engine, stats = self._bridge.engine, self._bridge.llm.stats()

@@ -1,4 +1,4 @@
-"""The life of a server: bind, load, serve, drain, end."""
+"""The life of a server: bind, load, serve, finish open requests, end."""
 
 import asyncio
 import contextlib
@@ -28,12 +28,12 @@ _LINE = 2048  # connections that the kernel keeps until they are accepted
 
 
 class Connection(H11Protocol):
-    """A connection that does not wait for its client's headers for ever. *Mutable*.
+    """A connection that is closed if its client is slow to send headers. *Mutable*.
 
     Args:
-        most: connections of the server; a new one beyond them takes the place of the one that waits longest.
-        waiting: for a request, the one that waits longest first. *Mutable*, the same for all of them.
-        arguments: of uvicorn's.
+        most: most connections of the server; beyond that, a new one replaces the one that has waited longest.
+        waiting: connections waiting for a request, longest wait first. *Mutable*, shared by all connections.
+        arguments: arguments of uvicorn.
     """
 
     def __init__(self, most: int, waiting: dict["Connection", None], **arguments: Any) -> None:
@@ -42,7 +42,7 @@ class Connection(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Overrides asyncio."""
+        """Override asyncio's callback."""
         super().connection_made(transport)
         if len(self.connections) > self._most:
             next(iter(self._waiting), self).drop()
@@ -51,12 +51,12 @@ class Connection(H11Protocol):
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.drop)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Overrides asyncio."""
+        """Override asyncio's callback."""
         self._forget()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Overrides asyncio."""
+        """Override asyncio's callback."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._forget()
@@ -64,14 +64,14 @@ class Connection(H11Protocol):
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.drop)
 
     def on_response_complete(self) -> None:
-        """Overrides uvicorn."""
+        """Override uvicorn's callback."""
         super().on_response_complete()
         # A request that came behind the last one has begun already.
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self._waiting[self] = None
 
     def drop(self) -> None:
-        """End it without an answer."""
+        """Close the connection without an answer."""
         self._forget()
         self.connections.discard(self)
         self.transport.abort()
@@ -84,10 +84,10 @@ class Connection(H11Protocol):
 
 
 def most_connections(most_open: int) -> tuple[int, int]:
-    """Connections that a server can have, and that it may take at once, within this process's limit of open files.
+    """Return the most connections, and how many to accept at once, within this process's limit of open files.
 
     Args:
-        most_open: requests that are computed or wait.
+        most_open: most requests that may run or wait.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     # Connections that are given up keep their files for a few rounds of the event loop, so a round takes a small share.
@@ -101,10 +101,10 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Raises:
-        InputError: there is no such address, or somebody has it.
+        InputError: the address does not exist or is in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -124,19 +124,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_public(host: str) -> bool:
-    """Whether others than this machine may reach an address."""
+    """Whether other machines can reach the address."""
     with contextlib.suppress(ValueError):
         return not ipaddress.ip_address(host).is_loopback
     return host != "localhost"
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn around a server; signals end it in order and with exit code 0.
+    """uvicorn with a shutdown that answers open requests and exits with code 0.
 
     Args:
-        server: with a bridge that has not been started.
-        say: told when the model is loaded, and when the end begins.
-        drain_seconds: that requests under way may take at the end.
+        server: server whose bridge has not been started.
+        say: called when the model is loaded and when the shutdown begins.
+        drain_seconds: most seconds to finish open requests at the end.
     """
 
     def __init__(self, server: Server, say: Callable[[str], None], drain_seconds: int = DRAIN_SECONDS) -> None:
@@ -158,27 +158,27 @@ class HttpServer(uvicorn.Server):
         self._server, self._say, self._drain_seconds = server, say, drain_seconds
 
     def run_until_ended(self, listening: socket.socket) -> None:
-        """Load the model and serve until SIGTERM or SIGINT; what is under way is answered first.
+        """Load the model and serve until SIGTERM or SIGINT; open requests are answered first.
 
         A second SIGINT ends the process at once.
 
         Args:
             listening: socket to serve on.
         Raises:
-            BaseException: whatever ended the computing thread, such as a model that cannot be loaded.
+            BaseException: the exception that ended the computing thread, such as a model that cannot be loaded.
         """
         asyncio.run(self._run(listening))
         if self._server.bridge.failure is not None:
             raise self._server.bridge.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Overrides uvicorn, whose one number is both what a round accepts and what the kernel keeps."""
+        """Override uvicorn, which uses one number for the accept rate and for the kernel's queue length."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_LINE)
 
     def end(self) -> None:
-        """Take no more requests, answer those under way, and return from `run_until_ended`."""
+        """Refuse new requests, answer open ones, and make `run_until_ended` return."""
         is_first = not self.should_exit
         self._server.is_ending = self.should_exit = True  # before the line: who has read it may send the next signal
         if is_first:
@@ -205,7 +205,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """While open, the signals of the end are ours; uvicorn would raise them again after a clean end."""
+        """Handle SIGINT and SIGTERM in this context; uvicorn would raise them again after a clean shutdown."""
         if threading.current_thread() is not threading.main_thread():  # which alone gets signals
             yield
             return

@@ -33,7 +33,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _check_ids(value: Any) -> Any:
-    """Refuse a list that does not hold integers only; pydantic would describe each of a million wrong items."""
+    """Refuse a list with items that are not integers; pydantic would report each of a million wrong items."""
     if isinstance(value, list) and (wrong := set(map(type, value)) - {int}):
         index = next(index for index, item in enumerate(value) if type(item) in wrong)
         text = "token {index} should be a valid integer, not {given}"
@@ -42,7 +42,7 @@ def _check_ids(value: Any) -> Any:
 
 
 def _kind_of_prompt(value: Any) -> str | None:
-    """The one of the four types of a prompt by its first item, so that errors are of that type alone."""
+    """Return the type of a prompt, judged by its first item, so that errors refer to that type only."""
     if isinstance(value, list):
         return _KINDS.get(type(value[0]), None) if value else "several texts"
     return "a text" if isinstance(value, str) else None
@@ -58,13 +58,13 @@ Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Fie
 
 
 class Refused(RequestError):
-    """A request that is not served.
+    """A request that the server refuses.
 
     Args:
-        text: one line.
-        field: name of the one that is in the way; None = the request as a whole.
-        status: of the answer.
-        headers: of the answer.
+        text: message of one line.
+        field: name of the offending request field; None = the whole request.
+        status: HTTP status of the response.
+        headers: HTTP headers of the response.
     """
 
     def __init__(self, text: str, field: str | None = None, *, status: int = 400, **headers: object) -> None:
@@ -74,7 +74,7 @@ class Refused(RequestError):
 
 
 class Schema(BaseModel):
-    """Strict: no unknown fields, and no number for a text. Fields that are null count as not given."""
+    """Strict model: no unknown fields, and no number in place of a text. Null fields count as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -95,7 +95,7 @@ class StreamOptions(Schema):
 
 
 class Sampling(Schema):
-    """Fields that both kinds of requests share."""
+    """Fields that text and chat requests share."""
 
     model: str | None = Field(None, description="The served name; None = the one there is.")
     max_tokens: int | None = None
@@ -136,7 +136,7 @@ class Sampling(Schema):
 
 
 class CompletionRequest(Sampling):
-    """A text, or several, to be continued."""
+    """A request to continue one or several texts."""
 
     takes_ids: ClassVar[bool] = True
 
@@ -157,7 +157,7 @@ class CompletionRequest(Sampling):
 
     @property
     def prompts(self) -> list[str | Ids]:
-        """The prompts, one or several, as given."""
+        """Return the prompts as a list."""
         prompt: Any = self.prompt
         several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
         if several and not prompt:
@@ -165,7 +165,7 @@ class CompletionRequest(Sampling):
         return list(prompt) if several else [prompt]
 
     def params_for(self, num_prompt: int) -> SamplingParams:
-        """Return the parameters for a prompt of so many tokens; see `params`."""
+        """Return the sampling parameters for a prompt of this many tokens; see `params`."""
         count = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         scores = self.echo and self.logprobs is not None and num_prompt > 1
         if count == 0 and not self.echo:
@@ -178,7 +178,7 @@ class CompletionRequest(Sampling):
 
 
 class Message(BaseModel):
-    """A message of a conversation. Fields of its own are the template's business."""
+    """A message of a conversation. Unknown fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -186,14 +186,14 @@ class Message(BaseModel):
     content: Text | Annotated[list["TextPart"], Field(max_length=MOST_PARTS)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as templates expect it: content is one text."""
+        """Return the message as templates expect it, with its content as one text."""
         parts = self.content if isinstance(self.content, list) else None
         content = self.content if parts is None else "".join(part.text for part in parts)
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
 class TextPart(Schema):
-    """A part of a message; others than text are refused."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: Text
@@ -222,7 +222,7 @@ class ResponseFormat(Schema):
 
     @property
     def schema_text(self) -> str | None:
-        """JSON schema of the answer as text; None for plain text."""
+        """Return the JSON schema of the answer as text; None for plain text."""
         if self.json_schema is not None:
             return json.dumps(self.json_schema.schema_)
         return '{"type": "object"}' if self.type == "json_object" else None
@@ -257,12 +257,12 @@ class ChatRequest(Sampling):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Variables of the chat template, besides the messages."""
+        """Return the variables of the chat template, besides the messages."""
         return {**self.chat_template_kwargs, **({"tools": self.tools} if self.tools else {})}
 
 
 class TokenizeRequest(Schema):
-    """A text, or a conversation in the model's template, whose tokens are wanted."""
+    """A request for the tokens of a text, or of a conversation in the model's template."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -276,7 +276,7 @@ class TokenizeRequest(Schema):
 
 
 class DetokenizeRequest(Schema):
-    """Tokens whose text is wanted."""
+    """A request for the text of tokens."""
 
     takes_ids: ClassVar[bool] = True
 
@@ -285,7 +285,7 @@ class DetokenizeRequest(Schema):
 
 
 def explain(error: ValidationError) -> Refused:
-    """The first thing that is wrong with a request, as one line."""
+    """Return the most helpful validation error of a request in one line."""
     # Where a field may be of several types, what is wrong in the one that fits best is the helpful one.
     errors = error.errors(include_url=False)
     first = max(errors, key=lambda item: (not item["type"].endswith("_type"), len(item["loc"])))
@@ -313,10 +313,10 @@ _ERROR: Json = {
 
 
 def openapi_document(routes: Mapping[str, tuple[str, type[Schema] | None]]) -> Json:
-    """The description of a server; served as JSON.
+    """Return the OpenAPI description of the server.
 
     Args:
-        routes: by path what it does, and the body that it takes with POST; None = it is for GET.
+        routes: by path: a summary, and the body type of a POST request; None = a GET request.
     """
     kinds = [(kind, "validation") for _, kind in routes.values() if kind is not None]
     _, models = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Answers on their way to clients: whole, or as server-sent events; both end when the client goes away."""
+"""Delivery of answers to clients, whole or as server-sent events; both stop when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ OnEnd = Callable[[Completion], None]
 
 @contextlib.asynccontextmanager
 async def _watched(receive: Receive, bridge: Bridge, mailbox: Mailbox) -> AsyncIterator[None]:
-    """While open, a client that goes away closes the mailbox; afterwards nothing of the request is computed."""
+    """In this context, close the mailbox if the client disconnects; at the end, cancel the rest of the request."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -47,14 +47,14 @@ async def _watched(receive: Receive, bridge: Bridge, mailbox: Mailbox) -> AsyncI
 async def whole_answer(
     receive: Receive, bridge: Bridge, mailbox: Mailbox, shape: Shape, on_end: OnEnd, *, hidden: bool = False
 ) -> Response:
-    """One JSON object, when all prompts have ended.
+    """Return one JSON object after all prompts have ended.
 
     Args:
-        receive: of the request.
-        bridge, mailbox: where it is computed.
-        shape: of the answer.
-        on_end: told of each prompt.
-        hidden: that a token had to be computed is not shown.
+        receive: ASGI channel of the request.
+        bridge, mailbox: connection to the engine, and the request's outputs.
+        shape: format of the answer.
+        on_end: called with each completion.
+        hidden: whether to hide the one token that had to be computed.
     """
     done: dict[int, Completion] = {}
     try:
@@ -74,15 +74,15 @@ async def whole_answer(
 
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """Parts of an answer as they are computed, then `[DONE]`.
+    """Streams the parts of an answer as they are computed, then `[DONE]`.
 
     Args:
-        bridge, mailbox: where it is computed.
-        shape: of the answer.
-        on_end: told of each prompt.
-        options: whether a last part, or every part, counts tokens.
-        num_prompt: tokens of all prompts.
-        hidden: whether what was computed is not shown, since no token was asked for.
+        bridge, mailbox: connection to the engine, and the request's outputs.
+        shape: format of the answer.
+        on_end: called with each completion.
+        options: whether to count tokens in a last part, or in every part.
+        num_prompt: number of tokens of all prompts.
+        hidden: whether to hide the one token that had to be computed, because none was requested.
     """
 
     bridge: Bridge
@@ -94,7 +94,7 @@ class EventStream:
     hidden: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, until the client goes away or does not read a part for long."""
+        """Send the stream until it ends, the client disconnects, or the client stops reading for long."""
         with contextlib.suppress(ClientGone, TimeoutError):
             async with _watched(receive, self.bridge, self.mailbox):
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -131,7 +131,7 @@ class EventStream:
             yield event(shape.head.around([], usage=usage(done, 0 if self.hidden else None)))
 
     def _frame(self, num_new: int) -> tuple[bytes, bytes]:
-        """Around a choice, when so many tokens have come."""
+        """Return the bytes around a choice after `num_new` new tokens."""
         head, options = self.shape.head, self.options
         if not options.include_usage:
             return head.frame()

@@ -1,1 +1,1 @@
-"""Recipes times models: each trial is a command, run here or on Ray."""
+"""Run every recipe on every model: each trial is a command, run on this machine or on Ray."""

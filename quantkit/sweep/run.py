@@ -39,12 +39,12 @@ class SweepOptions:
     """Options of a sweep.
 
     Args:
-        output: folder of everything that is made.
+        output: folder for all output of the sweep.
         on, jobs: see `quantkit.sweep.trials.run_trials`.
-        threads: of each trial; None = those that the sweep was begun with, else the cores of this machine over `jobs`.
+        threads: threads of each trial; None = as in an earlier run of the sweep, else this machine's cores / `jobs`.
         device: "auto", "cpu" or "cuda".
-        verify: further arguments of `quantkit verify`.
-        resume: go on with what is in the folder; otherwise these trials are made anew, and others stay.
+        verify: further arguments for `quantkit verify`.
+        resume: reuse finished trials in the folder; False = run these trials again and leave others alone.
     """
 
     output: Path
@@ -62,15 +62,15 @@ def sweep(
     """Run every recipe on every model.
 
     Args:
-        recipes: each of its own name.
-        models: directories or hub ids; "demo" = the bundled one.
-        options: how.
-        progress: told what is done, in lines.
+        recipes: recipes with different names.
+        models: directories or hub ids; "demo" = the bundled model.
+        options: options of the sweep.
+        progress: called with one line per event.
     Returns:
-        one record per pair, model by model; what could not be made says why.
+        One record per pair, model by model; the record of a failed trial has the reason.
     Raises:
-        InputError: a model is not there, two trials have one name, or `on` is no place.
-        ResumeError: the folder has trials that differ from those asked for now.
+        InputError: a model does not exist, two trials have the same name, or `on` is not a valid place.
+        ResumeError: the folder has a trial of the same name with other settings.
     """
     check_place(options.on)
     folders = {model: resolve(None if model == DEMO else model) for model in dict.fromkeys(models)}
@@ -80,7 +80,7 @@ def sweep(
 
 
 def compare_trials(records: Iterable[TrialRecord]) -> dict[str, CheckpointComparison]:
-    """Compare the trials with reports, by model: figures of different originals share no scale."""
+    """Compare the trials that have reports, separately for each model: other models' figures are not comparable."""
     reports: dict[str, list[Any]] = {}
     for record in records:
         if record.report is not None:
@@ -135,10 +135,10 @@ class _Sweep:
         return [self._taken_over(record, kept.get(record.name)) for record in planned]
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Delete what trials of these names have made, and nothing else.
+        """Delete the outputs of the trials with these names, and nothing else.
 
         Raises:
-            OutputError: something that no trial made lies there; nothing is deleted.
+            OutputError: a folder with one of these names is not the output of a trial; nothing is deleted.
         """
         made = [self._folder / name for name in names if os.path.lexists(self._folder / name)]
         for checkpoint in made:
@@ -174,7 +174,7 @@ class _Sweep:
         )
 
     def _short_name(self, model: str) -> str:
-        """Name of a folder, or of a model's repository on the hub, whatever folder caches it."""
+        """Return the name of a model's folder, or of its repository on the hub without the owner."""
         here = Path(model).expanduser()
         return model if model == DEMO else here.resolve().name if here.exists() else model.rpartition("/")[2]
 
@@ -192,7 +192,7 @@ class _Sweep:
         return record if kept.report is None else kept
 
     def _trial(self, record: TrialRecord) -> Trial:
-        """Make the trial of a record; its recipe is written down as it is now."""
+        """Return the trial of a record, and write its recipe to a file."""
         folder, checkpoint = self._folder / "trials", self._folder / record.name
         recipe = folder / record.name / f"{record.recipe}.yaml"
         recipe.parent.mkdir(exist_ok=True)
@@ -225,7 +225,7 @@ class _Sweep:
         write_json(self._folder / "trials" / f"{record.name}.json", json_ready(record.to_dict()))
 
     def _write_page(self, records: Iterable[TrialRecord]) -> None:
-        """The comparison for people, where there is anything to compare and packages to draw it."""
+        """Write the page that compares the trials, if any has a report and the packages for charts are installed."""
         compared = compare_trials(records)
         missing = [f"{record.name} has no figures: {record.reason}." for record in records if record.report is None]
         if compared:

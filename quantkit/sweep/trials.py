@@ -28,8 +28,8 @@ from quantkit.errors import AuditError, GateFailure, InputError, QuantkitError, 
 from quantkit.planning import estimate
 from quantkit.safety.child import QUANTKIT, python
 
-RETRIES = 3  # after a lost worker
-_LIBC = ctypes.CDLL(None)  # loaded before a fork, in whose child nothing is
+RETRIES = 3  # attempts after the first one, if Ray loses the worker
+_LIBC = ctypes.CDLL(None)  # loaded here, since a child must not load libraries between fork and exec
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _PROGRAM_BYTES = 1 << 30  # interpreter and libraries
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -41,8 +41,8 @@ class Command:
     """One command of a trial.
 
     Args:
-        arguments: behind `quantkit`.
-        made: what it leaves, absolute; where that is, the command is not run.
+        arguments: arguments after `quantkit`.
+        made: absolute path of its output; if that exists, the command is not run.
     """
 
     arguments: tuple[str, ...]
@@ -51,16 +51,16 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Commands in turn, and what they need.
+    """A sequence of commands with the resources that they need.
 
     Args:
         name: unique among the trials.
-        commands: the first that fails is the last.
-        log: of what they say beside their results, absolute; one process at a time has it open.
-        threads: to compute with.
-        device: "auto", "cpu" or "cuda"; of Ray, any but the CPU is one GPU where the cluster has some.
-        num_bytes: of memory.
-        folder: where they run.
+        commands: the commands in order; the trial ends at the first that fails.
+        log: absolute path of the file for stderr; only one process at a time holds it open.
+        threads: number of threads.
+        device: "auto", "cpu" or "cuda"; on Ray, "cuda" requests one GPU, and "auto" does if the cluster has GPUs.
+        num_bytes: memory that the trial needs.
+        folder: working directory.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """End of a trial.
+    """Result of a trial.
 
     Args:
-        name: of the trial.
-        exit_code: as of the command line; 0 = all commands have left what they should.
-        reason: why not.
-        attempts: how often it was begun, by this process and those before.
-        seconds: of the last attempt.
+        name: name of the trial.
+        exit_code: exit code of the command that failed; 0 = all outputs exist.
+        reason: why the trial failed.
+        attempts: how often the trial was started, also by earlier sweeps.
+        seconds: duration of the last attempt.
     """
 
     name: str
@@ -92,17 +92,17 @@ class Outcome:
 
     @property
     def error(self) -> QuantkitError:
-        """Error that the command would have raised here."""
+        """The error that the failed command would have raised in this process."""
         kinds = (InputError, GateFailure, ResourceError, AuditError)
         kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), AuditError)
         return kind(f"{self.name}: {self.reason}")
 
 
 def check_place(on: str) -> None:
-    """Refuse what `run_trials` cannot run on.
+    """Check the place that `run_trials` is to run on.
 
     Raises:
-        InputError: it is no place, or Ray is not installed.
+        InputError: the place is not valid, or Ray is not installed.
     """
     runner, colon, address = on.partition(":")
     if runner not in ("local", "ray") or (colon and (runner == "local" or not address)):
@@ -112,12 +112,12 @@ def check_place(on: str) -> None:
 
 
 def planned_bytes(model: str | None, recipe: str | Path) -> int:
-    """Memory that compressing a model and running the result beside it takes, as far as a plan can tell; else 0."""
+    """Estimate the memory for compressing a model and verifying the result against it; 0 = no estimate."""
     try:
         plan = estimate(model, recipe=recipe)
     except InputError:
-        return 0  # what is wrong is said by the command itself, in its own words
-    # The original twice: as it is, and in another arithmetic.
+        return 0  # the command itself reports the error
+    # The original twice: as it is, and in another arithmetic for the noise floor.
     run = 2 * plan.weights[0].size.memory_bytes + plan.weights[-1].size.memory_bytes
     return _PROGRAM_BYTES + max(run, sum((plan.compression or {}).values()))
 
@@ -126,13 +126,13 @@ def run_trials(trials: Sequence[Trial], on: str = "local", jobs: int = 1) -> Gen
     """Run trials.
 
     Args:
-        trials: to run.
-        on: `local`, `ray` (the cluster that is there, or one of this machine) or `ray:ADDRESS`.
-        jobs: how many at a time, locally; Ray runs as many as their needs allow.
+        trials: the trials.
+        on: `local`, `ray` (a running cluster, or a new one on this machine) or `ray:ADDRESS`.
+        jobs: number of local trials at a time; Ray runs as many as fit its resources.
     Yields:
-        outcomes, as trials end.
+        The outcome of each trial when it ends.
     Raises:
-        InputError: as `check_place`, or there is no cluster at the address.
+        InputError: see `check_place`; or there is no cluster at the address.
     """
     check_place(on)
     runner, _, address = on.partition(":")
@@ -154,7 +154,7 @@ def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, Non
             yield future.result()
     finally:
         stopped.set()
-        # Also reached when the caller stops half-way, whom threads that wait for children would keep here.
+        # Also reached when the caller stops early: kill the children, or the threads would wait for them.
         pool.shutdown(wait=False, cancel_futures=True)
         for process in running:
             process.kill()
@@ -162,7 +162,7 @@ def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, Non
 
 
 def _on_ray(trials: Sequence[Trial], address: str) -> Generator[Outcome, None, None]:
-    # Ray tells of lost workers by printing, and stdout is for results.
+    # Ray prints messages about lost workers, and stdout is for results.
     with contextlib.redirect_stdout(sys.stderr):
         yield from _outcomes_on_ray(_import_ray(), trials, address)
 
@@ -183,7 +183,7 @@ def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generat
             if any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
                 pending[_submit(ray, trial, needs)] = trial
             else:
-                # Ray would wait for such a machine for ever.
+                # Ray would wait forever for such a machine.
                 reason = f"no machine of the cluster has what it needs: {needs}; give fewer --threads, or a larger one"
                 yield Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
         while pending:
@@ -195,7 +195,7 @@ def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generat
 
 
 def _needs(trial: Trial, nodes: Sequence[dict[str, float]]) -> dict[str, int]:
-    """Resources by Ray's names."""
+    """Return the resources of a trial by Ray's names."""
     has_gpus = any(node.get("GPU") for node in nodes)
     gpus = trial.device.startswith("cuda") or (trial.device == "auto" and has_gpus)
     return {"CPU": trial.threads, "memory": trial.num_bytes, **({"GPU": 1} if gpus else {})}
@@ -212,7 +212,7 @@ def _result(ray: Any, done: Any, trial: Trial) -> Outcome:
         return outcome
     except ray.exceptions.RayTaskError as error:
         return Outcome(name=trial.name, exit_code=1, reason=f"the trial itself failed: {first_line(error.cause)}")
-    except ray.exceptions.RayError as error:  # of which lost workers and machines are kinds
+    except ray.exceptions.RayError as error:  # the base class for lost workers and machines
         reason = f"lost its worker and {RETRIES} more ({type(error).__name__})"
         return Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
 
@@ -239,7 +239,7 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
         reason = f"{unseen} is not seen on {platform.node()}: all workers must share the file system of a trial"
         return Outcome(name=trial.name, exit_code=InputError.exit_code, reason=reason)
     with trial.log.open("a+", encoding="utf-8", errors="replace") as log:
-        # Children hold it too: after a lost worker the next attempt waits here until the last one's child is gone.
+        # Children inherit the lock: after a lost worker, the next attempt waits here until the old child is gone.
         fcntl.flock(log, fcntl.LOCK_EX)
         print(f"attempt on {platform.node()}", file=log, flush=True)
         code, reason = 0, ""
@@ -262,7 +262,7 @@ def _run(
         stdout=subprocess.PIPE,
         stderr=log,
         cwd=trial.folder,
-        # A trial is a job of its own, wherever it was started: not a rank of the one that starts it.
+        # A trial is a job of its own, not a rank of the job that starts it.
         env={
             **{name: value for name, value in os.environ.items() if name not in _RANKS},
             **dict.fromkeys(_THREADS, str(trial.threads)),
@@ -288,5 +288,5 @@ def _run(
 
 
 def _die_with_parent() -> None:
-    """A worker that is killed leaves no child behind, which would write where the next attempt does."""
+    """Let the kernel kill this child with its parent; otherwise it would write where the next attempt writes."""
     _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)

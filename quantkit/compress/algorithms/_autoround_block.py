@@ -29,11 +29,11 @@ from quantkit.output.writer import write_shard
 _LOSS_SCALE = 1024.0
 
 Step = Callable[[str, Tensor, Tensor], None]
-"""Given the name of a linear, the gradient of its weight and the weight, both (N, K), changes the weight."""
+"""Function that updates a weight, given the linear's name, the weight's gradient and the weight, both (N, K)."""
 
 
 class Examples:
-    """Inputs of a layer as the quantized model makes them, with the outputs of the original one.
+    """Inputs of a layer in the quantized model, with the layer's outputs in the original model.
 
     Args:
         layer: with the hidden states of both models. Outputs are kept where hidden states are, in memory or on disk.
@@ -61,7 +61,7 @@ class Examples:
 
 
 def _targets(layer: LayerContext) -> Callable[[int], Batch]:
-    """Gives what the original layer has made of a batch, each of which is computed once."""
+    """Return a function that gives the original layer's output for a batch; each output is computed once."""
     data, beside = layer.data, layer.store.beside
     if data.targets is not None:
         return list(data.targets).__getitem__ if layer.store.in_memory else data.targets.__getitem__
@@ -73,7 +73,7 @@ def _targets(layer: LayerContext) -> Callable[[int], Batch]:
 
 
 def _saved(folder: Path, tensors: Iterable[Tensor]) -> Callable[[int], Tensor]:
-    """Write each tensor as it comes to a file of its own; gives them back by number."""
+    """Write each tensor to a file of its own; return a function that reads one by number."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, tensor in enumerate(tensors):
         write_shard(folder / str(number), {"target": tensor})
@@ -97,13 +97,12 @@ class TunedBlock:
         self._gradient = torch.empty(0)  # in memory that all linears use in turns
 
     def backward(self, hidden: Batch, target: Tensor, step: Step | None) -> float:
-        """Differentiate this batch's error, its mean square over that of zero, and return it.
+        """Backpropagate this batch's relative error (squared error / squared norm of the target), and return it.
 
         Args:
-            hidden, target: of `Examples`.
-            step: called once for each linear that had a gradient since the last one, each as soon as its gradient is
-                complete. None keeps the gradients, to which those of further batches are added. Nothing is done where
-                the error is no number.
+            hidden, target: inputs and outputs from `Examples`.
+            step: called once per linear that received a gradient, as soon as that gradient is complete. None keeps the
+                gradients and adds those of further batches to them. Not called if the error is not finite.
         """
         self._step, self._calls = step, dict.fromkeys(self.weights, 0)
         with torch.enable_grad():
@@ -118,7 +117,7 @@ class TunedBlock:
         return relative
 
     def _finish(self) -> None:
-        """Steps of linears that the last batch did not reach, such as experts, or that something else multiplied by."""
+        """Run the steps of linears that the last batch did not reach, or whose gradient autograd computed."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 self._sums[name] = weight.grad.add_(self._sums.pop(name, 0))
@@ -134,7 +133,7 @@ class TunedBlock:
         return outputs
 
     def _take(self, name: str, outputs: Tensor, inputs: Tensor) -> None:
-        """The weight's gradient of one call: that of its outputs (T, N) times the inputs (T, K)."""
+        """Add one call's share of a weight's gradient: gradient of the outputs (T, N) times inputs (T, K)."""
         weight = self.weights[name]
         if self._gradient.numel() < weight.numel():
             self._gradient = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
@@ -150,7 +149,7 @@ class TunedBlock:
 
     @torch.no_grad()
     def error(self, examples: Examples, batches: range) -> float:
-        """Squared error of the output over these batches, sequence by sequence, relative to the output."""
+        """Return the squared error of the outputs of these batches, relative to the squared norm of the targets."""
         wrong = total = 0.0
         for number, rows in (each for each in examples.sequences if each[0] in batches):
             hidden, target = examples.batch(number, rows)
@@ -171,8 +170,8 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
     """While open, a copy of the layer's parameters can be tuned; the layer itself keeps its own.
 
     Args:
-        layer: its inputs are quantized meanwhile as the runtime will, whether it has codes or not.
-        linears: relative names of those to tune.
+        layer: the layer; while open, its linears see quantized inputs, as at run time.
+        linears: relative names of the linears to tune.
     """
     kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
     with ExitStack() as stack:
@@ -190,7 +189,7 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
 
 
 class _Product(torch.autograd.Function):
-    """x W' + b; the gradient of W goes to a function, with which autograd is done with it."""
+    """Compute x W' + b; the gradient of W goes to a function instead of to autograd."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -210,7 +209,7 @@ class _Product(torch.autograd.Function):
 
 
 class _QuantizedInputs(torch.autograd.Function):
-    """Inputs as the runtime will quantize them; the identity for gradients."""
+    """Quantize inputs as the runtime does; the identity for gradients."""
 
     @staticmethod
     def forward(_: Any, values: Tensor, scheme: ActivationScheme, scale: Tensor | None) -> Tensor:

@@ -42,7 +42,7 @@ class TunedWeight:
         self.reset()
 
     def reset(self) -> None:
-        """Back to rounding to nearest in the ranges of the start."""
+        """Return to rounding to nearest in the initial ranges."""
         self.offset = torch.zeros(self._weight.shape, device=self._weight.device)
         self.factor = torch.ones_like(self._start)
         self.shift = torch.zeros_like(self._start)
@@ -55,10 +55,10 @@ class TunedWeight:
             self._write(rows, self._ratio(rows, scale, ratio), scale, zero, codes, out)
 
     def step(self, gradient: Tensor, values: Tensor, rate: float) -> None:
-        """One step against the sign of the gradients, then the new values.
+        """Move the parameters one step against the sign of their gradients, and write the new values.
 
         Args:
-            gradient: (N, K) of the loss by the values, any float dtype; not modified.
+            gradient: (N, K) gradient of the loss with respect to the values, any float dtype; not modified.
             values: (N, K), overwritten with the values after the step.
             rate: how far offsets move; factors move half as far, shifts by half that part of half the code range.
         """
@@ -83,7 +83,7 @@ class TunedWeight:
                 self._zero[rows] = zero
 
     def result(self) -> QuantizedTensor:
-        """The present codes and parameters."""
+        """Return the quantized weight with the current codes and ranges."""
         stored = torch.empty(self._weight.shape, dtype=self._dtype.storage, device=self._weight.device)
         for rows, (ratio, codes, *_) in self._blocks():
             scale, zero = self._present(rows)
@@ -104,11 +104,11 @@ class TunedWeight:
             yield slice(row, row + self._step_rows), [part[: num_rows - row] for part in scratch]
 
     def _present(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """(R, G) scale and zero point."""
+        """Return the current scales and zero points (R, G) of these rows."""
         return self._scale[rows], None if self._zero is None else self._zero[rows]
 
     def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """(R, G) scale and zero point made of the tuned parameters; a scale keeps the sign that it started with."""
+        """Compute scales and zero points (R, G) from the tuned parameters; a scale keeps its initial sign."""
         start = self._start[rows]
         # Rounded as a magnitude, since what underflows becomes a positive epsilon; the sign comes back after it.
         scale = on_rows(round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype), self._grid).copysign_(
@@ -135,7 +135,10 @@ class TunedWeight:
     def _gradients(
         self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None, scratch: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the loss by offset (R, G, g; in scales), scale (R, G), and zero point (R, G; or None)."""
+        """Return the gradients with respect to the offset (R, G, g; in units of the scale), scale and zero point.
+
+        The last two are (R, G); the zero point's is None for symmetric schemes.
+        """
         codes, inside, by_value = scratch
         raw = self._raw(rows, ratio, zero, inside)
         torch.clamp(raw, self._dtype.minimum, self._dtype.maximum, out=codes)

@@ -1,4 +1,4 @@
-"""Kinds of options that steps have. A recipe is refused whose value lies outside; see `recipe.steps`."""
+"""Types of step options. A recipe with a value outside the allowed range is refused; see `recipe.steps`."""
 
 from typing import Annotated
 

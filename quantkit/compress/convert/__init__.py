@@ -1,4 +1,4 @@
-"""Conversion of the same codes to another on-disk format, layer by layer; `convert` is the whole of it."""
+"""Convert a checkpoint's codes to another on-disk format, layer by layer; the entry point is `convert`."""
 
 from quantkit.compress.convert.run import Conversion, convert
 

@@ -31,7 +31,7 @@ from quantkit.formats._gguf_file import read_gguf, write_gguf_file
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.gguf import FORMAT
 
-# ggml's number of a file whose layers are of one type, the type, and what takes over where its blocks do not fit.
+# By name: ggml's file type, the block type, and the block type for rows that its blocks do not divide.
 TYPES: dict[str, tuple[FileType, Block, Block]] = {
     "f32": (FileType.ALL_F32, Block.F32, Block.F32),
     "f16": (FileType.MOSTLY_F16, Block.F16, Block.F16),
@@ -55,7 +55,7 @@ Typed = list[tuple[ExportedTensor, Block]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """Contents of an output; see `Conversion`."""
+    """Summary of a written output; see `Conversion`."""
 
     num_linears: int
     output_bytes: int
@@ -73,19 +73,19 @@ def write_gguf(
     """Write one GGUF file and read it back.
 
     Args:
-        source: the checkpoint; codes are carried over, everything else keeps its dtype.
-        path: of the file, replaced if it is there; the caller gives it its final name.
-        type_name: for an ordinary model, one of TYPES: what matrices of layers are rounded to.
+        source: the checkpoint; codes are copied, everything else keeps its dtype.
+        path: path of the file, replaced if it exists; the caller renames it.
+        type_name: for an unquantized model, one of TYPES, to which the layers' matrices are rounded.
         progress: called before each layer.
     Raises:
-        SchemeError: codes that no block holds exactly.
-        ModelError: the family or the tokenizer has no place in a GGUF file.
+        SchemeError: no block type can store the codes exactly.
+        ModelError: GGUF does not support the family or the tokenizer.
     """
     _check_source(source, type_name)
     model = find_gguf_model(source)
     exported = list_tensors(source, model)
     has_head = any(tensor.name == "output.weight" for tensor in exported)
-    # Types come first: the header, which names them all, is written before any tensor.
+    # Types first: the header, which lists them, is written before any tensor.
     plan = [(tensor, _block(source, tensor, type_name, has_head=has_head)) for tensor in exported]
     metadata = metadata_of(source, model, int(TYPES[type_name][0] if type_name else _file_type(plan)))
     factors = long_range_factors(model)
@@ -112,10 +112,10 @@ def write_gguf(
 
 
 def check_model(source: Source) -> None:
-    """Everything about an ordinary model that can be refused before a tensor is read.
+    """Check that an unquantized model can be written as GGUF, before any tensor is read.
 
     Raises:
-        ModelError: as `write_gguf`.
+        ModelError: see `write_gguf`.
     """
     model = find_gguf_model(source)
     metadata_of(source, model, 0)
@@ -146,7 +146,7 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
 
 
 def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
-    """A sentence on the matrices that another type takes, because blocks of the one asked for do not divide rows."""
+    """Yield a note about matrices that get another type because the blocks of `type_name` do not divide their rows."""
     size = block_values(TYPES[type_name][1]) if type_name else 1
     others: dict[Block, list[ExportedTensor]] = {}
     for tensor, block in plan:
@@ -183,7 +183,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
         scheme = source.linears[tensor.module]
         if scheme.weight.symmetric:
             return Block[FORMAT.symmetric_block(scheme.weight)]
-        return _encode(source, tensor)[0]  # whether Q4_1 holds it depends on the numbers
+        return _encode(source, tensor)[0]  # the zero points decide whether Q4_1 can store it
     if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
         return Block.F32  # llama.cpp adds and multiplies by these in float32
     if type_name is None:
@@ -193,21 +193,21 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
             raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which GGUF cannot store")
         return block
     _, chosen, fallback = TYPES[type_name]
-    # Without a head of its own the embedding serves as one, and gets the type of one.
+    # In a model without a head, the embedding is the head and gets its type.
     is_head = tensor.name == "output.weight" or (tensor.name == "token_embd.weight" and not has_head)
     if is_head and chosen == Block.Q4_K:
-        chosen, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does: the head is worth more bits
+        chosen, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does, since the head is worth more bits
     fits = [block for block in (chosen, fallback, Block.F16) if tensor.shape[-1] % block_values(block) == 0]
     return fits[0]
 
 
 def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: float) -> Iterator[memoryview]:
-    """The bytes of one tensor, a few MiB at a time where it is large."""
+    """Yield the bytes of one tensor, a few MiB at a time."""
     if tensor.is_quantized:
         yield _encode(source, tensor)[1].view(-1).numpy().data
         return
     whole = tensor.transposed or tensor.interleave or len(tensor.shape) < 2
-    # Rows cannot be taken one chunk at a time where they are reordered over the whole matrix.
+    # If rows are reordered over the whole matrix, it cannot be written in chunks.
     step = tensor.shape[0] if whole else max(1, _CHUNK_VALUES // max(1, tensor.shape[-1]))
     for row in range(0, tensor.shape[0], step):
         if whole:
@@ -215,7 +215,7 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
             values = interleave(values.t().contiguous() if tensor.transposed else values, tensor.interleave)
         else:
             values = source.reader.rows(tensor.stored_name, row, min(row + step, tensor.shape[0]))
-        # Models with an offset multiply by 1 + weight, llama.cpp by what the file holds.
+        # Models with an offset multiply by 1 + weight, llama.cpp by the stored weight.
         if tensor.is_norm:
             values = values.float() + norm_offset
         yield round_to_blocks(values, block).view(-1).numpy().data
@@ -227,7 +227,7 @@ def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
     weight = source.weight(tensor.module).take_rows(rows)
     with located(tensor.module):
         block, data = FORMAT.blocks(weight)
-    # Read by the gguf package, which had no part in making them.
+    # Decoded by the gguf package, which did not encode them.
     if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
         raise AuditError(f"{tensor.module}: {block.name} blocks hold other values than the source")
     return block, data
@@ -246,7 +246,7 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
 
 
 def _file_type(plan: Typed) -> FileType:
-    """ggml's number of the type that most matrices of layers have."""
+    """Return ggml's file type for the block type that most of the layers' matrices have."""
     common = Counter(
         block for tensor, block in plan if tensor.name.startswith("blk.") and len(tensor.shape) == 2
     ).most_common(1)

@@ -18,23 +18,23 @@ from quantkit.models.rope import RopeConfig, read_rope
 from quantkit.models.stored_names import GGUFNames
 from quantkit.safety.untrusted import shorten
 
-# Buffers that old files store though every reader computes them itself.
+# Buffers in old files that every reader computes itself.
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedTensor:
-    """One tensor of the file.
+    """One tensor of the GGUF file.
 
     Args:
-        name: in the file.
+        name: name in the GGUF file.
         module: full module name in the checkpoint.
-        stored_name: in the checkpoint.
-        shape: as it is written, outermost first.
-        is_quantized: the weight of a linear whose codes are carried over.
-        is_norm: a norm's weight, to which the family's offset is added.
-        interleave: heads whose rows are reordered, 0 = as they are.
-        transposed: stored the other way round in the checkpoint.
+        stored_name: tensor name in the checkpoint.
+        shape: shape in the GGUF file, outermost dimension first.
+        is_quantized: whether it is the weight of a linear whose codes are copied.
+        is_norm: whether it is a norm's weight, to which the family's offset is added.
+        interleave: number of heads whose rows are reordered; 0 = rows keep their order.
+        transposed: whether the checkpoint stores it transposed.
     """
 
     name: str
@@ -75,14 +75,14 @@ def _names(family: Family) -> GGUFNames:
 
 
 def _outer_names(family: Family) -> dict[str, str]:
-    """Name in the file of each module outside of layers."""
-    # All that families with GGUF names have there beside these are learned positions.
+    """Return the GGUF name of each module outside the layers."""
+    # Families with GGUF names have no other modules there than these and learned positions.
     names = {name.removesuffix(".weight"): "position_embd" for name in family.outside}
     return names | {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
 
 
 def _layer_names(model: ModelDescription) -> dict[str, str]:
-    """Name in the file, without the layer's number, of each module of a layer by its relative name."""
+    """Return the GGUF name, without the layer's number, of each module of a layer by relative name."""
     parts, qk_norm = model.family.parts, model.family.qk_norm
     before, after, before_mlp, after_mlp = norm_names(model)
     qkv = ("attn_qkv",) if len(parts.qkv) == 1 else ("attn_q", "attn_k", "attn_v")
@@ -103,14 +103,14 @@ def _layer_names(model: ModelDescription) -> dict[str, str]:
 
 
 def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict[str, Any]:
-    """All entries of the file.
+    """Return all metadata entries of the GGUF file.
 
     Args:
         source: the checkpoint.
-        model: as `find_gguf_model` gives it.
-        file_type: ggml's number for what most tensors are.
+        model: result of `find_gguf_model`.
+        file_type: ggml's file type.
     Raises:
-        ModelError: config.json lacks a number, or the tokenizer or the positions cannot be said in GGUF.
+        ModelError: config.json lacks a number, or GGUF does not support the tokenizer or the rope scaling.
     """
     where, names = source.reader.path, _names(model.family)
     name = names.name
@@ -130,7 +130,7 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
         if value is not None:
             if type(value) not in (int, float) or not math.isfinite(value):
                 raise ModelError(f"{where}/config.json: {config_key!r} is {shorten(value)}, expected a finite number")
-            # A number has the type in the file that it has in Python, and llama.cpp looks for it under one type only.
+            # The Python type decides the type in the file, and llama.cpp accepts only one type.
             entries[f"{name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
     if names.rotary:
         entries |= {f"{name}.{key}": value for key, value in _rotary(model).items()}
@@ -192,21 +192,21 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
 
 
 def interleave(rows: Tensor, heads: int) -> Tensor:
-    """Rows (N, ...) of q or k with the two halves of each head interleaved, as llama.cpp rotates neighbours."""
+    """Interleave the two halves of each head in rows (N, ...) of q or k, since llama.cpp rotates neighbouring rows."""
     if not heads:
         return rows
     return rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def long_range_factors(model: ModelDescription) -> Tensor | None:
-    """Divisors of the rotary frequencies of Llama 3.1 and later; None for other models."""
+    """Return the divisors of the rotary frequencies for Llama 3.1 and later; None for other models."""
     rope = _rope(model)
     if rope.kind != "llama3":
         return None
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     divisors = []
     for pair in range(0, model.head_dim, 2):
-        # Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended.
+        # Llama 3.1: divide the frequencies of long wavelengths by the factor, keep short ones, blend between.
         wavelength = 2 * math.pi * rope.theta ** (pair / model.head_dim)
         smooth = min(1.0, max(0.0, (rope.original_length / wavelength - low) / (high - low)))
         divisors.append(1 / ((1 - smooth) / rope.factor + smooth))
@@ -216,7 +216,7 @@ def long_range_factors(model: ModelDescription) -> Tensor | None:
 def _rotary(model: ModelDescription) -> dict[str, Any]:
     rope, width = _rope(model), model.head_dim
     entries: dict[str, Any] = {"rope.dimension_count": rope.width, "rope.freq_base": rope.theta}
-    # Where these are missing, llama.cpp takes the hidden width over the number of heads.
+    # Without these, llama.cpp uses hidden width / number of heads.
     if model.entries.entries.get("head_dim"):
         entries |= {"attention.key_length": width, "attention.value_length": width}
     if rope.kind in ("linear", "yarn"):
@@ -231,20 +231,20 @@ def _rotary(model: ModelDescription) -> dict[str, Any]:
 
 
 def _rope(model: ModelDescription) -> RopeConfig:
-    """Rotary settings of layers with full attention; llama.cpp knows those of the others."""
+    """Return the rotary settings of layers with full attention; llama.cpp derives those of the others."""
     length = model.entries.count("max_position_embeddings")
     return read_rope(model.entries, model.family.rope, model.head_dim, length, local=False)
 
 
 def _in_layer(family: Family, module: str) -> tuple[str | None, str]:
-    """Number of the layer that a module is in, and its relative name; None and the full name outside of layers."""
+    """Return a module's layer number and relative name; None and the full name outside the layers."""
     prefix = f"{family.layers}."
     number, _, relative = module.removeprefix(prefix).partition(".")
     return (number, relative) if module.startswith(prefix) and number.isdecimal() else (None, module)
 
 
 def _full_name(family: Family, module: str) -> str:
-    """A module's name with the prefix of the backbone, which transformers leaves out in some files of GPT-2."""
+    """Return a module's name with the backbone's prefix, which some files of GPT-2 omit."""
     start = f"{family.backbone}."
     bare = family.backbone == "transformer" and not module.startswith((start, family.head))
     return start + module if bare else module

@@ -16,7 +16,7 @@ from quantkit.safety.untrusted import read_object, read_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-# How text is split before merges, as (kind, pattern or flag) pairs, and llama.cpp's name for it.
+# llama.cpp's names of pre-tokenizers, by their (kind, pattern or flag) pairs.
 _GPT2 = ("ByteLevel", True)
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -31,14 +31,14 @@ _PRE: dict[tuple[tuple[str, Any], ...], str] = {
 
 
 def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """Entries under `tokenizer.` for a GGUF file.
+    """Return the entries under `tokenizer.` for a GGUF file.
 
     Args:
-        folder: of the model, with tokenizer.json.
+        folder: folder of the model, with tokenizer.json.
         config: contents of config.json.
-        num_rows: of the embedding; a vocabulary with fewer tokens is filled up.
+        num_rows: rows of the embedding; a smaller vocabulary is padded.
     Raises:
-        ModelError: there is no tokenizer.json, it is damaged, or llama.cpp has no tokenizer like it.
+        ModelError: tokenizer.json is missing or damaged, or llama.cpp has no such tokenizer.
     """
     try:
         return _read_vocab(folder, config, num_rows)
@@ -90,7 +90,7 @@ def _tokens(
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
     byte = re.compile("<0x..>" if byte_tokens else "(?!)", re.DOTALL)
     rows = [(number, token, _BYTE if byte.fullmatch(token) else _NORMAL) for token, number in vocab.items()]
-    # Added tokens come last and take an id that the vocabulary has given too.
+    # Added tokens come last and override the vocabulary.
     rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
     for number, token, kind in rows:
         if not isinstance(token, str):
@@ -110,7 +110,7 @@ def _added_type(entry: Mapping[str, Any], byte_tokens: bool) -> int:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Score of each token: minus the rank of the first merge that makes it; single characters rank behind all."""
+    """Return the score of each token: minus the rank of the first merge that forms it; other tokens come last."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
@@ -135,7 +135,7 @@ def _described(step: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    """Yield the steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
     if not isinstance(step, Mapping):
         return
     inner = step.get("normalizers") or step.get("pretokenizers")
@@ -145,7 +145,7 @@ def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
 def _special(
     data: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Ids of special tokens, and whether they are added to a text."""
+    """Return the ids of special tokens, and whether the tokenizer adds them to a text."""
     entries: dict[str, Any] = {}
     for kind, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = _special_token(settings, kind)
@@ -153,11 +153,11 @@ def _special(
         if number is None:
             number = config.get(f"{kind}_token_id")
             number = number[0] if isinstance(number, list) and number else number
-        if type(number) is int and number >= 0:  # -1 of early Llamas: there is none
+        if type(number) is int and number >= 0:  # early Llamas have -1 for "none"
             entries[f"ggml.{key}_token_id"] = number
     single = json.dumps((data.get("post_processor") or {}).get("single") or data.get("post_processor") or "")
     for kind in ("bos", "eos"):
-        # What the tokenizer itself does to a single text decides, not the settings beside it.
+        # The tokenizer's own post-processor decides, not tokenizer_config.json.
         token = _special_token(settings, kind)
         is_added = isinstance(token, str) and f'"SpecialToken": {{"id": {json.dumps(token)}' in single
         entries[f"ggml.add_{kind}_token"] = is_added

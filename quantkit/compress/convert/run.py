@@ -34,13 +34,13 @@ class Conversion:
 
     Args:
         source: the checkpoint that was read.
-        source_format: its format.
-        output: what was written, a directory or a file.
-        format: of the output.
-        num_linears: quantized linears, all compared with their source after writing.
-        source_bytes, output_bytes: of all tensors.
-        stored: number of linears by what they are stored as.
-        notes: what a user should know about the output.
+        source_format: format of the source.
+        output: directory or file that was written.
+        format: format of the output.
+        num_linears: number of quantized linears; all were compared with the source after writing.
+        source_bytes, output_bytes: size of all tensors.
+        stored: number of linears by scheme or block type.
+        notes: remarks about the output for the user.
     """
 
     source: str
@@ -86,7 +86,7 @@ def convert(
     elif type_name is not None:
         raise SchemeError(f"types are for gguf; {to} keeps the codes as they are, leave --type {type_name} out")
     else:
-        # Refused here, before anything is created, if the target cannot hold the source.
+        # Raises here, before anything is created, if the target cannot store the source.
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)
     check = check_gguf if format_.suffix else check_checkpoint
     with (
@@ -96,7 +96,7 @@ def convert(
     ):
         draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
         written = write(draft)
-        # Files that changed while they were read would make an output of two checkpoints.
+        # If a file changed while it was read, the output could mix two checkpoints.
         source.reader.check_unchanged()
         stage.promote(draft)
     return Conversion(
@@ -121,7 +121,7 @@ def _write_checkpoint(source: Source, target: Target, progress: Progress, folder
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
-    """One file per layer, and one for the rest; file name by tensor name."""
+    """Write one file per layer and one for the rest; return the file name of each tensor."""
     weight_map: dict[str, str] = {}
     layers = list(source.layers())
     for number, (layer, modules) in enumerate(layers):
@@ -138,7 +138,7 @@ def _write_layers(source: Source, target: Target, folder: Path, progress: Progre
 
 
 def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
-    """One layer as the target has it."""
+    """Return one layer, encoded in the target's format."""
     shard = Shard(target.format)
     for module in modules:
         if module not in target.linears:
@@ -172,13 +172,13 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
 
 
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:
-    """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
+    """Write quantkit.json: the source's manifest, if it is readable, with the new format."""
     try:
         manifest = read_object(source.reader.path / MANIFEST, CheckpointError)
         manifest["result"]["format"] = target.format.name
     except (CheckpointError, KeyError, TypeError):
         manifest = {"result": {"format": target.format.name}}
-    manifest.pop("files", None)  # of the source's shards
+    manifest.pop("files", None)  # it lists the source's shards
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
     write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})

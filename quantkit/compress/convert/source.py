@@ -22,11 +22,11 @@ _LAYER = re.compile(r"(?:.*?\.)?(?:layers|h|blocks|layer)\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One checkpoint directory, its headers read.
+    """A checkpoint directory whose headers have been read.
 
     Args:
-        reader: of its files.
-        format: of its linears, the dense one for an ordinary model.
+        reader: reader of its files.
+        format: format of its linears; the dense format for an unquantized model.
         linears: scheme of each quantized linear by full module name.
         modules: local tensor names by full module name, in the order of the layers.
     """
@@ -37,37 +37,37 @@ class Source:
     modules: dict[str, list[str]]
 
     def names(self, module: str) -> list[str]:
-        """Full names of a module's tensors."""
+        """Return the full names of a module's tensors."""
         return [f"{module}.{local}" if module else local for local in self.modules[module]]
 
     def shape(self, module: str) -> tuple[int, int] | None:
-        """(N, K) of a quantized linear from headers; None when they do not tell."""
+        """Return the shape (N, K) of a quantized linear from its headers; None = the headers do not determine it."""
         shapes = {local: self.reader.info(f"{module}.{local}").shape for local in self.modules[module]}
         return self.format.shape(shapes, self.linears[module])
 
     def weight(self, module: str) -> QuantizedTensor:
-        """The decoded weight of a quantized linear.
+        """Read and decode the weight of a quantized linear.
 
         Raises:
-            QuantkitError: it cannot be decoded; the message starts with the module's name.
+            QuantkitError: the weight cannot be decoded; the message starts with the module's name.
         """
         tensors = {local: self.reader.tensor(f"{module}.{local}") for local in self.modules[module]}
         with located(f"{self.reader.path}: {module}"):
             return self.format.decode(tensors, self.linears[module])
 
     def is_reordered(self, module: str) -> bool:
-        """Whether groups follow another order than that of the inputs; reads one number per input."""
+        """Whether the groups of a linear are in another order than its inputs; reads the group index."""
         name = self.format.order_name
-        # In order the index never falls.
+        # In input order, the group index never decreases.
         return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:
-        """Modules by what is converted at once: one entry per decoder layer, then the others under ""."""
+        """Yield the modules to convert together: those of each decoder layer, then the others under the name ""."""
         layers: dict[str, list[str]] = {}
         for module in self.modules:
             match = _LAYER.match(f"{module}.")
             layers.setdefault(match.group(0).rstrip(".") if match else "", []).append(module)
-        rest = layers.pop("", [])  # embedding and head come last, as in a run of `quantize`
+        rest = layers.pop("", [])  # embedding and head come last, as in `quantize`
         yield from layers.items()
         yield "", rest
 

@@ -18,19 +18,19 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.quantities import dtype_name
 
-_EMBEDDING = "embed_tokens"  # of a family that quantkit does not know
+_EMBEDDING = "embed_tokens"  # for families that quantkit does not know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Content of the new checkpoint.
+    """Description of the checkpoint to write.
 
     Args:
-        format: on disk.
-        linears: scheme of each linear as it will be written: that of the source, or the same codes with zero points
-            of 0 where the format always has zero points.
-        ignored: full names of linears that stay as they are.
-        group_order: whether groups of some linear follow another order than that of the inputs.
+        format: format on disk.
+        linears: scheme of each linear to write: that of the source, or the same codes with zero points of 0 for formats
+            that always have zero points.
+        ignored: full names of the unquantized linears.
+        group_order: whether the groups of some linear are in another order than its inputs.
     """
 
     format: Format
@@ -43,10 +43,10 @@ def target_for(source: Source, format_: Format) -> Target:
     """Check a checkpoint against a format.
 
     Args:
-        source: the checkpoint, quantized.
-        format_: to write.
+        source: a quantized checkpoint.
+        format_: format to write.
     Raises:
-        SchemeError: the format would lose something; says what, for which module, and which formats would not.
+        SchemeError: the format cannot store the checkpoint exactly; names the module and formats that can.
     """
     if not source.linears:
         raise SchemeError(
@@ -70,20 +70,20 @@ def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
 
 
 def kv_cache_scheme(source: Source) -> Any:
-    """Entry of config.json about calibrated scales of the KV cache; None when it has none."""
+    """Return the entry of config.json for calibrated KV-cache scales; None if there is none."""
     section = source.reader.config.get("quantization_config")
     return section.get("kv_cache_scheme") if isinstance(section, Mapping) else None
 
 
 def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> QuantizedTensor:
-    """The weight as a target's scheme has it: zero points of 0 added, scales in a dtype of the format.
+    """Adapt a weight to the target's scheme: add zero points of 0 if needed, convert scales to a dtype of the format.
 
     Args:
-        weight: as decoded from the source.
-        scheme: of the target, which holds the same codes.
-        format_: of the target.
+        weight: weight decoded from the source.
+        scheme: scheme in the target, with the same codes.
+        format_: format of the target.
     Raises:
-        SchemeError: a scale that no dtype of the format holds exactly.
+        SchemeError: no dtype of the format can store the scales exactly, or a zero point is out of range.
     """
     zero = weight.zero_point
     if zero is None and not scheme.weight.symmetric:
@@ -92,7 +92,7 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
         low, high = int(scheme.weight.dtype.minimum), int(scheme.weight.dtype.maximum)
         if not low <= int(zero.min()) <= int(zero.max()) <= high:
             raise SchemeError(f"a zero point of {int(zero.max())} is outside {scheme.weight.dtype.name}")
-    # A format that keeps values only takes groups as they were decoded, which may be finer than config.json says.
+    # A format that stores values takes the decoded groups, which may be finer than config.json says.
     numbers = scheme.weight if format_.keeps_codes else weight.scheme
     return replace(weight, zero_point=zero, scheme=numbers, scale=_storable(weight.scale, format_))
 
@@ -105,7 +105,7 @@ def _check(source: Source, format_: Format) -> Target:
             reordered = refuse_reordered(source, module, format_) or reordered
             scale = f"{module}.{source.format.scale_name}"
             dtype = source.reader.info(scale).dtype if scale in source.reader else torch.uint8
-            # Read early only where the dtype does not settle it: scales of another type may still have values that fit.
+            # Read now only if the dtype does not decide: scales of another dtype may still convert exactly.
             if dtype.is_floating_point and dtype not in format_.scale_dtypes:
                 _storable(source.reader.tensor(scale), format_)
     _check_fused(source, linears)
@@ -114,16 +114,16 @@ def _check(source: Source, format_: Format) -> Target:
             f"it has calibrated scales of the KV cache, which only {source.format.name} says in config.json"
         )
     ignored = tuple(dict.fromkeys(_ignored(source)))
-    # For its refusals: schemes that fit alone may not go together.
+    # Called for its checks: schemes that fit alone may not fit together.
     format_.config(linears, ignored, group_order=reordered)
     return Target(format=format_, linears=linears, ignored=ignored, group_order=reordered)
 
 
 def refuse_reordered(source: Source, module: str, format_: Format) -> bool:
-    """Whether groups of a linear follow another order than that of the inputs.
+    """Whether the groups of a linear are in another order than its inputs.
 
     Raises:
-        SchemeError: they do, and the format cannot store it.
+        SchemeError: they are, and the format cannot store the order.
     """
     reordered = source.is_reordered(module)
     if reordered and not format_.holds_group_index:
@@ -140,8 +140,8 @@ def _works(source: Source, format_: Format) -> bool:
 
 
 def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format) -> LinearScheme:
-    """The scheme under which the format holds these codes: a symmetric weight is one whose zero points are 0."""
-    # An unknown shape passes as one that everything divides; it is checked again once the weight is decoded.
+    """Return the scheme under which the format can store these codes; a symmetric weight may get zero points of 0."""
+    # An unknown shape passes every check of divisibility; it is checked again after decoding.
     size = shape or (0, 0)
     try:
         format_.check(scheme, size)
@@ -180,7 +180,7 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
     config = source.reader.config
     try:
         family = find(config)
-    except (ModelError, TypeError):  # a family that quantkit does not know is converted as it is
+    except (ModelError, TypeError):  # not checked for a family that quantkit does not know
         return
     for layer, modules in source.layers():
         here = {name.removeprefix(f"{layer}."): linears.get(name) for name in modules} if layer else {}
@@ -191,7 +191,7 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
 
 
 def _ignored(source: Source) -> Iterator[str]:
-    """Linears that are not quantized, in layers and outside of them (MTP, towers), and the head; not the embedding."""
+    """Yield the unquantized linears inside and outside the layers (MTP, towers) and the head, without the embedding."""
     yield "lm_head"
     try:
         embedding = find(source.reader.config).embedding

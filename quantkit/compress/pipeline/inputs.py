@@ -1,4 +1,4 @@
-"""Computation of the hidden states before each layer from the calibration data."""
+"""Compute the inputs of each layer from the calibration data."""
 
 import itertools
 import shutil
@@ -32,7 +32,7 @@ _BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 2048, 1024
 
 
 def read_samples(plan: Plan) -> Samples | None:
-    """Calibration samples of a plan; None when its recipe needs none.
+    """Read the calibration samples of a plan; None if its recipe needs none.
 
     Raises:
         ModelError: the model has no usable tokenizer.
@@ -129,15 +129,15 @@ def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch
 
 
 def open_stores(run: CompressionRun, samples: Samples, mode: Mode) -> list[ActivationStore]:
-    """Hidden states before the next layer: of the model being quantized, then of the original if a step needs them.
+    """Open the stores of the next layer's inputs: in the quantized model, then in the original if a step needs them.
 
     Args:
-        run: after its first layer, states are those that it has saved, or where those of the original are asked for,
-            which are made again, those before the first.
-        samples: of the run.
-        mode: see `ActivationStore`; those of the original are looked at beside the others, so they stay on disk.
+        run: the run. An interrupted run continues from its saved states; with `calibration.inputs: original`, states
+            are computed again from the first layer on.
+        samples: calibration samples of the run.
+        mode: see `ActivationStore`; states of the original model always stay on disk.
     Raises:
-        ResumeError: saved states are missing, or not what was written.
+        ResumeError: saved states are missing or have changed.
     """
     plan, state, folder = run.plan, run.state, run.work.path
     modes: dict[str, Mode] = {"activations": mode}
@@ -160,11 +160,11 @@ def open_stores(run: CompressionRun, samples: Samples, mode: Mode) -> list[Activ
 
 
 def open_held_out(run: CompressionRun, samples: Samples, stores: Sequence[ActivationStore], mode: Mode) -> HeldOut:
-    """The held-out tokens before the next layer, or a few of the calibration's where no text was left for them.
+    """Open the next layer's inputs for the held-out texts, or for a few calibration sequences if nothing was held out.
 
     Args:
-        run, samples, mode: as for `open_stores`.
-        stores: what it has opened.
+        run, samples, mode: see `open_stores`.
+        stores: the stores that `open_stores` returned.
     """
     plan, state, folder = run.plan, run.state, run.work.path
     same = plan.recipe.has_original_inputs
@@ -191,11 +191,11 @@ def open_held_out(run: CompressionRun, samples: Samples, stores: Sequence[Activa
 
 
 def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor | None) -> list[str]:
-    """Turn the states of both models into those before the next layer; their digests.
+    """Compute the next layer's inputs in both models, and return the digests of the saved states.
 
     Args:
-        stores: of the quantized model, and of the original where a step compares with it.
-        layer: in codes.
+        stores: inputs of the layer in the quantized model, and in the original if a step compares with it.
+        layer: the quantized layer.
         first: its output for the first sequence, in the process that has the first batch.
     """
     layer.check_runs(first)

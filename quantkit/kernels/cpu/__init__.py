@@ -1,8 +1,8 @@
-"""Kernels in C, optional: every `*.c` file of this folder, compiled into one library at first use (see `native`).
+"""Optional kernels in C: all `*.c` files of this folder, compiled into one library at first use (see `native`).
 
 To add a kernel: put `name.c` here, include `quantkit.h`, mark its entry `QK_EXPORT`, and call it through `function`.
-They are written for AVX-512 with BF16 and VNNI, and by `avx2.h` run with AVX2 too; without the library everything falls
-back to torch.
+The kernels are written for AVX-512 with BF16 and VNNI; `avx2.h` emulates these with AVX2. Without the library, torch
+does all the work.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Paged attention and the KV store by the C kernels: float32 and bf16 on the CPU, every KV type.
+"""Paged attention and KV storage with the C kernels: float32 and bf16 on the CPU, every KV type.
 
-What they do is written in `reference.attention`; structures mirror `kv.h`.
+`reference.attention` defines the results. The ctypes structures mirror `kv.h`.
 """
 
 import functools
@@ -57,7 +57,7 @@ _latest: tuple[ForwardBatch, Any] | None = None
 
 
 def _prepare(batch: ForwardBatch) -> Any:
-    """The batch for C, made once per step, since all layers ask for the same one; to be held while C runs."""
+    """Return the batch in C form, built once per step for all layers. The caller keeps it alive while C runs."""
     global _latest
     # Read once, because another thread may prepare a batch of its own meanwhile.
     latest = _latest
@@ -83,7 +83,7 @@ def _prepare(batch: ForwardBatch) -> Any:
 
 @functools.cache
 def _function() -> cpu.Function:
-    """The C function; looked up once."""
+    """Return the C function; looked up once."""
     pointer, size = c_void_p, c_int64
     return cpu.function("qk_attend", *[pointer] * 7, *[size] * 4, c_int, c_int, returns=c_int)
 
@@ -125,7 +125,7 @@ class NativeAttention:
 
 
 def _dense_heads(states: Tensor) -> Tensor:
-    """(T, H, D) whose heads lie one after another; a copy only where they do not."""
+    """Return (T, H, D) with contiguous heads; copies only if they are not contiguous."""
     _, heads, channels = states.stride()
     return states if channels == 1 and heads == states.shape[2] else states.contiguous()
 

@@ -1,4 +1,4 @@
-"""Linears on the kernels of `linear*.c`: weights laid out in panels of 64 outputs (see `linear.h`).
+"""Linears that run on the kernels of `linear*.c`: weights are stored in panels of 64 outputs (see `linear.h`).
 
 Shapes: T tokens, N outputs, K inputs, G scales per row; P = N / 64 panels, rounded up.
 """
@@ -38,17 +38,17 @@ class _Descriptor(ctypes.Structure):
 
 
 class NativeLinear(Linear):
-    """A weight in panels and the kernel that reads it.
+    """A weight in panels, and the kernel that multiplies with it.
 
     Args:
-        weight: (N, K), elements of the storage.
-        storage: as numbered in linear.h.
-        dtype: of inputs and outputs; others are converted.
-        description: for tables.
+        weight: (N, K), elements of the given storage type.
+        storage: number of the storage type in linear.h.
+        dtype: dtype of inputs and outputs; others are converted.
+        description: text for tables.
         bias: (N,), or None.
         scale: (P, G, 64) float32 or bf16, or None.
         zero: (P, G, 64) int8, or None.
-        activation: how the input is quantized.
+        activation: how inputs are quantized.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ def available(device: torch.device) -> bool:
 
 
 def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str) -> NativeLinear:
-    """A dense weight; one in 16 bits stays so, also when the computation is in float32.
+    """Build a linear with an unquantized weight; a 16-bit weight stays 16-bit even if the computation is in float32.
 
     Args:
         weight: (N, K) float.
         bias: (N,), or None.
-        dtype: of the computation.
-        name: what it is, for tables.
+        dtype: dtype of the computation.
+        name: name of the weight's number type, for tables.
     """
     stored = torch.bfloat16 if dtype == torch.bfloat16 else weight.dtype if weight.dtype in _DENSE else torch.float32
     description = f"{name} {str(stored).removeprefix('torch.')} (native)"
@@ -116,7 +116,7 @@ def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str)
 
 
 def linear_of(source: LinearSource) -> NativeLinear | None:
-    """A quantized weight, its inputs in order; None where there are no kernels or no layout for it."""
+    """Build a linear with a quantized weight, whose groups are in input order; None if no kernel takes it."""
     weight, activation = source.weight, source.activation
     if not available(source.device) or not _has_layout(weight):
         return None
@@ -141,7 +141,7 @@ def linear_of(source: LinearSource) -> NativeLinear | None:
 
 
 def _has_layout(weight: QuantizedTensor) -> bool:
-    """Inputs in order, an even number of them per scale, FP8 without NaN."""
+    """Whether groups are in input order, with an even number of inputs per scale, and FP8 codes hold no NaN."""
     groups = weight.scale.shape[1]
     if weight.group_index is not None or (groups > 1 and (weight.shape[1] // groups) % 2):
         return False
@@ -150,24 +150,24 @@ def _has_layout(weight: QuantizedTensor) -> bool:
 
 
 def _fits_integers(weight: QuantizedTensor) -> bool:
-    """Whether sums do not overflow, and no four inputs that are multiplied at once belong to two groups."""
+    """Whether integer sums cannot overflow, and no four inputs that are multiplied at once span two groups."""
     width, groups = weight.shape[1], weight.scale.shape[1]
     return width <= _MAX_INT8_INPUTS and (groups == 1 or (width // groups) % 4 == 0)
 
 
 def _pad_rows(values: Tensor) -> Tensor:
-    """Zeros after the first dimension's end, to whole panels."""
+    """Append zeros along the first dimension to fill the last panel."""
     missing = -len(values) % _PANEL
     return functional.pad(values, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else values
 
 
 def _by_panel(values: Tensor) -> Tensor:
-    """(N, G) -> (P, G, 64)."""
+    """Rearrange (N, G) as (P, G, 64)."""
     return _pad_rows(values).view(-1, _PANEL, values.shape[1]).transpose(1, 2).contiguous()
 
 
 def _lay_out(storage: int, weight: Tensor) -> Tensor:
-    """(N, K) elements of a storage -> its panels, uint8."""
+    """Convert elements (N, K) of a storage type to panels, uint8."""
     rows, width = weight.shape
     unit, unit_bytes = _UNITS[storage]
     panel_bytes = -(-width // unit) * unit_bytes

@@ -1,6 +1,7 @@
-"""The small operations by the C kernels: float32 and bf16 on the CPU, dense rows. `None` means: not for these tensors.
+"""Small operations with the C kernels: float32 and bf16 on the CPU, dense rows. `None` means that no kernel takes the
+tensors.
 
-What the operations do is written in `kernels.ops`; what is refused here is done there by the reference.
+`kernels.ops` defines the operations and runs the reference where this module returns None.
 """
 
 import functools
@@ -21,7 +22,7 @@ _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu
 
 @functools.cache
 def _functions() -> Any:
-    """The C functions by name, looked up once: asking costs as much as a small kernel. None = there is no library."""
+    """Return the C functions by name, looked up once because a lookup costs time; None without a library."""
     if cpu.library() is None:
         return None
     pointer, size, number = c_void_p, c_int64, c_double
@@ -61,7 +62,7 @@ def rms_norm(
 
 
 def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
-    """See `ops.rotary_`; whether it was done."""
+    """See `ops.rotary_`; return whether a kernel did it."""
     call, kind = _functions(), STATE_TYPES.get(query.dtype)
     if interleaved or call is None or kind is None or not query.is_cpu or key.dtype != query.dtype:
         return False

@@ -1,4 +1,4 @@
-"""The operations that a model is made of, as plain functions; each picks the fastest version there is for its tensors.
+"""The operations of a model as plain functions; each uses the fastest version available for its tensors.
 
 | operation      | what it does                                 | torch     | C, on CPU      | Triton, on CUDA |
 |----------------|----------------------------------------------|-----------|----------------|-----------------|
@@ -6,11 +6,11 @@
 | `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | in `attention`  |
 | `activate`     | activation by name                           | reference | -              | -               |
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
-| `gated_linear` | the same of what a linear gives              | -         | -              | packed weights  |
+| `gated_linear` | `gated` applied to a linear's outputs        | -         | -              | packed weights  |
 
-Layers that carry state or a layout have rooms of their own: `attention`, `linear`, `experts`.
-Triton versions are in `kernels.gpu` and imported when the first tensor on a CUDA device comes by. Some linears want
-quantized inputs: norms and gates quantize in the same launch.
+Layers with state or a weight layout have their own modules: `attention`, `linear`, `recurrence`. `kernels.gpu` holds
+the Triton versions; it is imported with the first tensor on a CUDA device. For linears that take quantized inputs,
+norms and gates quantize in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 
@@ -26,7 +26,7 @@ from quantkit.kernels.types import ActivationQuantization, Linear
 
 
 def _on_gpu(x: Tensor) -> Any:
-    """The Triton versions where they are for a tensor's device. All fast versions give None where they cannot."""
+    """Return the Triton versions if they handle this tensor's device; each returns None for tensors it cannot take."""
     return None if x.is_cpu else gpu.module("ops", x.device)
 
 
@@ -38,19 +38,19 @@ def rms_norm(
     residual: Tensor | None = None,
     quantization: ActivationQuantization | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Divide x, or x + residual, by its root mean square and scale; computed in float32, rounded once.
+    """Divide x, or x + residual, by its root mean square and multiply by the weight; computed in float32, rounded once.
 
     Args:
         x: (..., K); not modified.
         weight: (K,).
         eps: added to the mean square.
-        offset: added to the weight, 1.0 for models that store it around zero.
-        residual: as x, or None.
-        quantization: of the outputs, after they have been rounded to the dtype of x; None = they are not quantized.
+        offset: added to the weight; 1.0 for models that store weights around zero.
+        residual: like x, or None.
+        quantization: quantization of the outputs after rounding to the dtype of x; None = no quantization.
     Returns:
-        normed: as x; with a quantization `QuantizedActivations` where there is a kernel for it, else the linears that
-            read it quantize.
-        total: x + residual, which is the next residual; x without one.
+        normed: like x; with a quantization, `QuantizedActivations` if a kernel supports it, otherwise the linears that
+            read the output quantize it.
+        total: x + residual, the next residual; x if there is no residual.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
     """
     both: tuple[Tensor, Tensor] | None
@@ -64,13 +64,13 @@ def rms_norm(
 def rotary_(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of the first R channels by angles that grow with position. In place.
+    """Rotate pairs of the first R channels by angles that grow with position, in place.
 
     Args:
         query: (T, Hq, D), may be a slice of a larger tensor; modified.
         key: (T, Hkv, D), likewise.
-        cos, sin: (T, R/2) float32, of each token's position.
-        interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + R/2).
+        cos, sin: (T, R/2) float32, for each token's position.
+        interleaved: whether pairs are channels (2i, 2i + 1) instead of (i, i + R/2).
     Returns:
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
@@ -81,12 +81,12 @@ def rotary_(
 
 
 def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization | None = None) -> Tensor:
-    """activation(gate) * up.
+    """Compute activation(gate) * up.
 
     Args:
         gate_up: (T, 2I), gate first; not modified.
         activation: a key of `reference.ops.ACTIVATIONS`.
-        quantization: of the outputs, see `rms_norm`.
+        quantization: quantization of the outputs, see `rms_norm`.
     Returns:
         (T, I), dtype of gate_up; or quantized, see `rms_norm`.
     """
@@ -99,11 +99,11 @@ def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization
 
 
 def gated_linear(up: Linear, x: Tensor, activation: str, quantization: ActivationQuantization | None = None) -> Tensor:
-    """`gated` of a linear's outputs, in the same launch where its kernel can.
+    """Apply `gated` to a linear's outputs, in the same launch if its kernel can.
 
     Args:
         up: (T, K) -> (T, 2I), gate first.
-        x: (T, K), or quantized if `up` takes that.
+        x: (T, K), or quantized if `up` takes quantized inputs.
         activation, quantization: see `gated`.
     """
     opened = up.gated(x, activation) if quantization is None and isinstance(x, Tensor) else None

@@ -1,7 +1,7 @@
-"""Paged attention of a layer: chosen once, when its pages are allocated.
+"""Paged attention of a layer; its kernel is chosen once, when the pages are allocated.
 
-On CUDA Triton's kernels norm, rotate, attend and store; elsewhere `Stepwise` norms and rotates, and C or plain torch
-does the rest. A checkpoint may ask that queries and keys are multiplied with a Hadamard matrix before keys are stored.
+On CUDA, Triton's kernels norm, rotate, attend and store. Elsewhere, `Stepwise` norms and rotates, and C or plain torch
+does the rest. A checkpoint may require a Hadamard rotation of queries and keys before keys are stored.
 """
 
 import functools
@@ -20,12 +20,12 @@ from quantkit.numerics.kv_cache import hadamard
 
 
 class Stepwise:
-    """Attention that norms and rotates first, each by its own operation; see `PagedAttention`.
+    """Attention with separate operations for norm and rotation; see `PagedAttention`.
 
     Args:
-        inner: attends and stores; takes all arguments but the angles.
-        matrix: (D, D) float32, orthogonal: queries and keys are multiplied by it. Their products stay what they are;
-            what is stored of the keys is spread over all channels. None = they are not.
+        inner: attends and stores; takes all arguments except the angles.
+        matrix: (D, D) float32, orthogonal: multiplied with queries and keys. Their dot products do not change, but
+            outliers of stored keys are spread over all channels. None = no multiplication.
     """
 
     def __init__(self, inner: Callable[..., Tensor], matrix: Tensor | None = None) -> None:
@@ -47,7 +47,7 @@ class Stepwise:
 
 
 def paged_attention(views: KVViews) -> PagedAttention:
-    """The fastest attention for a layer's pages."""
+    """Return the fastest attention for a layer's pages."""
     if views.layout.rope_dim or views.layout.sinks:
         return Stepwise(TorchAttention(views))  # of these there is no other
     on_gpu, fused = gpu.module("attention", views.pool.device), None
@@ -63,5 +63,5 @@ def paged_attention(views: KVViews) -> PagedAttention:
 
 @functools.cache
 def _rotation(width: int, device: torch.device) -> Tensor:
-    """One matrix for all layers."""
+    """Return the Hadamard matrix, shared by all layers."""
     return hadamard(width).to(device)

@@ -1,9 +1,9 @@
-"""Linear layers, and experts of a layer, laid out for one kernel, which is chosen once, when a weight is loaded.
+"""Linears, and the experts of a layer, in the layout of one kernel, which is chosen when a weight is loaded.
 
-Weights come kernel-agnostic (`Tensor` or `QuantizedTensor`) and leave as a `Linear` that can only multiply. The numbers
-are defined in `numerics`; the kernels are in `kernels.cpu` (C, this machine's instructions), `kernels.gpu` (Triton)
-and `kernels.torch_linear`. Experts are stacked only where Triton's kernels run them together; elsewhere
-`reference.experts` chooses and runs them one by one.
+The input is a kernel-independent weight (`Tensor` or `QuantizedTensor`); the output is a `Linear` that can only
+multiply. `numerics` defines the numbers; the kernels are in `kernels.cpu` (C, this machine's instructions),
+`kernels.gpu` (Triton) and `kernels.torch_linear`. Experts are stacked only if Triton's kernels can run them together;
+otherwise `reference.experts` runs them one by one.
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 """
 
@@ -32,14 +32,14 @@ def build_linear(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Linear:
-    """Lay a weight out for the fastest kernel that this machine has for it.
+    """Convert a weight to the layout of the fastest kernel on this machine.
 
     Args:
-        weight: (N, K); not to be used afterwards, its memory may be taken over.
+        weight: (N, K); must not be used afterwards, because its memory may be reused.
         bias: (N,), added after the product.
-        activation: the input is rounded to this number type at run time; a calibrated scale comes with the weight.
-        dtype: of the computation; accumulation is in float32, and integers are multiplied exactly.
-        device: where the layer runs.
+        activation: number type to which inputs are rounded at run time; the weight carries a calibrated scale, if any.
+        dtype: dtype of the computation; sums are in float32, and integer products are exact.
+        device: target device.
     """
     if isinstance(weight, Tensor):
         return _dense(weight, "dense", LinearSettings(bias=bias, activation=activation, dtype=dtype, device=device))
@@ -57,7 +57,7 @@ def _quantized(source: LinearSource) -> Linear:
 
 
 def _on_gpu(source: LinearSource) -> Linear | None:
-    """The layer on Triton's kernels; None where they are not for it."""
+    """Return the layer on Triton's kernels; None if they do not take it."""
     on_gpu = gpu.module("quantized_linear", source.device)
     if on_gpu is None or source.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -65,7 +65,7 @@ def _on_gpu(source: LinearSource) -> Linear | None:
 
 
 def _prepared(source: LinearSource) -> Linear | None:
-    """The layer with its inputs changed before they meet a kernel; None where they need not be."""
+    """Return a layer that transforms its inputs before the kernel; None if its inputs need no change."""
     weight, activation = source.weight, source.activation
     if activation is not None and not activation.is_per_token:
         scale = None if weight.input_scale is None else weight.input_scale.to(source.device)
@@ -92,10 +92,10 @@ def _dense(weight: Tensor, name: str, settings: LinearSettings) -> Linear:
 
 
 def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | None:
-    """Reorder a weight so that its groups are neighbours; also the order that inputs must take.
+    """Reorder a weight so that each group is contiguous; also return the matching order of inputs.
 
     Returns:
-        weight without group_index, and order (K,) int64; None when groups differ in size.
+        The weight without group_index, and the order (K,) int64; None if groups differ in size.
     """
     index = cast(Tensor, weight.group_index).long()
     num_groups = weight.scale.shape[1]
@@ -109,12 +109,12 @@ def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | No
 
 
 def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | QuantizedTensor | None:
-    """Stack weights that read the same input, so that one product serves them all.
+    """Concatenate weights that read the same input along their outputs, so that one product serves them all.
 
     Args:
         weights: each (N_i, K), e.g. of q, k and v, or of gate and up.
     Returns:
-        (sum of N_i, K); None when they cannot be one weight: other number types, groups or widths.
+        (sum of N_i, K); None if number types, groups or widths differ.
     """
     if tensors := [weight for weight in weights if isinstance(weight, Tensor)]:
         alike = len(tensors) == len(weights) and len({(w.dtype, w.device, w.shape[1]) for w in tensors}) == 1
@@ -128,7 +128,7 @@ def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | Quan
 
 
 def _kind(weight: QuantizedTensor) -> tuple[object, ...]:
-    """Everything that weights must share to be one."""
+    """Return the properties that weights must have in common to be joined."""
     index, scale = weight.group_index, weight.scale
     groups = None if index is None else tuple(index.tolist())
     sizes = weight.shape[1], scale.shape[1], scale.dtype
@@ -140,19 +140,19 @@ def _number(scale: Tensor | None) -> float | None:
 
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether experts on this device are for Triton's kernels, if they are stored in a way that those take."""
+    """Whether Triton's kernels can run experts on this device, if the weights' format allows it."""
     return gpu.module("experts", device) is not None and dtype in (torch.bfloat16, torch.float16)
 
 
 def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str) -> StackedExperts | str:
-    """Lay the experts of a layer out as one.
+    """Combine the experts of a layer into one module.
 
     Args:
-        experts: gate with up, and down, of each; one that has been asked for is not needed any more.
+        experts: yields gate with up, and down, of each expert; each is freed after use.
         count: E.
-        activation: of the gate.
+        activation: activation of the gate.
     Returns:
-        the experts; or why they must be run one by one.
+        The stacked experts, or the reason why they must run one by one.
     """
     from quantkit.kernels.gpu import experts as on_gpu
 

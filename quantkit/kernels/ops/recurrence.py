@@ -1,8 +1,9 @@
-"""Recurrent layers: one token by the rule itself, several by matrix products; torch on every device.
+"""Recurrent layers in torch: single tokens by the recurrence itself, several tokens by matrix products.
 
-The products take a chunk of tokens at a time, and the state only passes between chunks. Within a chunk, with total
-decays c_i from its beginning, token j reaches token i through exp(c_i - c_j), and the corrections of the delta rule are
-a triangular system. Shapes as in `reference.recurrence`; R heads of values share a query and a key; chunks of L tokens.
+The products handle one chunk of tokens at a time; only the state passes between chunks. Within a chunk, let c_i be the
+summed log-decay up to token i: token j affects token i by the factor exp(c_i - c_j). The corrections of the delta rule
+form a triangular system. Shapes as in `reference.recurrence`; R value heads share a query and a key; chunks of L
+tokens.
 """
 
 import torch
@@ -38,7 +39,7 @@ def scan(
 def _chunk(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None = None, *, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, G, R, L, P) and the state after a chunk; decay and rate are (B, G, R, L, 1)."""
+    """Return outputs (B, G, R, L, P) and the state after a chunk; decay and rate are (B, G, R, L, 1)."""
     total = decay.cumsum(-2)
     later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=total.device).triu(1)
     between = (total - total.mT).masked_fill(later, -torch.inf).exp()  # (B, G, R, L, L)

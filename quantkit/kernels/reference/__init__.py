@@ -1,1 +1,1 @@
-"""Every operation in plain torch, on any device and in any dtype: what each faster version must agree with."""
+"""Reference of every operation in plain torch, on any device and in any dtype; faster versions must agree with it."""

@@ -1,7 +1,7 @@
-"""Attention over a paged cache and the fresh keys of this step, and storing those: plain torch, any device.
+"""Attention over a paged cache and a step's new keys, and their storage: plain torch, any device.
 
-A new token sees what its sequence had before this step, as the cache holds it, and causally the fresh, never quantized
-keys and values of this step. One call serves decode, prefill chunks and verification of drafts, mixed at will.
+A new token sees its sequence's earlier tokens as cached and, causally, this step's new tokens unquantized. One call may
+mix decode, prefill chunks and verification of drafts.
 Shapes: B sequences, T new tokens of all of them, H heads (Hq of queries, Hkv of keys), D channels, S tokens per page,
 C tokens already cached, L new tokens of one sequence.
 """
@@ -33,7 +33,7 @@ class TorchAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One sequence of a batch: its number in it, its new tokens, and C tokens before them."""
+    """One sequence of a batch: its index, its new tokens, and the number C of tokens before them."""
 
     row: int
     new: slice
@@ -41,7 +41,7 @@ class Span:
 
 
 def spans(batch: ForwardBatch) -> Iterator[Span]:
-    """The sequences of a batch that have new tokens."""
+    """Return the sequences of a batch that have new tokens."""
     start = 0
     for row, (new, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
         if new:
@@ -50,15 +50,15 @@ def spans(batch: ForwardBatch) -> Iterator[Span]:
 
 
 def attend(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions) -> Tensor:
-    """Attention of new tokens to the cache and to each other; the cache is not modified.
+    """Attend from new tokens to the cache and to each other; the cache is not modified.
 
     Args:
-        states: queries and keys rotated.
-        views: the layer's pages and residual windows.
-        batch: what belongs to whom; its page table covers all cached tokens.
-        options: scale, window and the like.
+        states: queries, keys and values; queries and keys are rotated.
+        views: pages and residual windows of the layer.
+        batch: the batch of the step; its page table covers all cached tokens.
+        options: scale, window and further options.
     Returns:
-        (T, Hq, D), dtype of the queries; D is that of the values.
+        (T, Hq, D), dtype of the queries; D is the value width.
     """
     query, key, value = states
     out = query.new_empty(*query.shape[:2], value.shape[2])
@@ -73,7 +73,7 @@ def attend(states: States, views: KVViews, batch: ForwardBatch, options: Attenti
 
 
 def _gather(views: KVViews, batch: ForwardBatch, span: Span, first: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cached keys and values (Hkv, C - first, D) of tokens first..C of a sequence. Slots past its end are cut off."""
+    """Return cached keys and values (Hkv, C - first, D) of tokens first..C of a sequence."""
     size = views.layout.page_size
     from_page, to_page = first // size, -(-span.cached // size)
     pages = batch.page_table[span.row, from_page:to_page]
@@ -94,7 +94,7 @@ def _gather(views: KVViews, batch: ForwardBatch, span: Span, first: int, dtype: 
 
 
 def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values of whole pages, (Hkv, len(pages) * S, D)."""
+    """Return keys or values of whole pages, (Hkv, len(pages) * S, D)."""
     codes, scale, zero = (
         None if one is None else one.index_select(0, pages) for one in (array.codes, array.scale, array.zero)
     )
@@ -109,19 +109,19 @@ def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def page_keys(views: KVViews, pages: Tensor) -> Tensor:
-    """Keys of complete pages (P,) of a layer as attention reads them: (Hkv, P, S, D) float32."""
+    """Return the keys of complete pages (P,) of a layer, as attention reads them: (Hkv, P, S, D) float32."""
     keys = _read(views.key, pages, torch.float32)  # (Hkv, P * S, D)
     return keys.view(len(keys), len(pages), -1, keys.shape[2])
 
 
 def _read_residual(residual: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
-    """(Hkv, stop - start, D) of positions start..stop from a sequence's residual window."""
+    """Return (Hkv, stop - start, D) for positions start..stop from a sequence's residual window."""
     slots = torch.arange(start, stop, device=residual.device) % residual.shape[2]
     return residual[row.expand(stop - start), :, slots].transpose(0, 1)
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention of one sequence: queries (Hq, L, D) are the last L of the keys (Hkv, N, D)."""
+    """Attend for one sequence: queries (Hq, L, D) belong to the last L of the keys (Hkv, N, D)."""
     length, total = query.shape[1], key.shape[1]
     if options.softcap is not None or options.sinks is not None:
         return attend_plainly(query, key, value, seen_by(length, total, options.window, query.device), options)
@@ -138,7 +138,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
 
 
 def seen_by(length: int, total: int, window: int | None, device: torch.device) -> Tensor:
-    """(L, N), true where a key is seen."""
+    """Return (L, N), true where a query sees a key."""
     queries = torch.arange(total - length, total, device=device).unsqueeze(1)
     keys = torch.arange(total, device=device)
     seen = keys <= queries
@@ -146,7 +146,7 @@ def seen_by(length: int, total: int, window: int | None, device: torch.device) -
 
 
 def attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention in float32, its scores capped or with a sink beside them."""
+    """Attend in float32, with optional softcap and sinks."""
     groups = query.shape[0] // key.shape[0]
     grouped = query.float().view(-1, groups, *query.shape[1:])  # (Hkv, G, L, D)
     scores = grouped @ key.float().unsqueeze(1).transpose(-1, -2) * options.scale  # (Hkv, G, L, N)
@@ -163,17 +163,17 @@ def attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, opti
 
 
 def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
-    """Put the fresh keys and values of this step into the cache, quantized as the layout says.
+    """Store the step's new keys and values in the cache, quantized as the layout says.
 
     Keys that are quantized per channel go to the sequence's residual window; a page that this step completes is
-    quantized into the pool as well. The window keeps its tokens, so a page with tokens that are taken back is simply
-    quantized again.
+    quantized into the pool as well. The window keeps the tokens of that page, so the page can be quantized again if
+    some of them are taken back.
 
     Args:
         key: (T, Hkv, D), rotated.
         value: (T, Hkv, D).
-        views: the layer's pages and residual windows; modified.
-        batch: slots of the new tokens, and what belongs to whom.
+        views: pages and residual windows of the layer; modified.
+        batch: the batch of the step, with the slots of the new tokens.
     """
     pages = torch.div(batch.slots, views.layout.page_size, rounding_mode="floor")
     offsets = batch.slots - pages * views.layout.page_size
@@ -186,12 +186,12 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
 
 
 def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch) -> None:
-    """The part of `store` for keys that are quantized per channel.
+    """Store keys that are quantized per channel; a part of `store`.
 
     Args:
         key: (T, Hkv, D), rotated.
-        views: the layer's pages and residual windows; modified.
-        batch: what belongs to whom.
+        views: pages and residual windows of the layer; modified.
+        batch: the batch of the step.
     """
     residual, size = views.key_residual, views.layout.page_size
     assert residual is not None
@@ -212,7 +212,7 @@ def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch) -> None:
 
 
 def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Store (T, Hkv, D) token by token."""
+    """Write new keys or values (T, Hkv, D) token by token."""
     if array.scheme.dtype is None:
         array.codes[pages, :, offsets] = fresh.to(array.codes.dtype)
         return

@@ -1,6 +1,6 @@
-"""A mixture of experts: which are chosen for a token, and what those compute together. Any device.
+"""Mixture of experts: choice of experts per token, and their combined output. Any device.
 
-Each expert multiplies the tokens that chose it, one expert after another, and how many those are is asked by the host.
+Experts run one after another, each on the tokens that chose it; the host reads their number.
 Shapes: T tokens, H hidden width, E experts, k of them for each token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral).
 """
@@ -16,12 +16,12 @@ from quantkit.models.description import ExpertsShape
 
 
 def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token and how much each counts.
+    """Choose experts for each token and return their weights.
 
     Args:
         scores: (T, E) router logits, any float dtype.
         num_chosen: k.
-        normalize: the weights of the chosen are made to sum to one.
+        normalize: whether the chosen experts' weights are scaled to sum to one.
     Returns:
         weights: (T, k) float32.
         chosen: (T, k) int64.
@@ -35,13 +35,13 @@ def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Ten
 def choose_experts(
     scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`route` as the DeepSeek models and their kin have it: balanced, within the best groups of experts, scaled.
+    """Choose experts as the DeepSeek models do: balanced, within the best groups of experts, scaled.
 
     Args:
         scores: (T, E) router logits, any float dtype.
-        experts: what is chosen, and how.
-        balance: (E,) float32, added to the scores that choose but not to those that weigh; None = nothing is.
-        chosen: (T, k) int64, where that is settled, as DeepSeek-V4 does by token id; None = the best are.
+        experts: settings of the choice.
+        balance: (E,) float32, added to the scores for choosing but not for weighing; None = not used.
+        chosen: (T, k) int64, if already chosen, e.g. by token id in DeepSeek-V4; None = choose the best.
     Returns:
         weights: (T, k) float32.
         chosen: (T, k) int64.
@@ -73,16 +73,16 @@ _SCORING: dict[str, Callable[[Tensor], Tensor]] = {
 def run_each(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], output: Tensor
 ) -> Tensor:
-    """Add the weighed outputs of each token's experts; each expert multiplies once, whatever the batch.
+    """Add the weighted outputs of each token's experts; each expert runs once per batch.
 
     Args:
         x: (T, H); not modified.
-        chosen: (T, k) int64, k different experts of each token.
-        weights: (T, k) float32, how much each counts.
-        experts: E of (n, H) -> (n, H).
-        output: (T, H) that they are added to; modified.
+        chosen: (T, k) int64, k different experts per token.
+        weights: (T, k) float32, factors on the experts' outputs.
+        experts: E modules (n, H) -> (n, H).
+        output: (T, H) to add to; modified.
     Returns:
-        output.
+        `output`.
     """
     pairs, num_chosen = chosen.view(-1), chosen.shape[1]  # a pair is a token with one of its experts
     order = pairs.argsort(stable=True)  # (T k,), pairs sorted by expert

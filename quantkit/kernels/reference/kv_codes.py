@@ -1,9 +1,8 @@
-"""Rounding of keys and values: codes, scales and zeros of FP8, INT8 and INT4, and back. Plain torch, any device.
+"""Quantization of keys and values to FP8, INT8 and INT4 codes with scales and zeros, and back. Plain torch, any device.
 
-Scales and zeros are fp16, rounded so that the range is covered (zero down, scale up); codes are chosen with the rounded
-ones. An error is then at most half a step, whatever the range. Value of a code: code * scale + zero; INT8 codes are
-signed and have no zero; INT4 codes are 0..15, packed as drawn in `layouts`.
-Shapes: ... any, D channels.
+Scales and zeros are fp16, rounded so that they still cover the range (zero down, scale up), and codes are computed from
+the rounded ones. So an error is at most half a step for any range. A code's value is code * scale + zero. INT8 codes
+are signed and have no zero. INT4 codes are 0..15, packed as drawn in `layouts`. Shapes: ... any, D channels.
 """
 
 import torch
@@ -20,25 +19,25 @@ _LARGEST = 65504.0
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """(..., D) uint8 codes 0..15 to (..., D/2) bytes: channel i low, channel i + D/2 high."""
+    """Pack (..., D) uint8 codes 0..15 into (..., D/2) bytes: channel i low, channel i + D/2 high."""
     low, high = codes.chunk(2, dim=-1)
     return low | (high << 4)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """(..., D/2) bytes to (..., D) uint8 codes 0..15; the inverse of `pack_int4`."""
+    """Unpack (..., D/2) bytes to (..., D) uint8 codes 0..15; the inverse of `pack_int4`."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def codes_of(
     values: Tensor, scheme: CacheScheme, fixed: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Codes, scale and zero of keys or values.
+    """Return codes, scale and zero of keys or values.
 
     Args:
         values: (..., D), for granularity "channel" (..., S, D) with all tokens of a page; not modified.
         scheme: must be quantized.
-        fixed: scale of granularity "tensor" and "head"; broadcast over `values`.
+        fixed: scale of granularity "tensor" or "head"; broadcast over `values`.
     Returns:
         codes: (..., D) uint8, or (..., D/2) for INT4.
         scale, zero: (...) fp16 per token, (..., D) per channel (the token axis reduced), or None.
@@ -68,12 +67,12 @@ def decode_states(
     dtype: torch.dtype,
     fixed: float | Tensor = 1.0,
 ) -> Tensor:
-    """Values of codes; the inverse of `codes_of` up to rounding.
+    """Return the values of codes; the inverse of `codes_of` up to rounding.
 
     Args:
         codes, scale, zero: as returned by `codes_of`.
-        scheme, fixed: as given to it.
-        dtype: of the result.
+        scheme, fixed: as passed to `codes_of`.
+        dtype: dtype of the result.
     Returns:
         (..., D) values, computed in float32 and rounded once.
     """
@@ -87,17 +86,17 @@ def decode_states(
 
 
 def numbers_of(codes: Tensor, dtype: DType | None) -> Tensor:
-    """Return the float32 numbers of codes, without scale and zero."""
+    """Return codes as float32 numbers, without scale and zero."""
     if dtype is FP8:
         return codes.view(FP8.storage).float()
     return (unpack_int4(codes) if dtype is INT4 else codes.view(torch.int8)).float()
 
 
 def _to_fp8(values: Tensor) -> Tensor:
-    """Clamped first: a cast of what is too large gives NaN."""
+    """Clamp and convert to FP8; without the clamp, values out of range would become NaN."""
     return values.clamp(FP8.minimum, FP8.maximum).to(FP8.storage).view(torch.uint8)
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """An fp16 scale that is not below the given one, larger by one unit at most, and never zero."""
+    """Return the smallest nonzero fp16 scale that is not below the given one, or the next one."""
     return (scale + scale * _HALF_ULP + _HALF_TINY).clamp_(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)

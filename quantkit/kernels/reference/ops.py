@@ -1,6 +1,7 @@
-"""The operations of a decoder block in plain torch: what every faster version must agree with. Any device, any dtype.
+"""Operations of a decoder block in plain torch, on any device and in any dtype; faster versions must agree with them.
 
-Each computes in float32 and rounds once, to the dtype of its input; a linear multiplies the dequantized weight.
+Each operation computes in float32 and rounds once, to the dtype of its input. A linear multiplies by the dequantized
+weight.
 Shapes: T tokens, N outputs, K inputs or features, H heads, D channels of a head, R channels that rotate, I width of the
 feed-forward layer.
 """
@@ -18,7 +19,7 @@ from quantkit.numerics.scheme import ActivationScheme
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """total / rms(total) * (weight + offset) over the last dimension, and the total; see `ops.rms_norm`."""
+    """Return total / rms(total) * (weight + offset) over the last dimension, and the total; see `ops.rms_norm`."""
     total = x if residual is None else x + residual
     single = total.float()
     scaled = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + eps)
@@ -66,13 +67,13 @@ XIELU = "xielu"
 def xielu(
     x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor | float = 0.5, eps: Tensor | float = -1e-6
 ) -> Tensor:
-    """A parabola above zero, an exponential below; its slope at zero is beta.
+    """Compute xIELU: a parabola above zero, an exponential below; the slope at zero is beta.
 
     Args:
         x: (T, I); not modified.
-        alpha_p, alpha_n: (1,), curvatures above and below before their softplus.
-        beta: slope.
-        eps: the exponential's argument is at most this.
+        alpha_p, alpha_n: (1,), curvatures above and below zero, before softplus.
+        beta: slope at zero.
+        eps: upper limit of the exponential's argument.
     Source: Huang 2024, Deriving Activation Functions Using Integration.
     """
     single = x.float()
@@ -87,12 +88,12 @@ LIMITED_SWIGLU = "limited_swiglu"
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float = 1.0) -> Tensor:
-    """gate * sigmoid(alpha * gate) * (up + offset), gate and up clamped first.
+    """Compute gate * sigmoid(alpha * gate) * (up + offset) with clamped gate and up.
 
     Args:
         gate_up: (T, 2I), gate first; not modified.
-        alpha: of the sigmoid.
-        limit: of the gate from above, of up from both sides.
+        alpha: factor in the sigmoid.
+        limit: clamp gate from above, and up on both sides.
         offset: added to up.
     Source: OpenAI 2025, gpt-oss.
     """
@@ -102,7 +103,7 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float = 
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Activation of a feed-forward layer without a gate.
+    """Apply an activation without a gate.
 
     Args:
         x: any shape; not modified.
@@ -112,18 +113,18 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up; see `ops.gated`."""
+    """Compute activation(gate) * up; see `ops.gated`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (ACTIVATIONS[activation](gate.float()) * up).to(gate_up.dtype)
 
 
 class DenseLinear(Linear):
-    """Reference: the dequantized weight and torch's GEMM, on any device, in any dtype.
+    """Reference linear: the dequantized weight and torch's GEMM, on any device, in any dtype.
 
     Args:
         weight: (N, K) in the dtype of the computation; kept, not copied.
         bias: (N,) or None.
-        description: for tables.
+        description: text for tables.
     """
 
     def __init__(self, weight: Tensor, *, bias: Tensor | None, description: str) -> None:
@@ -135,7 +136,7 @@ class DenseLinear(Linear):
 
 
 def quantize_tokens(x: Tensor, scheme: ActivationScheme) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `fake_quantize_inputs`, a scale per token.
+    """Return codes and scales of `fake_quantize_inputs`, one scale per token.
 
     Args:
         x: (T, K) float; not modified.

@@ -1,4 +1,4 @@
-"""Recurrent layers token by token: what every faster form must agree with. Any device; all in float32.
+"""Recurrent layers token by token, in float32 on any device; faster versions must agree with this.
 
 Shapes: B sequences, T new tokens of each, W width of the convolution, C its channels; G heads of queries and keys with
 N channels, H heads of values with P, H a multiple of G: neighbouring heads of values share a query and a key.
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor) -> tuple[Tensor, Tensor]:
-    """SiLU of a convolution over the tokens, each channel by itself.
+    """Compute the SiLU of a convolution over tokens, separately for each channel.
 
     Args:
         x: (B, T, C), any float dtype; not modified.
         weight: (W, C), the newest token's last; bias: (C,) or None.
-        past: (B, W - 1, C) float32, the tokens before.
+        past: (B, W - 1, C) float32, the inputs before.
     Returns:
         (B, T, C) float32, and the new past.
     """
@@ -30,13 +30,13 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor) ->
 def recur(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Update the state with each token, and read it: S = exp(decay) S + key x new; out = query S.
+    """Update the state with each token and read it: S = exp(decay) S + key x new; out = query S.
 
     Args:
         query, key: (B, T, G, N) float32.
         value: (B, T, H, P) float32.
-        decay: (B, T, H) float32, logarithms, not positive.
-        rate: (B, T, H) float32, new is rate * (value - key S), the gated delta rule; None: new is the value.
+        decay: (B, T, H) float32, logarithm of the decay, at most zero.
+        rate: (B, T, H) float32: new = rate * (value - key S), the gated delta rule; None: new = value.
         state: (B, H, N, P) float32; not modified.
     Returns:
         (B, T, H, P) float32, and the new state.

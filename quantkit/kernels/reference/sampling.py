@@ -1,13 +1,13 @@
 """Sample tokens from logits in plain torch: greedy, temperature, top-k, top-p, min-p; all rows at once.
 
-Order: temperature, top-k, top-p, min-p (the last two over what the one before left), then the draw. A token that ties
-with the last one kept is kept too.
+Order: temperature, top-k, top-p, min-p, then the draw. Top-p and min-p use the tokens left by the previous filter. A
+token that ties with the last one kept is kept too.
 
-The draw is by Gumbel-max: token i has the largest x[i] - log(E[i]) with probability softmax(x)[i] where
-E[i] are exponential variates, a function of the row's key and of i, and of nothing else. So a row gives the same token
-alone or in a batch, and on any device. A NaN among the logits wins, as it does in `argmax`.
+The draw is by Gumbel-max: token i has the largest x[i] - log(E[i]) with probability softmax(x)[i] where E[i] are
+exponential variates that depend only on the row's key and on i. So a row gives the same token alone or in a batch, and
+on any device. A NaN logit wins, as in `argmax`.
 
-Not here: what a request is, its seeds and penalties (`runtime.sampling`).
+`runtime.sampling` handles seeds and penalties of requests.
 Source: Maddison et al. 2014, A* Sampling; SplitMix64 (Steele et al. 2014) as counter-based generator.
 Shapes: R rows, V vocabulary, C candidates.
 """
@@ -34,14 +34,14 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 class Draw(NamedTuple):
-    """Parameters of the draw of a row's token.
+    """Sampling parameters of one row.
 
     Args:
         key: 64 random bits, as a signed integer.
         temperature: above 0.
-        top_k: among so many of the likeliest; None = all.
-        top_p: among the likeliest that together have this probability.
-        min_p: among those at least this share as likely as the likeliest.
+        top_k: number of likeliest tokens to keep; None = all.
+        top_p: keep the likeliest tokens that together reach this probability.
+        min_p: keep tokens with at least this share of the likeliest token's probability.
     """
 
     key: int
@@ -52,11 +52,11 @@ class Draw(NamedTuple):
 
 
 def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
-    """Choose one token for each row, where the logits are.
+    """Choose one token for each row, on the device of the logits.
 
     Args:
         logits: (R, V) float32; not modified.
-        draws: how each row is drawn; None = take the largest logit, the first of equals.
+        draws: sampling parameters of each row; None = greedy: take the largest logit, the first of equals.
     Returns:
         (R,) int64.
     """
@@ -73,20 +73,20 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
 
 
 def largest(logits: Tensor) -> Tensor:
-    """The token with the largest logit of each row, the first of equals: (R, V) to (R,) int64."""
+    """Return the token with the largest logit of each row, the first of equals: (R, V) to (R,) int64."""
     if logits.device.type == "cpu":  # numpy finds it at memory speed; torch takes seven times as long
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 
 
 def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | None]:
-    """The tokens that temperature, top-k, top-p and min-p leave.
+    """Return the tokens that temperature, top-k, top-p and min-p leave.
 
     Args:
         logits: (R, V) float32; not modified.
-        draws: of each row.
+        draws: sampling parameters of each row.
     Returns:
-        logits over temperature (R, C), -inf where excluded; and the token ids (R, C) they belong to, None = all V.
+        Logits over temperature (R, C), -inf where excluded, and their token ids (R, C); ids are None for all V tokens.
     """
     device = logits.device
     scaled = logits / _column(device, [max(draw.temperature, COLDEST) for draw in draws])
@@ -105,7 +105,7 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
 
 
 def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The tokens (R, C) that top-k and then top-p keep, no smaller than `least` (R, 1); the likeliest `width` first."""
+    """Return the tokens (R, C) that top-k, then top-p keep, none below `least` (R, 1); the likeliest `width` first."""
     size = scaled.shape[-1]
     total = scaled.logsumexp(-1, keepdim=True)
     while True:
@@ -138,12 +138,12 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def log_exponentials(keys: Sequence[int], size: int, device: torch.device, ids: Tensor | None = None) -> Tensor:
-    """Logarithms of exponential variates, a function of key and token only.
+    """Return logarithms of exponential variates, which depend only on key and token.
 
     Args:
-        keys: of the rows.
+        keys: random keys of the rows.
         size: V.
-        device: where.
+        device: device of the result.
         ids: (R, C) tokens; None = all V.
     Returns:
         (R, C) or (R, V) float32.
@@ -167,5 +167,5 @@ def _counters(size: int, device: torch.device) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """Read 64 bits as a signed integer, which is what torch has."""
+    """Reinterpret 64 bits as a signed integer, since torch has no unsigned ones."""
     return bits - (1 << 64) if bits >> 63 else bits

@@ -1,6 +1,6 @@
-"""Optional C code of compression: every `*.c` file of this folder as one library (see `quantkit.native`).
+"""Optional C code for compression: all `*.c` files of this folder, compiled into one library (see `quantkit.native`).
 
-What is done without it stands beside each call, in torch.
+Every caller has an alternative in torch for machines without a compiler.
 """
 
 from pathlib import Path

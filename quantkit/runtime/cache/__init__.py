@@ -1,1 +1,1 @@
-"""Storage of keys and values: pages, who holds them, shared prefixes, and how many fit."""
+"""Storage of keys and values: pages, their owners, shared prefixes, and the size of the pool."""

@@ -1,14 +1,14 @@
-"""Tokens that sequences give up when they are over their budget, after the attention of a step. When, says `KVBudget`.
+"""Eviction of tokens from sequences over their KV budget, after a step's attention. `KVBudget` decides when.
 
-A sequence's page list loses whole pages, and those after them move up: physical length and position part, so kernels,
-which read pages in the order of the list, need not know. Keys were rotated by their position when they were stored, and
-new ones are rotated by theirs in the text. Which tokens go, each head of each layer chooses; what it keeps of the pages
-that go is moved first, see `compaction`.
+A sequence's page list loses whole pages, and later pages move up. The cached length then differs from the position in
+the text. Kernels read pages in list order and need no change: keys are rotated by their text position when stored. Each
+head of each layer chooses which tokens to evict and first moves the tokens that it keeps out of the evicted pages; see
+`kv_cache`.
 
-A page that others hold too, or may find in the prefix cache, is never written: the sequence goes on with a copy. What
-it gives up does not depend on who else runs. Only pages before anything can be evicted are shared through the prefix
-cache, since keys and values of what comes later depend on what was evicted. A sequence that is computed again gives up
-the tokens that it gave up before, at the same points: chosen anew they might be others, where rounding differs.
+Shared pages and pages in the prefix cache are never written: the sequence continues with a copy. Evicted tokens do not
+depend on other sequences in the batch. The prefix cache shares only pages before the first possible eviction, because
+later keys and values depend on evicted tokens. A sequence recomputed after preemption evicts the same tokens at the
+same points as before: a new choice could differ through rounding.
 """
 
 import sys
@@ -24,12 +24,12 @@ NEVER = sys.maxsize
 
 
 class Evictor:
-    """Takes tokens of sequences out of the cache. *Mutable*: counts.
+    """Evicts tokens of sequences from the cache. *Mutable*: keeps counts.
 
     Args:
-        budget: of each sequence.
-        policy: chooses the tokens.
-        pool: takes pages back.
+        budget: KV budget of each sequence.
+        policy: chooses the tokens to evict.
+        pool: receives the freed pages.
         cache: holds the keys that the policy reads.
     """
 
@@ -39,26 +39,26 @@ class Evictor:
         self._pool, self._cache = pool, cache
 
     def until_due(self, sequence: Sequence) -> int:
-        """Tokens of a sequence to compute until some are evicted next."""
+        """Return how many tokens a sequence can compute before its next eviction."""
         budget, kept = self.budget, sequence.num_kept
         return budget.until_due(sequence.num_computed, kept, sequence.num_prompt, self._chunk(sequence))
 
     def promised(self, sequence: Sequence) -> int:
-        """Tokens that its pages must hold before it can go on after what is known."""
+        """Return how many tokens the pages of a sequence must hold to finish its known tokens and go on."""
         return min(sequence.num_needed - sequence.num_evicted, self.budget.peak)
 
     def grows(self, sequence: Sequence) -> bool:
-        """Whether it will have more pages when it draws than it has now."""
+        """Whether the sequence will have more pages when it starts to sample than it has now."""
         return min(sequence.limit, self.budget.tokens) > len(sequence.pages) * self.budget.page_size
 
     def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None], oldest: int) -> None:
-        """Evict what is due of sequences that have just been computed.
+        """Evict tokens of sequences that a step has just computed, where an eviction is due.
 
         Args:
-            sequences: they, but for those that have ended.
-            preempt: takes the pages of the youngest sequence that runs, for copies of pages.
-            oldest: number of the request that came first of those alive. Nobody takes its pages, so of what it gave up
-                earlier nothing is kept.
+            sequences: sequences of the step that have not ended.
+            preempt: takes the pages of the youngest running sequence when page copies need free pages.
+            oldest: number of the oldest unfinished request. It is never preempted, so its earlier evictions need not be
+                remembered.
         """
         for sequence in sequences:
             # One that lost its pages meanwhile keeps nothing, and is not due.
@@ -79,18 +79,18 @@ class Evictor:
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
     def _candidates(self, sequence: Sequence) -> range:
-        """Slots of the tokens that the policy judges: no sinks unless it asks, no newest ones, none in an open page."""
+        """Return the slots that the policy may evict: no newest tokens, no open page, sinks only if it asks."""
         kept, size = sequence.num_kept, self.budget.page_size
         first = 0 if self.policy.judges_sinks else SINK_TOKENS
         return range(first, min(kept - self.budget.recent, kept // size * size))
 
     def _given_up(self, sequence: Sequence) -> range:
-        """Return the pages of its list that go, whatever the policy: the first ones behind the sinks."""
+        """Return the pages to remove from the list, whatever the policy chooses: the first ones after the sinks."""
         first, count = self.budget.first_candidate, self.budget.surplus(sequence.num_kept)
         return range(first, first + count)
 
     def _has_own_pages(self, sequence: Sequence) -> bool:
-        """Give it copies of pages that are about to be written and others may read; False = no page is free."""
+        """Replace shared pages that eviction will write by copies; return False if no page is free."""
         if not self.policy.reads_keys:
             return True
         assert self._cache is not None, "a policy reads the cache"
@@ -121,7 +121,7 @@ class Evictor:
         self._remove(sequence, given_up)
 
     def _choose(self, sequence: Sequence, count: int) -> dict[int, Array]:
-        """Slots of the tokens that go, by number of the layer and by head."""
+        """Return the slots of the tokens to evict, by layer number and head."""
         assert self._cache is not None, "a policy reads the cache"
         layers = self._cache.keys_of(sequence.pages[: sequence.num_kept // self.budget.page_size])
         candidates = self._candidates(sequence)

@@ -1,18 +1,18 @@
-"""The KV cache: one pool of pages per layer, and what attention does with it. It knows pages, not sequences.
+"""The KV cache: one pool of pages per layer, and the layer's attention over it. It knows pages, not sequences.
 
-Which page belongs to whom, reference counts and prefix sharing are the business of `pages` and `prefix_cache`.
+`pages` counts references to pages and `prefix_cache` shares them.
 
-Compaction moves tokens within a sequence's pages, so that the pages that it gives up hold nothing that it keeps. Every
-head of every layer keeps as many tokens as any other, but each its own. The pages that go are the same for all,
-so a head moves what it keeps of these to where it evicted others; nothing else moves. Pages of 3, the second goes:
+Compaction moves kept tokens out of the pages that a sequence is about to lose. Every head of every layer keeps the same
+number of tokens, but chooses its own. The lost pages are the same for all heads, so a head moves its kept tokens from
+these pages into slots of tokens it evicts elsewhere. Example with pages of 3 tokens; the second page is lost:
 
     slots                     [a b c | d e f | g h i | k]
-    evicted by one head              [b, e, g]              d and f survive in the page that goes, b and g leave holes
+    evicted by one head              [b, e, g]              d and f are kept and move to the slots of b and g
     after                     [a d c | f h i | k]
 
-Keys were rotated by their position, and what a cache holds is older than every query: the order does not matter. Only
-sliding windows ask for it, and there the oldest page goes as it is. What is stored for a token moves as it is, but for
-keys that share a scale with others of their page and head: pages that change are rounded once more.
+The order of cached tokens does not matter: keys are already rotated, and all are older than every query. Only sliding
+windows need the order; there, the oldest page is dropped without moves. Stored bits move unchanged, except keys with a
+scale per channel: these are quantized again with the new contents of their page.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,34 +33,34 @@ Array = np.ndarray[Any, Any]
 
 
 class KVCache:
-    """Pages of all layers. *Mutable*: attention stores what it is given.
+    """Pages of all layers. *Mutable*: attention stores new keys and values.
 
-    Rules for whoever hands out pages and builds batches:
+    Rules for callers that allocate pages and build batches:
 
-    - Tokens of a sequence that precede this step (context length - query length) must all be valid. A later step may
-      write positions again that an earlier one wrote (rejected drafts), up to `MAX_ROLLBACK` tokens before the furthest
-      position written; nothing needs to be told, shorter context lengths say it.
+    - All tokens of a sequence before this step (context length - query length) must be valid. A later step may rewrite
+      positions (rejected drafts), up to `MAX_ROLLBACK` tokens before the furthest position written. The shorter context
+      length is enough to signal this.
     - A page is final, and may be published to the prefix cache, once all its tokens are accepted: pages before
-      accepted_tokens // page_size. There is nothing to flush: a page is quantized in the step that completes it, and
-      again if some of those tokens are taken back.
-    - A page that others may read is never written: a sequence that starts from shared pages starts at a page border.
-    - `batch.residual_rows` must be the same row for a sequence from its first token on (after a preemption, from the
-      recomputed first token on) and not be shared by two running sequences. A sequence that starts from shared pages
-      needs nothing in it.
-    - Pages need no clearing: what lies in slots past a sequence's end is never used, whatever its bits.
+      accepted_tokens // page_size. No flush is needed: a page is quantized in the step that completes it, and again if
+      some of its tokens are rejected and rewritten.
+    - Shared pages are never written: a sequence that starts from shared pages starts at a page boundary.
+    - `batch.residual_rows` must give a sequence the same row from its first token on (after a preemption, from the
+      recomputed first token on). Two running sequences never share a row. The row may hold anything when a sequence
+      starts from shared pages.
+    - Pages need no clearing: slots past a sequence's end are never used.
 
     Args:
-        layouts: one per layer, same page size.
-        num_pages: pages of each layer.
-        max_sequences: rows of the residual windows.
-        device: where the pools live.
+        layouts: layout of each layer; all have the same page size.
+        num_pages: pages per layer.
+        max_sequences: number of rows in the residual windows.
+        device: device of the pools.
     Attributes:
-        attention: by number of the layer: of its new tokens to what is cached and to each other; then they are cached
-            too.
-        states: by number of the layer: of recurrent layers, which have no pages.
-        entries: by number of the layer: of layers whose entries each stand for several tokens.
+        attention: by layer number: attention of the new tokens to the cache and to each other; it also stores their
+            keys and values.
+        states: by layer number: states of recurrent layers, which have no pages.
+        entries: by layer number: pools of layers whose entries each represent several tokens.
     Raises:
-        ResourceError: the memory is not there; the message gives the bytes.
+        ResourceError: memory is too small; the message gives the number of bytes.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class KVCache:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether attention of a decode step reads all that changes from step to step on the device."""
+        """Whether attention of a decode step can be captured as a CUDA graph: all its inputs are on the device."""
         return all(getattr(attention, "is_capturable", False) for attention in self.attention.values())
 
     @property
@@ -119,15 +119,15 @@ class KVCache:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what each sequence has beside its pages: its newest keys and its states."""
+        """Bytes that each sequence needs besides its pages: residual windows and states."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
         rows = sum(pool.num_bytes for pool in self.states.values())
         return windows + rows + sum(pool.num_bytes for pool in self.entries.values())
 
     def keys_of(self, pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each layer that sees a whole sequence, and the keys in its complete pages.
+        """Yield the number of each layer with full attention, and the keys in these complete pages.
 
-        See `Policy.scores` for their shape.
+        `Policy.scores` describes the shape.
         """
         numbers = torch.tensor(pages, device=self.device)
         for n, views in self._views.items():
@@ -135,28 +135,28 @@ class KVCache:
                 yield n, page_keys(views, numbers).flatten(1, 2)
 
     def compact(self, pages: Sequence[int], given_up: range, evicted: Mapping[int, Array]) -> None:
-        """Move what stays of the slots that are given up to where tokens are evicted elsewhere; see `fill_holes`.
+        """Move the kept tokens from the slots given up to the slots of tokens evicted elsewhere; see `fill_holes`.
 
         Args:
-            pages: complete ones of a sequence.
-            given_up: slots.
-            evicted: (H, len(given_up)) slots, by number of the layer.
+            pages: complete pages of one sequence.
+            given_up: slots of the pages that the sequence is about to lose.
+            evicted: (H, len(given_up)) slots of the evicted tokens, by layer number.
         """
         numbers = torch.tensor(pages, device=self.device)
         for n, slots in evicted.items():
             fill_holes(self._views[n], numbers, given_up, torch.from_numpy(slots.astype("int64")).to(self.device))
 
     def copy_page(self, page: int, copy: int) -> None:
-        """Write what a page holds, in all layers, to another."""
+        """Copy the contents of `page` to `copy` in all layers."""
         for pool in self._pools:
             pool[copy] = pool[page]
 
     def move_up(self, row: int, count: int) -> None:
-        """The newest tokens of a sequence are from now on so many places nearer to its beginning: pages were evicted.
+        """Shift a sequence's newest tokens `count` positions towards its beginning after pages were evicted.
 
         Args:
-            row: of the residual windows.
-            count: tokens.
+            row: row of the sequence in the residual windows.
+            count: number of evicted tokens.
         """
         for residual in self._residuals:
             if residual is not None:
@@ -164,12 +164,12 @@ class KVCache:
 
 
 def lowest(scores: Tensor, candidates: range, count: int) -> Array:
-    """Slots of each head's tokens with the lowest scores, (H, count) in order; of equal ones the first go.
+    """Return the slots of each head's lowest scores, (H, count) in slot order; ties go to the first slots.
 
     Args:
-        scores: (H, N).
-        candidates: slots that are asked about, at least `count`.
-        count: how many go.
+        scores: (H, N) one score per slot.
+        candidates: slots to choose from, at least `count`.
+        count: slots to return per head.
     """
     order = scores[:, candidates.start : candidates.stop].argsort(dim=1, stable=True)[:, :count]
     slots: Array = (order.sort(1).values + candidates.start).cpu().numpy()
@@ -177,13 +177,13 @@ def lowest(scores: Tensor, candidates: range, count: int) -> Array:
 
 
 def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) -> None:
-    """Move what each head keeps of the slots that are given up to where it evicts others.
+    """Move each head's kept tokens from the slots given up to the slots of tokens it evicts elsewhere.
 
     Args:
-        views: of a layer; modified.
-        pages: (P,) complete ones of a sequence.
-        given_up: slots.
-        evicted: (H, len(given_up)) int64, slots.
+        views: pages of one layer; modified.
+        pages: (P,) complete pages of one sequence.
+        given_up: slots of the pages that the sequence is about to lose.
+        evicted: (H, len(given_up)) int64, slots of each head's evicted tokens.
     """
     size = views.layout.page_size
     holes = torch.zeros(len(evicted), len(pages) * size, dtype=torch.bool, device=pages.device)
@@ -204,7 +204,7 @@ def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) 
 
 
 def _move_keys(views: KVViews, pages: Tensor, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
-    """Move keys with a scale per channel, by head and slot; what a page's head then holds is rounded together."""
+    """Move keys with a scale per channel, by head and slot; quantize each changed page of a head again."""
     keys, (heads, slots), size = page_keys(views, pages), target, views.layout.page_size  # (H, P, S, D)
     keys.flatten(1, 2)[target] = keys.flatten(1, 2)[source]
     changed = torch.unique(heads * len(pages) + slots // size)

@@ -1,17 +1,18 @@
-"""Caches that are no pages of keys and values: entries of DeepSeek-V4, and states of recurrent layers.
+"""Caches that do not store one key and value per token: DeepSeek-V4 entries and states of recurrent layers.
 
-The state of a recurrent layer has a row for each sequence that runs, as it is after the tokens computed so far.
+The state of a recurrent layer has one row per running sequence: the state after the tokens computed so far.
 An entry of DeepSeek-V4 stands for several tokens.
 
-A sequence's pages, one behind the other, are two arrays of bytes, of entries and of their indexer's keys:
+The pages of a sequence, concatenated, form two byte arrays: one of entries, one of the indexer's keys:
 
     page 0         page 1         page 2
     │ e0 e1 e2 e3 │ e4 e5 ...    │              page size 16, an entry for 4 tokens
     │ e0 ...      │ ... e0       │ e1 ...       page size 64, an entry for 128 tokens: half of it in each page
 
-Quantized, an entry is codes, then its rotated channels in 16 bits, then a byte for each power of two that a block of
-codes is multiplied by; a key is the same without rotated channels. Shapes: n entries, D channels, W window.
-Source of the layout: vLLM's of V4 (584 bytes of an entry in fp8, 132 of a key).
+A quantized entry consists of codes, the rotated channels in 16 bits, and one byte per block of codes: the exponent of
+the block's power-of-two scale. A quantized key has the same parts except the rotated channels.
+Shapes: n entries, D channels, W window.
+Source: vLLM's cache layout for V4 (fp8: 584 bytes per entry, 132 per key).
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,15 +38,14 @@ from quantkit.numerics.dtype import FP8, INT4, DType
 
 
 class StatePool:
-    """Rows by `ForwardBatch.residual_rows`, whose rules hold here too. *Mutable*.
+    """States of the recurrent layers, indexed by `ForwardBatch.residual_rows` under the same rules. *Mutable*.
 
-    Tokens cannot be taken back: what a step has added stays. A row needs no clearing, as a sequence that begins reads
-    nothing.
+    Tokens cannot be removed from a state. Rows need no clearing: a sequence without computed tokens reads zeros.
 
     Args:
-        shape: of one layer's state.
-        num_rows: sequences that run at once.
-        device: where it lives.
+        shape: shape of one layer's state.
+        num_rows: most sequences that run at the same time.
+        device: device of the pool.
     """
 
     def __init__(self, shape: StateShape, num_rows: int, device: torch.device) -> None:
@@ -58,24 +58,24 @@ class StatePool:
         return sum(pool.nbytes for pool in self._pools)
 
     def read(self, run: "Run") -> tuple[Tensor, Tensor]:
-        """Past tokens of the convolution (B, W - 1, C), and states (B, H, N, P); zeros for sequences that begin."""
+        """Return the convolution's past inputs (B, W - 1, C) and the states (B, H, N, P); zeros for new sequences."""
         past, state = (pool[run.rows] for pool in self._pools)
         return (past.zero_(), state.zero_()) if run.begins else (past, state)
 
     def write(self, run: "Run", past: Tensor, state: Tensor) -> None:
-        """Keep what `read` will give next time."""
+        """Store the past inputs and states that the next `read` returns."""
         for pool, values in zip(self._pools, (past, state), strict=True):
             pool[run.rows] = values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Neighbouring sequences of a batch with equally many new tokens.
+    """Consecutive sequences of a batch that have the same number of new tokens.
 
     Args:
-        tokens: where these are among all new tokens.
-        rows: (B,) of the state pools.
-        begins: nothing of these sequences has been computed.
+        tokens: slice of their tokens among the batch's new tokens.
+        rows: (B,) row of each sequence in the state pools.
+        begins: whether no token of these sequences has been computed yet.
     """
 
     tokens: slice
@@ -84,7 +84,7 @@ class Run:
 
 
 def runs(batch: ForwardBatch) -> Iterator[Run]:
-    """A batch as runs: all decodes are one, as is each chunk of a prompt."""
+    """Split a batch into runs: all decodes form one run, each prompt chunk forms its own."""
     start = row = 0
     lengths = zip(batch.query_lengths, batch.context_lengths, strict=True)
     for (length, begins), members in groupby((new, new == context) for new, context in lengths):
@@ -99,15 +99,15 @@ _BIAS = 127  # of an exponent's byte
 
 @dataclass(frozen=True, slots=True)
 class EntryCodes:
-    """Encoding of vectors (n, D) as bytes (n, B), and back.
+    """Encoder of vectors (n, D) to bytes (n, B), and decoder of these bytes.
 
     Args:
         width: D.
-        rotated: of these, the last channels, which are never quantized.
-        block: channels that share a power of two.
-        multiple: bytes that exponents come in.
-        number: type of the codes; None = `dtype` is kept.
-        dtype: of what is not quantized.
+        rotated: number of rotated channels at the end of a vector; they are never quantized.
+        block: channels that share a power-of-two scale.
+        multiple: the exponents are padded to a multiple of this many bytes.
+        number: number type of the codes; None = values are stored unquantized in `dtype`.
+        dtype: dtype of unquantized values.
     """
 
     width: int
@@ -119,7 +119,7 @@ class EntryCodes:
 
     @property
     def plain(self) -> int:
-        """Channels that are quantized."""
+        """Number of channels that are quantized."""
         return self.width - self.rotated
 
     @property
@@ -134,7 +134,7 @@ class EntryCodes:
         return self.plain if self.number is not INT4 else self.plain // 2
 
     def encode(self, values: Tensor) -> Tensor:
-        """(n, D) any float dtype -> (n, B) uint8."""
+        """Encode vectors (n, D) of any float dtype as (n, B) uint8."""
         if self.number is None:
             return values.to(self.dtype).contiguous().view(torch.uint8)
         plain, rotated = values.tensor_split((self.plain,), dim=1)
@@ -149,7 +149,7 @@ class EntryCodes:
         return torch.cat([self._codes(numbers), kept, stored], dim=1)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """(n, B) uint8 -> (n, D), the inverse up to rounding."""
+        """Decode (n, B) uint8 to vectors (n, D); the inverse of `encode` up to rounding."""
         if self.number is None:
             return stored.contiguous().view(self.dtype).to(dtype)
         codes, kept, exponents = stored.tensor_split((self._code_bytes, self._code_bytes + 2 * self.rotated), dim=1)
@@ -167,13 +167,13 @@ class EntryCodes:
 
 
 class EntryPool:
-    """Pages and rows of one layer; rules as of `StatePool`: a sequence that begins reads nothing. *Mutable*.
+    """Entries and windows of one layer. As in `StatePool`, a new sequence reads nothing. *Mutable*.
 
     Args:
-        layout: how they lie.
-        num_pages: pages.
-        num_rows: sequences that run at once.
-        device: where they live.
+        layout: layout of the layer's cache.
+        num_pages: pages in the pool.
+        num_rows: most sequences that run at the same time.
+        device: device of the pool.
     Attributes:
         num_page_bytes, num_row_bytes: bytes of all pages, of all rows.
     """
@@ -201,13 +201,13 @@ class EntryPool:
         return self._window.nbytes + self._past.nbytes
 
     def window(self, row: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """The newest tokens (n, D) that the next one sees, of a sequence of this length."""
+        """Return the newest tokens (n, D) that the next token of a sequence of this length sees."""
         size = self._window.shape[1]
         slots = torch.arange(max(0, length - size + 1), length, device=row.device) % size
         return self._entry.decode(self._window[row, slots], dtype)
 
     def keep_window(self, row: Tensor, length: int, keys: Tensor) -> None:
-        """Add the last tokens (n, D) of a sequence that has this length with them."""
+        """Store the newest keys (n, D) of a sequence; `length` includes them."""
         size = self._window.shape[1]
         slots = torch.arange(max(length - len(keys), length - size), length, device=row.device) % size
         self._window[row, slots] = self._entry.encode(keys[-size:])
@@ -218,19 +218,19 @@ class EntryPool:
         return self._past[row, max(0, size - length) :]
 
     def keep_past(self, row: Tensor, past: Tensor) -> None:
-        """Keep the end of this (n, past width); the newest token is the last."""
+        """Store the end of these rows (n, past width); the newest token is last."""
         count = min(len(past), self._past.shape[1])
         self._past[row, self._past.shape[1] - count :] = past[len(past) - count :].to(self._past.dtype)
 
     def entries(self, pages: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """The first entries (n, D) of a sequence with these pages, then their indexer's keys where there are any."""
+        """Return the first `count` entries (n, D) of a sequence, then the indexer's keys if there are any."""
         return [
             codes.decode(pool[pages].view(-1)[: count * codes.num_bytes].view(count, codes.num_bytes), dtype)
             for codes, pool in zip(self._codes, self._pages, strict=False)
         ]
 
     def append(self, pages: Tensor, first: int, entries: Sequence[Tensor]) -> None:
-        """Store entries (n, D) from number `first` on, then their indexer's keys."""
+        """Store entries (n, D) starting at number `first`, then the indexer's keys if the layer has an indexer."""
         for codes, pool, values in zip(self._codes, self._pages, entries, strict=False):
             stored = codes.encode(values).view(-1)
             offsets = torch.arange(len(stored), device=stored.device) + first * codes.num_bytes

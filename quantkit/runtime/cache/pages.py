@@ -1,7 +1,7 @@
-"""Owners of the pages of the KV pool. Numbers only: bytes are in `kv_cache`, names of contents in `prefix_cache`.
+"""Owners of the KV pool's pages. This module handles page numbers only: `kv_cache` holds the bytes.
 
-A page is free or referenced. Free pages whose contents are known keep their key until they are reused, so the free
-list in order of release is the eviction policy: nameless pages go first, then the one released longest ago.
+A page is free or referenced. A free page keeps its content key until it is reused. New pages are taken from free pages
+without a key first, then from the page released longest ago.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ class PagePool:
     """Reference-counted pages 0 .. num_pages - 1, and a table from content key to page.
 
     Args:
-        num_pages: how many there are.
+        num_pages: number of pages.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -25,20 +25,20 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated, those with known contents included."""
+        """Number of pages that can be allocated, including free pages that have a key."""
         return len(self._blank) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Free pages that can still be found by their key."""
+        """Number of free pages that a key can still find."""
         return len(self._cached)
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody references the page."""
+        """Whether the page has no references."""
         return self._counts[page] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Take free pages; their former contents are forgotten. The caller has asked `num_free` before."""
+        """Take free pages and forget their contents. The caller must check `num_free` first."""
         assert count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
         pages = []
         for _ in range(count):
@@ -55,28 +55,28 @@ class PagePool:
         return pages
 
     def is_private(self, page: int) -> bool:
-        """Whether a held page may be written: nobody else holds it or finds it by a key."""
+        """Whether a held page may be written: it has one holder and no key."""
         return self._counts[page] == 1 and page not in self._key_of
 
     def withdraw(self, page: int) -> bool:
-        """Make a held page with a key private, so that nobody finds it any more; False = others hold it too."""
+        """Remove the key of a held page so that no other sequence finds it; return False if it has other holders."""
         if self._counts[page] > 1:
             return False
         del self._page_of[self._key_of.pop(page)]
         return True
 
     def share(self, page: int) -> None:
-        """Add a reference to a page; a free one is taken off the free list."""
+        """Add a reference to a page; a free page leaves the free list."""
         if self._counts[page] == 0:
             # Only a page with a key can be shared while nobody holds it, so a free one is never among the blank.
             del self._cached[page]
         self._counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less to each page, given in the order of a sequence.
+        """Remove one reference from each page; the pages come in sequence order.
 
-        The sequence's last page is freed first and therefore reused first: a beginning without its end is still of
-        use, an end without its beginning is not.
+        The last page of the sequence is freed first and therefore reused first: a cached beginning is useful without
+        its end, but not the reverse.
         """
         for page in reversed(list(pages)):
             assert self._counts[page] > 0, f"page {page} is released but free"
@@ -88,7 +88,7 @@ class PagePool:
                     self._blank.append(page)
 
     def publish(self, key: bytes, page: int) -> None:
-        """Make a referenced page's contents known; nothing happens when another page already has this key."""
+        """Store the key of a referenced page's contents; do nothing if another page already has this key."""
         assert self._counts[page] > 0, f"page {page} is published but free"
         # Two sequences may compute equal pages side by side; the second page stays nameless and is freed as blank.
         if key not in self._page_of and page not in self._key_of:
@@ -96,23 +96,23 @@ class PagePool:
             self._key_of[page] = key
 
     def find(self, key: bytes) -> int | None:
-        """The page with these contents, free or not."""
+        """Return the page with these contents, free or referenced."""
         return self._page_of.get(key)
 
     def forget(self) -> None:
-        """Forget what free pages hold; without a page that is held, the pool is as new."""
+        """Forget the contents of all free pages."""
         for page in self._cached:
             del self._page_of[self._key_of.pop(page)]
         self._blank = sorted([*self._blank, *self._cached], reverse=True)
         self._cached = {}
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
-        """Compare the pool with itself and with the sequences that hold pages.
+        """Check that the pool agrees with itself and with the sequences that hold pages.
 
         Args:
-            holders: the pages of every sequence.
+            holders: the page list of every sequence.
         Raises:
-            AssertionError: a page is lost, free and held, held too often, or twice in one list.
+            AssertionError: a page is lost, both free and held, held too often, or twice in one list.
         """
         held: Counter[int] = Counter()
         for pages in holders:

@@ -1,11 +1,11 @@
-"""Pages of a common prefix computed once: a chained hash of full pages names their contents.
+"""Pages of common prefixes, computed once: a chained hash of full pages identifies their contents.
 
     key(page 0) = H(root, its tokens)     key(page i) = H(key(page i - 1), its tokens)     root = H(model, KV format)
 
 H is BLAKE2b with 128 bits, so equal keys mean equal token histories and no tokens are compared on a hit. Three rules
-keep it exact: at least one token is left to compute (its logits are wanted), a page is published only after the step
-that filled it, and only as far as its tokens are final (unverified drafts never are). With a budget only the pages
-before any eviction are shared; see `eviction`.
+keep it exact. At least one token is left to compute, because its logits are needed. A page is published only after the
+step that filled it. A page is published only if all its tokens are final; unverified drafts are not. With a KV budget,
+only pages before the first possible eviction are shared; see `eviction`.
 Source: the block hash of vLLM (Kwon et al. 2023, PagedAttention), with the KV format in the key.
 """
 
@@ -23,11 +23,11 @@ class PrefixCache:
     """Finds and publishes pages by content.
 
     Args:
-        pool: whose pages.
+        pool: the page pool.
         page_size: tokens per page.
-        identity: whatever else decides a page's bytes: model, KV format.
-        enabled: False finds and publishes nothing.
-        most: tokens at the beginning of a sequence that are shared; None = all.
+        identity: everything else that determines a page's bytes: model and KV format.
+        enabled: False = find and publish nothing.
+        most: most tokens at the start of a sequence to share; None = all.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class PrefixCache:
         self._root = _digest(b"", identity.encode())
 
     def match(self, sequence: Sequence) -> list[int]:
-        """Pages that hold the beginning of a sequence, none of them referenced by this call.
+        """Return cached pages that hold the beginning of a sequence, without adding references to them.
 
-        Always leaves the tokens after which logits are wanted to be computed.
+        Tokens whose logits are needed are never matched, so the model still computes them.
         """
         if not self.enabled:
             return []
@@ -57,13 +57,13 @@ class PrefixCache:
         return pages
 
     def missing_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
-        """Names of the pages that `match` could give if they were there, but for the first ones, which are."""
+        """Return the keys of the shareable pages after the first `num_known` ones."""
         if not self.enabled:
             return []
         return [self._key(sequence, index) for index in range(num_known, self._whole_pages(sequence.first_row))]
 
     def take(self, sequence: Sequence, pages: list[int]) -> None:
-        """Give the matched pages to a sequence that starts (or starts again)."""
+        """Give the matched pages to a sequence that starts or restarts."""
         for page in pages:
             self._pool.share(page)
         sequence.pages = list(pages)
@@ -76,7 +76,7 @@ class PrefixCache:
         self.num_asked_tokens += len(sequence.ids)
 
     def publish(self, sequence: Sequence) -> None:
-        """Make known the pages that are full of computed, final tokens."""
+        """Publish the sequence's pages that are full of computed, final tokens."""
         full = self._whole_pages(sequence.num_computed)
         if not self.enabled or full <= sequence.num_published:
             return
@@ -87,11 +87,11 @@ class PrefixCache:
         sequence.num_published = full
 
     def _whole_pages(self, num_tokens: int) -> int:
-        """Pages full of so many tokens, as far as they may be shared."""
+        """Return how many full pages this many tokens fill, limited to shareable pages."""
         return min(num_tokens // self._page_size, self._most_pages)
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
-        """Key of the sequence's page; its tokens are final, so keys are computed once and kept."""
+        """Return the key of a page of the sequence; its tokens are final, so keys are computed once and kept."""
         keys, size = sequence.page_keys, self._page_size
         while len(keys) <= index:
             start = len(keys) * size

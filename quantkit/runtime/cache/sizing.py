@@ -17,15 +17,15 @@ _STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and v
 
 
 def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int, device: torch.device) -> int:
-    """Pages of the pool: as asked, as the budget allows, or enough for everybody as far as memory is free.
+    """Return the number of pages: as requested, as the memory budget allows, or as free memory allows.
 
     Args:
-        layouts: of all layers, a draft model's too; none when the model keeps its own keys and values.
-        config: settings; its num_pages wins over its memory, which is for the pool and the residual windows.
-        model_length: tokens of one sequence, as far as the model can.
-        device: where it will be.
+        layouts: layouts of all layers, including a draft model's; empty if the model keeps its own keys and values.
+        config: settings; `num_pages` overrides `memory`, which covers the pool and the residual windows.
+        model_length: the most tokens per sequence that the model supports.
+        device: device of the pool.
     Raises:
-        RequestError: no page, or not one sequence of the length asked for, fits; the message has the numbers.
+        RequestError: not even one page, or one sequence of the requested length, fits; the message has the numbers.
     """
     length = config.context_length(model_length)
     budget = config.budget_tokens(length)
@@ -83,11 +83,11 @@ def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """Tokens that fit.
+    """Token limits of a sequence.
 
     Args:
-        num_tokens: of one sequence in the KV pool and in the context.
-        max_length: the context alone.
+        num_tokens: most tokens of one sequence that fit in both the KV pool and the context.
+        max_length: context length in tokens.
     """
 
     num_tokens: int
@@ -95,7 +95,7 @@ class Capacity:
 
     @classmethod
     def of(cls, config: EngineConfig, model_length: int, num_pages: int, budget: KVBudget | None = None) -> "Capacity":
-        """Capacity of a model of this context length and a pool of so many pages."""
+        """Return the capacity for this context length and number of pages."""
         length = config.context_length(model_length)
         pooled = length if budget is not None else num_pages * config.page_size  # what is over a budget is evicted
         return cls(num_tokens=min(length, pooled), max_length=length)
@@ -104,10 +104,10 @@ class Capacity:
         """Refuse a request that can never fit.
 
         Args:
-            num_prompt: its tokens.
-            max_tokens: new tokens asked for; None = as many as fit, one at least.
+            num_prompt: prompt tokens.
+            max_tokens: requested new tokens; None = as many as fit, at least one.
         Raises:
-            RequestError: the message has the number that would fit.
+            RequestError: the request is too long; the message says how many tokens fit.
         """
         if not num_prompt:
             raise RequestError("the prompt is empty; give at least one token")

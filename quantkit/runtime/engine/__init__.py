@@ -1,1 +1,1 @@
-"""Planning and running of the next step: scheduler, runner, speculation, graphs, and texts as they come."""
+"""Execution of requests step by step: scheduler, runner, speculation, CUDA graphs and threads."""

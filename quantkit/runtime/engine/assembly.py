@@ -31,11 +31,11 @@ from quantkit.runtime.model.model import Model, NativeModel, config_layouts
 
 
 def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
-    """Return the settings of an engine with pages so small that its budget can be kept; only headers are read.
+    """Return the settings with a page size small enough for the KV budget; read only headers.
 
     Args:
         path: model directory.
-        config: as asked for.
+        config: requested settings.
     """
     if config.kv_budget is None or config.num_pages is not None or config.backend == "transformers":
         return config
@@ -50,18 +50,18 @@ def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
 
 
 def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, device: torch.device) -> Capacity | None:
-    """Tokens of one sequence, as the engine will have them; only headers are read.
+    """Return the most tokens per sequence that the engine will allow; read only headers.
 
     Args:
         path: model directory.
-        draft: directory of the draft model, whose cache shares the memory; None = there is none.
+        draft: directory of the draft model, whose cache shares the memory; None = no draft model.
         config: settings.
-        device: that they name.
+        device: device that the settings name.
     Returns:
-        None for a model that only transformers can tell about.
+        None if the model runs only in transformers.
     Raises:
-        SchemeError: an unknown KV type.
-        RequestError: the pool, the context or the vocabularies do not allow what was asked for.
+        SchemeError: the KV type is unknown.
+        RequestError: the pool, the context length or the vocabularies do not allow the request.
         ModelError, CheckpointError: there is no such model.
     """
     kv_scheme(config.kv_cache)  # refuses an unknown name, whatever runs the model
@@ -86,15 +86,16 @@ def _plan_pool(
     window: int,
     device: torch.device,
 ) -> tuple[int, KVBudget | None]:
-    """Return the pages of the pool, and the budget of each sequence; None if no sequence can exceed one.
+    """Return the number of pages in the pool and the KV budget per sequence, which is None if no sequence can exceed
+    it.
 
     Args:
         config: settings.
-        layouts: of the model's layers; none if it keeps its keys and values itself.
-        drafts: of the draft model's layers; None = there is no draft model.
-        max_length: tokens of one sequence, as far as the model can.
-        window: of the widest layer with a sliding window; 0 = there is none.
-        device: where the pool will be.
+        layouts: layouts of the model's layers; empty if the model keeps its own keys and values.
+        drafts: layouts of the draft model's layers; None = no draft model.
+        max_length: the most tokens per sequence that the model supports.
+        window: size of the widest sliding window; 0 = no layer has one.
+        device: device of the pool.
     """
     if config.kv_budget is not None:
         _check_eviction(layouts, has_draft=drafts is not None)
@@ -106,7 +107,7 @@ def _plan_pool(
 def _read(
     path: Path, kv_cache: str | None, config: EngineConfig, device: torch.device
 ) -> tuple[ModelConfig, list[Layout]] | None:
-    """A model's config and how its layers will keep keys and values; None when it does not run natively."""
+    """Return a model's config and the KV layouts of its layers; None if the model does not run natively."""
     reader = CheckpointReader(path)
     try:
         model, _, _ = read_headers(reader)
@@ -150,7 +151,7 @@ def build_engine(
     num_pages, budget = _plan_pool(config, layouts, drafts, model.max_length, window, model.device)
 
     def cache(layouts: Sequence[Layout], device: torch.device) -> KVCache | None:
-        """None for a model that keeps its own keys and values and so has no layouts."""
+        """Return the KV cache; None for a model without layouts, which keeps its own keys and values."""
         return KVCache(layouts, num_pages, config.max_sequences, device) if layouts else None
 
     proposer: Proposer | None = None if controller is None else NgramProposer()

@@ -1,8 +1,8 @@
-"""The tensors of a step, out of the chunks that are scheduled for it.
+"""Construction of a step's tensors from its scheduled chunks.
 
-At batch 1 a step of a small model takes a few hundred microseconds, so nothing here is built element by element: the
-numbers are written into arrays that live as long as the engine, and the tensors of a CPU batch are views of them. A
-batch is therefore valid until the next one is built. To other devices they go in one copy that nobody waits for.
+At batch size 1, a step of a small model takes only a few hundred microseconds, so tensors are not built element by
+element. The builder writes into arrays that live as long as the engine; the tensors of a CPU batch are views of them. A
+batch is therefore valid until the next one is built. For other devices, one asynchronous copy transfers the batch.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,19 @@ _TABLE_STEP = 16
 
 
 def table_width(num_pages: int) -> int:
-    """Columns of a page table on a GPU: Triton compiles a kernel anew where a stride is not a multiple of 16."""
+    """Return the columns of a page table on a GPU: a multiple of 16, because Triton compiles a kernel again for other
+    strides."""
     return -(-num_pages // _TABLE_STEP) * _TABLE_STEP
 
 
 class ScheduledChunk(NamedTuple):
-    """New tokens of one sequence.
+    """New tokens of one sequence in a step.
 
     Args:
-        holder: whose.
-        tokens: to feed, at least one.
-        start: position of the first in its text.
-        num_logits: logits wanted after so many of the last tokens.
+        holder: sequence that the tokens belong to.
+        tokens: token ids to compute, at least one.
+        start: position of the first token in the sequence.
+        num_logits: return logits for this many of the last tokens.
     """
 
     holder: PageHolder
@@ -43,7 +44,7 @@ class ScheduledChunk(NamedTuple):
 
 
 class _Buffer:
-    """An array, and tensors over the beginning of the same memory."""
+    """A NumPy array, and tensors that share the beginning of its memory."""
 
     def __init__(self, count: int, dtype: Any) -> None:
         self.array: Array = np.zeros(count, dtype=dtype)
@@ -52,20 +53,20 @@ class _Buffer:
         self._count = 0
 
     def first(self, count: int) -> Tensor:
-        """The first entries; decode steps ask for the same number again and again, and get the same view."""
+        """Return the first `count` entries; views are kept because decode steps ask for the same count repeatedly."""
         if count != self._count:
             self._view, self._count = self._tensor[:count], count
         return self._view
 
 
 class BatchBuilder:
-    """Turns chunks into a ForwardBatch.
+    """Builds a ForwardBatch from chunks.
 
     Args:
         max_sequences: rows of the page table.
-        max_pages: of one sequence.
+        max_pages: most pages of one sequence.
         page_size: tokens per page.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, *, max_sequences: int, max_pages: int, page_size: int, device: torch.device | str) -> None:
@@ -78,7 +79,7 @@ class BatchBuilder:
         self._reserve(4 * max_sequences)
 
     def build(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
-        """The batch of these chunks; valid until the next call."""
+        """Return the batch of these chunks; it is valid until the next call."""
         query_lengths = tuple([len(chunk.tokens) for chunk in chunks])
         evicted = [chunk.holder.num_evicted for chunk in chunks]
         text_lengths = tuple([chunk.start + len(chunk.tokens) for chunk in chunks])
@@ -130,7 +131,7 @@ class BatchBuilder:
         )
 
     def _fill(self, chunk: ScheduledChunk, at: int) -> None:
-        """Write tokens, positions and slots of one chunk."""
+        """Write the tokens, positions and slots of one chunk."""
         holder, tokens, start, _ = chunk
         start -= holder.num_evicted
         size, count = self._page_size, len(tokens)
@@ -148,7 +149,7 @@ class BatchBuilder:
         self._slots.array[at : at + count] = page * size + positions % size
 
     def _tabulate(self, holder: PageHolder) -> None:
-        """Bring the holder's row of the page table up to date; a row just given out still shows its last owner."""
+        """Update the holder's row of the page table; a newly assigned row still holds its previous owner's pages."""
         row, known = self._table[holder.row], holder.num_table_entries
         if known == 0 or known > len(holder.pages):
             row.fill(-1)
@@ -157,7 +158,7 @@ class BatchBuilder:
         holder.num_table_entries = len(holder.pages)
 
     def table_of(self, chunks: Sequence[ScheduledChunk], width: int) -> Array:
-        """(len(chunks), width) int32, the first pages of each; valid until the next call."""
+        """Return the first pages of each chunk, (len(chunks), width) int32; valid until the next call."""
         for chunk in chunks:
             if chunk.holder.num_table_entries != len(chunk.holder.pages):
                 self._tabulate(chunk.holder)
@@ -171,7 +172,7 @@ class BatchBuilder:
         return self._table[[chunk.holder.row for chunk in chunks], :width]
 
     def _reserve(self, count: int) -> None:
-        """Buffers for so many new tokens in a step."""
+        """Grow the buffers to hold this many new tokens per step."""
         self._tokens, self._positions, self._text, self._slots, self._logits = (
             _Buffer(count, np.int64) for _ in range(5)
         )

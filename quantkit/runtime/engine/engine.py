@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there are requests to compute or outputs to return."""
         return bool(self._requests or self._failed)
 
     def add(
@@ -111,14 +111,14 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt_ids: at least one token.
-            params: how to continue.
-            arrived_s: when it came, on `time.perf_counter`, to whoever had to wait for a step; None = now.
+            prompt_ids: prompt token ids, at least one.
+            params: sampling parameters.
+            arrived_s: arrival time on the clock `time.perf_counter`, if earlier than this call; None = now.
         Returns:
-            its number, as in `StepOutput`.
+            The request's number, as in `StepOutput`.
         Raises:
-            RequestError: an empty prompt, unknown tokens, more tokens than ever fit (the message says how many do),
-                more to be scored than there are, or stop texts without a tokenizer.
+            RequestError: the prompt is empty or has unknown tokens, the request can never fit (the message says how
+                many tokens do), more tokens are to be scored than exist, or there are stop texts but no tokenizer.
         """
         ids = self.check(prompt_ids, params)
         number = self._num_added
@@ -175,7 +175,7 @@ class Engine:
         return ids
 
     def cancel(self, request_id: int) -> StepOutput | None:
-        """End a request now and free its pages; None when it is not alive (any more)."""
+        """End a request now and free its pages; return None if the request has already ended."""
         sequence = self._requests.get(request_id)
         return None if sequence is None else self._end(sequence, "cancelled", (), "")
 
@@ -184,10 +184,10 @@ class Engine:
         """Compute one batch.
 
         Returns:
-            news of the requests that got tokens or ended.
+            Outputs of the requests that got tokens or ended.
         Raises:
-            Exception: whatever the model raised. All requests that were running have ended with "error" then, their
-                pages are free, and the next step says so; those that wait go on.
+            Exception: any exception of the model. All running requests then end with "error" and their pages are freed;
+                the next step reports this. Waiting requests go on.
         """
         if self._failed:
             failed, self._failed = self._failed, []
@@ -207,7 +207,7 @@ class Engine:
             raise
 
     def _step(self, outputs: list[StepOutput]) -> None:
-        """One batch; its news are added to the outputs one by one, so that none is lost when something fails."""
+        """Compute one batch; append outputs one by one, so that none is lost when a later part fails."""
         began = time.perf_counter()
         launched = None if self._overlap is None else self._overlap.next(self._requests)
         asked, work = 0, []
@@ -228,7 +228,7 @@ class Engine:
             self.controller.timed(len(work), time.perf_counter() - began, drafts)
 
     def _propose(self) -> int:
-        """Have drafts proposed for the sequences that decode; how many were asked for."""
+        """Ask for drafts for the decoding sequences; return the number of drafts requested."""
         assert self._proposer is not None and self.controller is not None, "asked for without speculation"
         decoding = [sequence for sequence in self.scheduler.running if sequence.is_decoding]
         count = self.controller.choose(len(self.scheduler.running)) if decoding else 0
@@ -237,7 +237,7 @@ class Engine:
         return count
 
     def _accept(self, work: Work, chunks: list[ScheduledChunk], logits: Tensor, outputs: list[StepOutput]) -> int:
-        """Score prompts, choose tokens and give each sequence its own; how many were chosen."""
+        """Score prompts, choose tokens and append them to their sequences; return the number of tokens chosen."""
         counts: list[int] = []
         rows: Rows = []
         is_scored = False
@@ -274,14 +274,14 @@ class Engine:
         return len(rows)
 
     def _evict(self, sequences: Iterable[Sequence]) -> None:
-        """Evict pages of those that have not ended."""
+        """Evict pages of the sequences that have not ended."""
         if self.eviction is not None:
             alive = (sequence for sequence in sequences if sequence.id in self._requests)
             oldest = next(iter(self._requests), -1)
             self.eviction.evict(alive, self.scheduler.preempt_youngest, oldest)
 
     def _commit(self, step: InFlightStep, outputs: list[StepOutput]) -> None:
-        """Give each sequence of a step that was launched before its token; those that have ended since want none."""
+        """Append the tokens of a step launched in advance; skip sequences that have ended since."""
         tokens = step.read()
         now = time.perf_counter()
         for sequence, token in zip(step.sequences, tokens, strict=True):
@@ -291,7 +291,7 @@ class Engine:
         self._evict(step.sequences)
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
-        """The chosen tokens up to the first that a draft did not foresee: that one is right too, the rest is not."""
+        """Return the chosen tokens up to and including the first that differs from its draft."""
         pairs = enumerate(zip(sequence.drafts, chosen, strict=False))
         accepted = next((number for number, (draft, token) in pairs if draft != token), len(sequence.drafts))
         if self.controller is not None:
@@ -302,7 +302,7 @@ class Engine:
     def _append(
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: list[TokenLogprob | None] | None = None
     ) -> StepOutput:
-        """Add tokens until one ends the request; the news."""
+        """Append tokens until one ends the request; return the output."""
         reason: FinishReason | None = None
         text, stopped, first, scored = "", False, len(sequence.ids), len(sequence.logprobs)
         for number, token in enumerate(tokens):
@@ -339,7 +339,7 @@ class Engine:
         return StepOutput(request_id=sequence.id, token_ids=added, text=text, logprobs=own)
 
     def _end(self, sequence: Sequence, reason: FinishReason, added: tuple[int, ...], text: str) -> StepOutput:
-        """Take a request out; its pages are free afterwards."""
+        """Remove a request; its pages are free afterwards."""
         sequence.deltas.append(text)
         self.scheduler.remove(sequence)
         self._requests.pop(sequence.id, None)
@@ -348,16 +348,16 @@ class Engine:
         return StepOutput(request_id=sequence.id, token_ids=added, text=text, completion=completion)
 
     def _forget(self, sequence: Sequence) -> None:
-        """A sequence has lost its pages, for now or for good."""
+        """Tell the model and the proposer that a sequence has lost its pages, by preemption or at its end."""
         self.model.forget(sequence.id)
         if self._proposer is not None:
             self._proposer.forget(sequence.id)
 
     def check_integrity(self) -> None:
-        """Compare pages, queues and requests.
+        """Check that pages, queues and requests agree.
 
         Raises:
-            AssertionError: something is lost or doubled.
+            AssertionError: an item is lost or appears twice.
         """
         self.scheduler.check_integrity()
         alive = {sequence.id for sequence in (*self.scheduler.running, *self.scheduler.waiting)}
@@ -367,13 +367,13 @@ class Engine:
 
 
 def _last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
-    """Numbers, among the rows of all chunks, of so many last rows of each."""
+    """Return the row numbers of the last `counts` rows of each chunk, among the rows of all chunks."""
     ends = accumulate(chunk.num_logits for chunk in chunks)
     return [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
 
 
 def _chunk(sequence: Sequence, count: int) -> ScheduledChunk:
-    """The tokens of a sequence's next step, drafts last."""
+    """Return the chunk of a sequence's next step, drafts last."""
     start, end = sequence.num_computed, sequence.num_computed + count
     num_logits = end - max(start, sequence.first_row)
     return ScheduledChunk(sequence, sequence.ids[start:end] + sequence.drafts, start, max(0, num_logits))

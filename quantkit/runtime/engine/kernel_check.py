@@ -1,7 +1,7 @@
-"""GPU kernels beside plain torch, before the first load on a device and by `quantkit inspect --device`.
+"""Comparison of GPU kernels with plain torch, before the first load on a device and for `quantkit inspect --device`.
 
-Each family runs on small random numbers in a child of its own, so a crash or a hang ends that child only. Torch does
-the work of a family that fails. The verdicts are kept for this device, driver, and versions.
+Each kernel family runs on small random inputs in its own child process, so a crash or hang affects only that process.
+Torch replaces a family that fails. Verdicts are stored per device, driver and versions.
 """
 
 import contextlib
@@ -58,12 +58,13 @@ Case = Callable[[torch.device, torch.dtype], Outputs]
 
 
 class Verdict(NamedTuple):
-    """The result of a family of kernels.
+    """The result of checking one family of kernels.
 
     Args:
-        passed: whether the kernels do what they should.
-        text: how far they are from torch, or why that is not known.
-        is_final: whether another try would find the same; a family that ran out of time may do better on a quiet host.
+        passed: whether the kernels agree with torch.
+        text: the largest error relative to torch, or why it is unknown.
+        is_final: whether a repeated check would give the same result; a family that timed out may pass on a less busy
+            host.
     """
 
     passed: bool
@@ -72,7 +73,7 @@ class Verdict(NamedTuple):
 
 
 def check_kernels(device: torch.device) -> None:
-    """Let torch do the work of families that fail on a device; `QUANTKIT_TRITON=force` skips this."""
+    """Check the kernels of a device and let torch replace families that fail; `QUANTKIT_TRITON=force` skips this."""
     if not gpu.is_used(device) or _is_forced():
         return
     verdicts = read_verdicts(device)
@@ -84,10 +85,10 @@ def check_kernels(device: torch.device) -> None:
 
 
 def self_test(device: torch.device) -> dict[str, Verdict]:
-    """Compare every family of kernels with torch and keep the verdicts.
+    """Compare every kernel family with torch and store the verdicts.
 
     Raises:
-        InputError: the kernels are not for this device.
+        InputError: no GPU kernels run on this device.
     """
     path = verdict_file(device)
     _LOG.warning("comparing the GPU kernels with torch on %s, %.0f s at most", device, _SECONDS)
@@ -101,10 +102,10 @@ def self_test(device: torch.device) -> dict[str, Verdict]:
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """Return what verdicts hold for: on another device, driver or version nothing has run yet.
+    """Return the device, driver and versions that verdicts are valid for.
 
     Raises:
-        InputError: the kernels are not for this device.
+        InputError: no GPU kernels run on this device.
     """
     if not gpu.is_used(device):
         raise InputError(f"no GPU kernels run on {device}; they need a CUDA device, Triton, and QUANTKIT_TRITON not 0")
@@ -120,13 +121,13 @@ def identity(device: torch.device) -> dict[str, str]:
 
 
 def verdict_file(device: torch.device) -> Path:
-    """Return the path of the kept verdicts, there or not."""
+    """Return the path of the verdict file, whether or not it exists."""
     about = json.dumps(identity(device)).encode()
     return cache_folder() / f"kernel-checks-{hashlib.sha256(about).hexdigest()[:16]}.json"
 
 
 def read_verdicts(device: torch.device) -> dict[str, Verdict]:
-    """Return the kept verdicts by family; empty where there are none, or not of every family."""
+    """Return the stored verdicts by family; empty if a family is missing."""
     with contextlib.suppress(InputError, TypeError):
         verdicts = {key: Verdict(*entry) for key, entry in read_object(verdict_file(device), InputError).items()}
         return verdicts if verdicts.keys() == CASES.keys() else {}
@@ -134,14 +135,14 @@ def read_verdicts(device: torch.device) -> dict[str, Verdict]:
 
 
 def describe_kernels(device: torch.device) -> str:
-    """Tell users which kernels of a device are replaced by torch."""
+    """Describe for users which kernel families torch replaces on a device."""
     reasons = {what: gpu.why_replaced(family, device) for family, what in gpu.FAMILIES.items()}
     replaced = "; ".join(f"torch in place of {what}: {reason}" for what, reason in reasons.items() if reason)
     return replaced or ("not checked: QUANTKIT_TRITON=force" if _is_forced() else "as torch in all checks")
 
 
 def main() -> None:
-    """Print how far each case of a family is off; run in a child with the device and the family as arguments."""
+    """Print the error of each case of a family; runs in a child process with device and family as arguments."""
     device, family = torch.device(sys.argv[1]), sys.argv[2]
     # Libraries print too, also in C, and that is no result.
     results = os.fdopen(os.dup(1), "w")
@@ -155,9 +156,9 @@ def main() -> None:
 
 
 def error_of(case: Case, device: torch.device) -> float:
-    """Return the largest difference to plain torch on the host, as a share of the largest number there.
+    """Return the largest difference from plain torch on the host, relative to the largest value there.
 
-    It sets environment variables, so it is for a process of its own.
+    It sets environment variables, so run it in a separate process.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     outputs = []
@@ -175,7 +176,7 @@ def _is_forced() -> bool:
 
 
 def _try(device: torch.device, family: str) -> Verdict:
-    """Return the verdict on a family, from a child."""
+    """Check a family in a child process and return the verdict."""
     # One thread each: the children run at once, and pools of all processors would wait for each other.
     is_final = True
     command, environment = [*python(_CHILD), str(device), family], {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -203,17 +204,17 @@ def _try(device: torch.device, family: str) -> Verdict:
 
 
 def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Draw normal numbers on the host."""
+    """Draw normally distributed numbers on the host."""
     return torch.randn(shape).to(device, dtype)
 
 
 def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
-    """Return a function that makes the step of tokens start..stop of every sequence, on pages in disorder.
+    """Return a function that builds the batch of tokens start..stop of every sequence, with shuffled pages.
 
     Args:
-        count: sequences.
-        num_pages: pages of each.
-        page_size, device: of the cache.
+        count: number of sequences.
+        num_pages: pages per sequence.
+        page_size, device: page size and device of the cache.
     """
     # On consecutive pages a kernel that ignores the page table would be right.
     order = torch.randperm(count * num_pages, generator=torch.Generator().manual_seed(0)).view(count, -1).tolist()
@@ -248,7 +249,7 @@ def _products(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) ->
 
 
 def _attention(kind: str, device: torch.device, dtype: torch.dtype) -> Outputs:
-    """Two sequences: prompts over several pages, tokens that end and begin one, chunks behind."""
+    """Test attention with two sequences: prompts over several pages, decode steps at page boundaries, later chunks."""
     cache_of = LayerCache(scheme=kv_scheme(kind))
     layout = KVLayout(num_heads=2, head_dim=64, page_size=16, dtype=dtype, cache=cache_of)
     cache, step_of = KVCache([layout], 12, 2, device), steps(2, 6, 16, device)

@@ -1,14 +1,13 @@
-"""Decode steps that are launched before the tokens of the step before have been read.
+"""Launch of a decode step before the host has read the tokens of the previous step.
 
-While a GPU computes a step, the host has nothing to do but wait for its tokens, and while the host then gives them out,
-the GPU waits. So the next step is launched first: it takes its tokens from where the last one put them, and where they
-are stored is known without them. A sequence that turns out to have ended was computed once too often; that token is
-dropped, and its slot lies behind the sequence's end, where nobody reads.
+Without overlap, the host waits for tokens while the GPU computes, and the GPU waits while the host delivers them. So
+the engine launches the next step first: it reads its input tokens on the device, and their cache slots do not depend on
+them. If a sequence turns out to have ended, its extra token is dropped; its slot lies past the sequence's end and is
+never read.
 
-Not every step can be followed like this: not where the batch would change (somebody waits, reaches its limit, has been
-cancelled), where pages are short or about to be evicted, or where choosing needs the tokens themselves (penalties,
-log-probabilities, drafts).
-Then the engine goes on as without it. The tokens are the same either way.
+A step cannot be launched in advance if the batch would change (a request waits, reaches its limit or was cancelled), if
+pages are short or about to be evicted, or if sampling needs the tokens on the host (penalties, log-probabilities,
+drafts). The engine then runs the step normally. The tokens are the same either way.
 """
 
 from collections.abc import Container
@@ -24,10 +23,10 @@ from quantkit.runtime.sequence import Sequence
 
 
 class InFlightStep:
-    """A decode step that has been launched and whose tokens have not been read; they are on their way to the host.
+    """A decode step that has been launched but whose tokens the host has not read yet.
 
     Args:
-        sequences: one new token each.
+        sequences: the sequences, one new token each.
         tokens: (R,) int64, on any device.
     """
 
@@ -41,7 +40,7 @@ class InFlightStep:
             self._arrived.record()
 
     def read(self) -> list[int]:
-        """The tokens; waits for them, and for nothing that was launched later."""
+        """Return the tokens; wait for this step only, not for later launches."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens: list[int] = self._host.tolist()
@@ -49,11 +48,11 @@ class InFlightStep:
 
 
 class Overlap:
-    """Launcher of at most one step that the engine has not asked for yet.
+    """Launches at most one decode step in advance.
 
     Args:
-        runner: runs them.
-        scheduler: has the pages.
+        runner: runs the steps.
+        scheduler: reserves pages.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -62,7 +61,7 @@ class Overlap:
         self.num_followed = 0
 
     def launch(self, work: Work) -> bool:
-        """Launch a scheduled step; whether it was one for this. If not, nothing was done."""
+        """Launch a scheduled step if it qualifies; return whether it did."""
         assert self._in_flight is None, "a step is in flight"
         if not work or not all(sequence.is_decoding and count == 1 for sequence, count in work):
             return False
@@ -75,12 +74,12 @@ class Overlap:
         return True
 
     def next(self, alive: Container[int]) -> InFlightStep | None:
-        """The step in flight, whose tokens are to be read now, after the one that follows it has been launched.
+        """Launch the following step if possible, then return the step in flight, whose tokens the engine reads now.
 
         Args:
-            alive: numbers of the requests that have not ended.
+            alive: numbers of the unfinished requests.
         Returns:
-            None when nothing is in flight, or nobody there is alive.
+            None if no step is in flight, or all its requests have ended.
         """
         step, self._in_flight = self._in_flight, None
         if step is None or not any(sequence.id in alive for sequence in step.sequences):
@@ -89,11 +88,11 @@ class Overlap:
         return step
 
     def forget(self) -> None:
-        """Nobody wants what is in flight."""
+        """Drop the step in flight."""
         self._in_flight = None
 
     def _follow(self, step: InFlightStep, alive: Container[int]) -> InFlightStep | None:
-        """Launch the step after one that has not been read; None where that cannot be."""
+        """Launch the step after one that has not been read; return None if that is impossible."""
         for sequence in step.sequences:
             # At the limit the token that has not been read is the last one, and the batch is about to change.
             if sequence.id not in alive or len(sequence.ids) + 1 >= sequence.limit:
@@ -109,7 +108,7 @@ class Overlap:
         return self._start(step.sequences, step.tokens)
 
     def _start(self, sequences: list[Sequence], tokens: Tensor | None) -> InFlightStep:
-        """Run a step: on these tokens of the device, if the host does not know them yet."""
+        """Launch a decode step; `tokens` are its inputs on the device if the host does not know them yet."""
         ahead = 0 if tokens is None else 1  # steps of which nothing has been committed
         chunks = []
         for sequence in sequences:

@@ -1,11 +1,10 @@
-"""Run a model on scheduled work: as a captured CUDA graph if possible, else launch by launch.
+"""Execution of scheduled steps: as a captured CUDA graph if possible, otherwise kernel by kernel.
 
-Decode steps have one graph per number of sequences and of pages, captured when it is first needed. A decode step of a
-large model is some hundred launches of a few microseconds each, which the host cannot keep up with; a graph is one.
-Everything a step needs is written into one buffer on the host, copied to the device at once, and read by the kernels
-from there, so the captured launches stay valid. Batches are filled up to the next size with sequences that have no
-token: kernels skip them, and their slots, -1, store nothing. Batches with prompts or drafts run launch by launch. Not
-here: what a step computes (`model`).
+There is one graph per number of sequences and of pages, captured at first use. A decode step of a large model has
+several hundred kernels of a few microseconds each, more than the host can launch in time; a graph is a single launch.
+The host writes all inputs of a step into one buffer and copies it to a fixed device address, so captured launches stay
+valid. Batches are padded to the next size with empty sequences: kernels skip them, and their slots of -1 store nothing.
+Batches with prompts or drafts run kernel by kernel. `model` defines what a step computes.
 """
 
 import os
@@ -28,16 +27,16 @@ from quantkit.runtime.model.model import Model, NativeModel
 
 
 class Runner:
-    """A model, its cache, and the buffers of its batches.
+    """A model, its cache, and the input buffers of its batches.
 
-    On a CUDA device decode steps are captured as graphs if they can be; `QUANTKIT_CUDA_GRAPHS=0` switches that off.
+    On a CUDA device, decode steps are captured as graphs where possible; `QUANTKIT_CUDA_GRAPHS=0` disables this.
 
     Args:
         model: to run.
-        cache: its keys and values; None when the model keeps its own.
+        cache: KV cache; None if the model keeps its own.
         config: settings of the engine.
-        max_pages: of one sequence.
-        max_length: tokens of its text; None = as many as its pages hold.
+        max_pages: most pages of one sequence.
+        max_length: most tokens of one sequence; None = as many as its pages hold.
     """
 
     def __init__(
@@ -67,19 +66,20 @@ class Runner:
 
     @property
     def graph_status(self) -> str | None:
-        """Whether decode steps are CUDA graphs, for users; None where that is no question."""
+        """Describe for users whether decode steps run as CUDA graphs; None where graphs do not apply."""
         if self._graphs is None:
             return None if self._no_graphs is None else f"no: {self._no_graphs}"
         return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
 
     def step(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor:
-        """Logits, the rows of each chunk in order. For callers in inference mode.
+        """Return the logits, chunk by chunk. Call this in inference mode.
 
         Args:
-            chunks: of the batch.
-            tokens: (T,) int64 on the device, the new tokens if the host does not know them yet; None = in the chunks.
+            chunks: chunks of the batch.
+            tokens: (T,) int64 on the device, the new tokens if the host does not know them yet; None = use the chunks'
+                tokens.
         Returns:
-            logits, valid until the next call.
+            Logits, valid until the next call.
         """
         if self._graphs is not None:
             logits = self._graphs.run(chunks, tokens)
@@ -99,12 +99,12 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
-    """Return why decode steps of a model cannot be captured; None if they can.
+    """Return why the model's decode steps cannot be captured; None if they can.
 
     Args:
         model: to run.
-        cache: its keys and values.
-        max_length: tokens of the longest sequence.
+        cache: KV cache.
+        max_length: most tokens of one sequence.
     """
     if not cache.is_capturable:
         return "attention of this KV cache is computed by torch, sequence by sequence"
@@ -112,16 +112,16 @@ def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
 
 
 class DecodeGraphs:
-    """The graphs of a model over its cache.
+    """CUDA graphs of a model and its cache.
 
     Args:
         model: to run.
-        cache: its keys and values.
-        builder: knows the page table.
-        max_sequences: in one batch.
-        max_pages: of one sequence.
-        max_length: tokens of its text, of which pages may have been evicted; None = as many as its pages hold.
-        capture: gives the function that repeats a step; None = as a CUDA graph.
+        cache: KV cache.
+        builder: builder that holds the page table.
+        max_sequences: most sequences in one batch.
+        max_pages: most pages of one sequence.
+        max_length: most tokens of one sequence, including evicted ones; None = as many as its pages hold.
+        capture: returns a function that repeats a step; None = capture a CUDA graph.
     """
 
     def __init__(
@@ -147,14 +147,15 @@ class DecodeGraphs:
         model.reserve(self._max_length)
 
     def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
-        """Logits of a decode step; nothing is waited for.
+        """Return the logits of a decode step without waiting for the device.
 
         Args:
-            chunks: one new token each, whose logits are wanted.
-            tokens: (len(chunks),) int64, those tokens where the host does not know them yet; None = in the chunks.
+            chunks: one new token each, with logits.
+            tokens: (len(chunks),) int64, the input tokens if the host does not know them yet; None = use the chunks'
+                tokens.
         Returns:
-            of each chunk, valid until the next call; None when this is not a decode step, or when capturing
-            has failed, which `failure` then tells.
+            Logits of each chunk, valid until the next call; None if this is not a decode step or capturing failed (see
+            `failure`).
         """
         if self.failure is not None or not all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks):
             return None
@@ -182,16 +183,16 @@ class DecodeGraphs:
 
 
 class _Inputs:
-    """A decode batch at fixed addresses, and the memory of the host from which it is filled in one copy.
+    """A decode batch at fixed device addresses, and the host memory that fills it with one copy.
 
-    There are two copies of that memory, used in turn: the last step's may not have been copied yet.
+    Two host buffers alternate: the copy from the previous step's buffer may still be running.
 
     Args:
-        sequences: B.
-        pages: P, of each.
+        sequences: B, sequences in the batch.
+        pages: P, pages per sequence.
         page_size: tokens per page.
-        max_length: tokens of a text.
-        device: of the model.
+        max_length: most tokens of one sequence.
+        device: device of the model.
     """
 
     def __init__(self, sequences: int, pages: int, page_size: int, max_length: int, device: torch.device) -> None:
@@ -226,18 +227,19 @@ class _Inputs:
         )
 
     def _split(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers per sequence (5, B) int64, starts (B + 1,) and page table (B, P) int32 in one stretch of memory."""
+        """Return views of one block of memory: numbers per sequence (5, B) int64, starts (B + 1,) and page table (B, P)
+        int32."""
         count = self._sequences
         numbers = memory[: self._starts_at].view(torch.int64).view(_ROWS, -1)[:, :count]
         starts = memory[self._starts_at : self._table_at].view(torch.int32)[: count + 1]
         return numbers, starts, memory[self._table_at :].view(torch.int32).view(count, self._width)
 
     def write(self, chunks: Sequence[ScheduledChunk], table: np.ndarray[Any, Any], page_size: int) -> None:
-        """Write a batch into the memory whose turn it is.
+        """Write a batch into the next host buffer.
 
         Args:
-            chunks: at most B, one token each.
-            table: (len(chunks), at most P) int32, pages of each.
+            chunks: at most B chunks of one token each.
+            table: (len(chunks), at most P) int32, page numbers of each sequence.
             page_size: tokens per page.
         """
         self._turn ^= 1
@@ -257,20 +259,20 @@ class _Inputs:
         pages[:count, : table.shape[1]] = table
 
     def send(self) -> None:
-        """Copy to the device what was written last."""
+        """Copy the last written batch to the device."""
         self._device.copy_(self._hosts[self._turn], non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()
 
 
 class _CudaCapture:
-    """Captures CUDA graphs that share their memory: only one runs at a time.
+    """Captures CUDA graphs that share one memory pool, since only one runs at a time.
 
-    Rehearsed and captured on one stream of its own: kernels that count use the counters of the stream (`gpu.splits`),
-    and those that a graph keeps must be there before, and nobody else's.
+    Warm-up and capture use a separate stream. Split kernels use per-stream counters (`gpu.splits`); a captured graph
+    needs counters that already exist and that nothing else uses.
 
     Args:
-        device: where.
+        device: device to capture on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -279,7 +281,7 @@ class _CudaCapture:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Capture`; the step is run twice before, which compiles its kernels."""
+        """Capture a step, see `Capture`; run it twice first, to compile its kernels."""
         current = torch.cuda.current_stream(self._device)
         side = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
@@ -301,5 +303,5 @@ class _CudaCapture:
 
 
 def _bucket(count: int, least: int, most: int) -> int:
-    """The next power of two from `least` on, `most` at most."""
+    """Return the smallest power of two that is at least `count` and `least`, limited to `most`."""
     return min(max(least, 1 << (count - 1).bit_length()), most)

@@ -1,16 +1,16 @@
-"""Choice of the sequences of the next step, and of their numbers of tokens. No tensors, no clock.
+"""Choice of each step's sequences and their numbers of tokens, without tensors or clock.
 
-There are no phases: a step has one budget of tokens; running decodes take one each (and their drafts), the rest goes
-to prompts in chunks, the oldest first but never all of it to one while others wait for their first token.
+Prefill and decode share a step, which has one token budget. Each decoding sequence takes one token plus its drafts; the
+rest goes to prompts in chunks, oldest first. One prompt never gets all of it while others wait for their first token.
 
-Memory: sequences run in order of arrival, so those that run are older than those that wait. When pages run
-out, the youngest gives its pages back and is computed again later (its full pages stay known to the prefix cache as
-long as nobody needs them). The oldest can always take what it needs, so somebody always gets on; whoever is short of
-pages and has nobody younger to take from waits a step with what it holds.
+Memory: sequences start in order of arrival, so running ones are older than waiting ones. When pages run out, the
+scheduler preempts the youngest sequence and recomputes it later (the prefix cache keeps its full pages until they are
+needed). The oldest can always get pages, so progress is guaranteed. A sequence that lacks pages and finds no younger
+one to preempt keeps its pages and waits for a later step.
 
-Requests that only ask about their prompt are scheduled like all others, with two liberties, since nobody waits for
-their first token: they take what is left of the budget one after another instead of sharing it, and one whose
-beginning is just being computed for another is overtaken until it can be shared.
+Requests that only score their prompt are scheduled like others, with two exceptions, because no client waits for their
+first token. They use the remaining budget one after another instead of sharing it. If a request's prefix is being
+computed for another request, later requests may overtake it until it can share the prefix.
 """
 
 from bisect import insort
@@ -33,13 +33,14 @@ class Scheduler:
     """Queues, and the choice of each step's work.
 
     Args:
-        pool: pages to give out.
-        prefix: to find the beginnings of prompts in.
+        pool: pool that provides pages.
+        prefix: prefix cache, searched for the beginnings of prompts.
         config: limits of a step.
-        on_preempt: told about each sequence that lost its pages.
-        eviction: tells which pages sequences will give up; None = none, there is no budget.
-        fixed_chunks: whether where a step ends changes what is computed, as with a quantized cache: only what a step
-            brings is read unrounded. What is scored must not depend on who else is in the batch.
+        on_preempt: called with each sequence that lost its pages.
+        eviction: tells which pages sequences will lose; None = no KV budget.
+        fixed_chunks: True if results depend on where a prompt is split into steps. With a quantized cache they do: a
+            step reads only its own new tokens unrounded. Scored prompts are then split at fixed points, whatever the
+            batch.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, finished or not; its pages are free at once."""
+        """Remove a sequence, finished or not; its pages are free at once."""
         for queue in (self.waiting, self.running):
             if sequence in queue:  # in none where an interrupt came while it changed queues
                 queue.remove(sequence)
@@ -75,7 +76,8 @@ class Scheduler:
             self._free(sequence)
 
     def reserve(self, lengths: Iterable[tuple[Sequence, int]]) -> bool:
-        """Get pages for running sequences to hold so many tokens each; for all from what is free, or for none.
+        """Get pages so that each running sequence can hold its number of tokens; return False and take none if too few
+        are free.
 
         Args:
             lengths: sequences and their numbers of tokens.
@@ -87,9 +89,9 @@ class Scheduler:
         return all(self._grow(*each) for each in asked)
 
     def schedule(self) -> Work:
-        """The next step: sequences and their numbers of new tokens, drafts included.
+        """Return the next step: sequences and their numbers of new tokens, drafts included.
 
-        Pages for them are allocated, waiting sequences admitted, the youngest preempted where it must be.
+        This allocates their pages, admits waiting sequences, and preempts the youngest if pages run out.
         """
         preempted = self.num_preemptions
         work, prefills, budget = self._decodes()
@@ -102,7 +104,7 @@ class Scheduler:
         return work
 
     def _decodes(self) -> tuple[Work, list[Sequence], int]:
-        """Work of the sequences with one token to feed, the sequences with more, and what is left of the budget."""
+        """Return the work of decoding sequences, the sequences still in prefill, and the remaining token budget."""
         work: Work = []
         prefills: list[Sequence] = []
         # Drafts share what is left when each running sequence has its token, so none waits for another's guesses.
@@ -125,14 +127,14 @@ class Scheduler:
         return work, [s for s in prefills if s.row >= 0], spare + len(self.running) - len(work)
 
     def _cut_drafts(self, sequence: Sequence, spare: int) -> None:
-        """Leave the drafts that budget and free pages allow. Nobody is preempted for drafts."""
+        """Drop the drafts that do not fit the token budget and the free pages. Drafts preempt no sequence."""
         # A draft behind an eviction would see what it must not.
         del sequence.drafts[max(0, min(spare, self.until_due(sequence) - 1)) :]
         if not self._grow(sequence, sequence.num_computed + 1 + len(sequence.drafts)):
             sequence.drafts = []
 
     def _admit(self, prefills: list[Sequence], budget: int) -> list[Sequence]:
-        """Let waiting sequences run while there are rows, pages and tokens for them; those that now do."""
+        """Start waiting sequences while rows, pages and tokens last; return the started sequences."""
         demand = sum(self._first_chunk(sequence) for sequence in prefills)
         # Pages that prompts get chunk by chunk count as taken now, or too many would be admitted and preempted later.
         promised = sum(max(0, self._promised(sequence) - len(sequence.pages)) for sequence in prefills)
@@ -171,16 +173,16 @@ class Scheduler:
         return admitted
 
     def _promised(self, sequence: Sequence) -> int:
-        """Pages that a sequence must hold before it can go on after what is known."""
+        """Pages to reserve so that a sequence can finish its known tokens and go on."""
         needed = sequence.num_needed if self._eviction is None else self._eviction.promised(sequence)
         return self._config.pages_for(needed)
 
     def _grows(self, sequence: Sequence) -> bool:
-        """Whether a sequence will want more pages when its prompt is computed."""
+        """Whether the sequence will need more pages once its prompt is computed."""
         return sequence.draws and (self._eviction is None or self._eviction.grows(sequence))
 
     def until_due(self, sequence: Sequence) -> int:
-        """Tokens that a sequence may compute before some of its pages are evicted."""
+        """Return how many tokens a sequence can compute before its next eviction."""
         return NEVER if self._eviction is None else self._eviction.until_due(sequence)
 
     def _start(self, sequence: Sequence, hits: list[int]) -> None:
@@ -189,7 +191,7 @@ class Scheduler:
         insort(self.running, sequence, key=attrgetter("id"))  # it may have been overtaken
 
     def _scored_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
-        """Pages that a sequence computes before what it scores and that others may wait for; see `missing_keys`."""
+        """Return the keys of pages that a scoring request computes first and others may share; see `missing_keys`."""
         return [] if sequence.params.scoring is None else self._prefix.missing_keys(sequence, num_known)
 
     def _first_chunk(self, sequence: Sequence) -> int:
@@ -198,10 +200,10 @@ class Scheduler:
         return count if is_whole or sequence.params.scoring else min(count, self._page_size)
 
     def _next_chunk(self, sequence: Sequence) -> tuple[int, bool]:
-        """Tokens that a prompt would like to have computed in its next step, and whether it is all of them or none.
+        """Return the number of tokens a prompt wants in its next step, and whether it must get all of them at once.
 
-        With `fixed_chunks` a scored prompt is cut at the last full page before the rows that are scored, where these
-        begin, and at as many tokens as a step may have, whoever else is in the batch.
+        With `fixed_chunks`, a scored prompt is split at fixed points: at the last page boundary before the scored rows,
+        at the first scored row, and after every `token_budget` tokens. Other sequences in the batch do not matter.
         """
         left, scoring = min(sequence.num_left, self.until_due(sequence)), sequence.params.scoring
         if scoring is None:
@@ -214,7 +216,7 @@ class Scheduler:
         return min(next(end for end in ends if end > done) - done, limit), True
 
     def _prefill(self, work: Work, prefills: list[Sequence], budget: int) -> None:
-        """Add a chunk for each sequence, as far as the budget and the pages go."""
+        """Add a chunk for each sequence, as far as budget and pages allow."""
         for sequence, (count, is_whole) in zip(prefills, self._shares(prefills, budget), strict=True):
             # Without a row it has just lost its pages to an older prompt of the same step.
             if count <= 0 or sequence.row < 0:
@@ -229,11 +231,12 @@ class Scheduler:
             work.append((sequence, count))
 
     def _shares(self, prefills: list[Sequence], budget: int) -> list[tuple[int, bool]]:
-        """Tokens for each prompt, and whether it cannot do with fewer.
+        """Return the number of tokens for each prompt, and whether the prompt needs all of them at once.
 
-        While others wait for their first token, one gets at most half of what is left (a page at least) and ends at a
-        page border; what nobody took is handed out again from the oldest on, borders or not, so the budget is never
-        left under-filled. A chunk that must be whole is beyond the budget if it is the first: it would never fit else.
+        While others wait for their first token, a prompt gets at most half of the remaining budget (at least a page)
+        and stops at a page boundary. A second pass gives the rest to prompts from the oldest on, ignoring boundaries,
+        so no budget is wasted. If the first chunk cannot be split, it may exceed the budget, because it would otherwise
+        never fit.
         """
         chunks = [self._next_chunk(sequence) for sequence in prefills]
         size, left, shares = self._page_size, budget, list[int]()
@@ -256,11 +259,11 @@ class Scheduler:
         return [(share, is_whole) for share, (_, is_whole) in zip(shares, chunks, strict=True)]
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that a sequence lacks to hold so many tokens; not positive when it has enough."""
+        """Return how many pages a sequence lacks to hold this many tokens; zero or negative if it has enough."""
         return self._config.pages_for(num_tokens - sequence.num_evicted) - len(sequence.pages)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get pages for so many tokens from what is free; whether there are enough."""
+        """Take free pages to hold this many tokens; return whether there are enough."""
         if num_tokens - sequence.num_evicted <= len(sequence.pages) * self._page_size:  # as in nearly every decode step
             return True
         missing = self._missing(sequence, num_tokens)
@@ -270,7 +273,7 @@ class Scheduler:
         return True
 
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get pages for so many tokens, from younger sequences if need be; whether there are enough."""
+        """Get pages for this many tokens, preempting younger sequences if needed; return whether there are enough."""
         while not self._grow(sequence, num_tokens):
             if self.running[-1] is sequence:
                 return False
@@ -278,7 +281,7 @@ class Scheduler:
         return True
 
     def preempt_youngest(self) -> None:
-        """Take the pages of the sequence that arrived last of those that run; it is computed again later."""
+        """Preempt the running sequence that arrived last; it is recomputed later."""
         sequence = self.running.pop()
         self._free(sequence)
         sequence.num_preemptions += 1
@@ -296,10 +299,10 @@ class Scheduler:
         sequence.num_computed = sequence.num_published = sequence.num_evicted = 0
 
     def check_integrity(self) -> None:
-        """Compare queues, rows and pages.
+        """Check that queues, rows and pages agree.
 
         Raises:
-            AssertionError: something is lost, doubled or out of order.
+            AssertionError: an item is lost, appears twice or is out of order.
         """
         self._pool.check_integrity(sequence.pages for sequence in self.running)
         for queue in (self.running, self.waiting):

@@ -22,18 +22,18 @@ from quantkit.runtime.types import PromptScores, PromptScoring, SamplingParams, 
 
 @dataclass(slots=True, eq=False)
 class ScoringInput:
-    """Tokens to feed, once for all texts that are these and one more.
+    """Tokens to compute once for all texts that consist of them and one more token.
 
     Args:
-        ids: the tokens.
-        texts: number and text of each.
+        ids: token ids.
+        texts: index and text of each.
     """
 
     ids: tuple[int, ...]
     texts: list[tuple[int, ScoredText]] = field(default_factory=list)
 
     def params(self, chunk_size: int | None) -> SamplingParams:
-        """Return the request's parameters: scores from the earliest scored token on, and of each last token."""
+        """Return parameters that score from the earliest scored token on, and score each text's last token."""
         scoring = PromptScoring(
             # Less one: the last token of a text is not fed but scored as a continuation.
             num_tokens=max(text.num_scored for _, text in self.texts) - 1,
@@ -43,7 +43,7 @@ class ScoringInput:
         return SamplingParams(max_tokens=0, scoring=scoring)
 
     def split(self, scores: PromptScores) -> Iterable[tuple[int, PromptScores]]:
-        """Number and scores of each text, out of those of all."""
+        """Split the scores of the request into the index and scores of each text."""
         num_shared = len(scores.logprobs) - len(self.texts)
         for last, (number, text) in enumerate(self.texts, start=num_shared):
             index = [*range(num_shared - text.num_scored + 1, num_shared), last]
@@ -70,7 +70,7 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
 
 
 def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> PromptScores:
-    """Return empty scores for a prompt of so many tokens."""
+    """Return empty scores for a prompt of this many tokens."""
     count, top = scoring.num_tokens + len(scoring.continuations), min(scoring.top, vocab_size)
     return PromptScores(
         logprobs=torch.empty(count, dtype=torch.float32),
@@ -81,11 +81,11 @@ def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> Pr
 
 
 def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChunk]]) -> None:
-    """Take what was asked for out of the logits of a step, for all sequences at once.
+    """Collect the requested scores from a step's logits, for all sequences at once.
 
     Args:
         logits: (R, V) float32, rows of the chunks in order.
-        chunks: of the step, with their sequences; those that score something get it.
+        chunks: the step's chunks and their sequences; those that request scores receive them.
     """
     rows: list[int] = []
     tokens: list[int] = []

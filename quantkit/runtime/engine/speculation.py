@@ -41,7 +41,7 @@ _PERIOD = 64  # steps after which the other choice is tried again, for as many s
 
 @dataclass(slots=True)
 class _Record:
-    """Measurements of batches of about one size."""
+    """Measurements of batches of similar size."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     # Seconds, share of the sequences that had drafts, and drafts per sequence that had any.
@@ -53,10 +53,10 @@ class SpeculationController:
     """Chooses the number of drafts of each step. *Mutable*: learns from every step.
 
     Args:
-        max_drafts: at most so many.
-        force: always draft that many, whatever it costs.
+        max_drafts: most drafts per sequence and step.
+        force: always use `max_drafts` drafts, whatever they cost.
     Raises:
-        RequestError: more drafts than the KV cache can take back.
+        RequestError: `max_drafts` exceeds the number of tokens that the KV cache can take back.
     """
 
     def __init__(self, max_drafts: int = 4, *, force: bool = False) -> None:
@@ -71,16 +71,16 @@ class SpeculationController:
 
     @property
     def acceptance(self) -> float | None:
-        """Share of all drafts that were accepted; None before the first."""
+        """Share of all drafts that were accepted; None before the first draft."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
     def chance(self) -> float:
-        """Share of drafts accepted among those whose predecessors were; 0 before the first."""
+        """Acceptance rate of draft tokens whose predecessors were all accepted; 0 before the first draft."""
         return self.num_accepted / max(1, self.num_accepted + self._num_stopped)
 
     def choose(self, num_sequences: int) -> int:
-        """Drafts for each sequence of the next step."""
+        """Return the number of drafts for each sequence of the next step."""
         if self._force:
             return self._max_drafts
         record = self._record(num_sequences)
@@ -97,18 +97,18 @@ class SpeculationController:
         return best if turn < _MIN_DRAFTED else 0
 
     def accepted(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn how the drafts of one sequence fared."""
+        """Record how many drafts of one sequence were accepted."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self._num_stopped += num_accepted < num_drafted
 
     def timed(self, num_sequences: int, seconds: float, drafts: list[int]) -> None:
-        """Learn what a step took; only for steps without prompt tokens.
+        """Record the time of a step; call only for steps without prompt tokens.
 
         Args:
-            num_sequences: in the step.
-            seconds: of the step, drafting included.
-            drafts: numbers of drafts, one per sequence that had any.
+            num_sequences: number of sequences in the step.
+            seconds: duration of the step, including drafting.
+            drafts: number of drafts of each sequence that had any.
         """
         record = self._record(num_sequences)
         if drafts:
@@ -122,9 +122,10 @@ class SpeculationController:
         return self._records.setdefault(num_sequences.bit_length(), _Record())
 
     def _best(self, record: _Record) -> tuple[float, int]:
-        """Tokens per second relative to no drafts, and the number of drafts that gives it.
+        """Return the best number of drafts, and its tokens per second relative to no drafts.
 
-        With acceptance a of each draft, k drafts yield 1 + a + ... + a^k tokens; time grows evenly with k.
+        If each draft is accepted with probability a, k drafts yield 1 + a + ... + a^k tokens; time grows linearly with
+        k.
         """
         # Medians: one step in which the machine was busy with something else must not decide.
         plain = median(record.plain)
@@ -143,20 +144,20 @@ class SpeculationController:
 
 
 class Proposer(Protocol):
-    """Guesses how sequences go on."""
+    """Proposes draft tokens for sequences."""
 
     def propose(self, sequences: Many[Sequence], count: int) -> None:
-        """Set `drafts` of each sequence to at most `count` tokens, never beyond its limit; none is fine."""
+        """Set `drafts` of each sequence to at most `count` tokens, never beyond its limit; may leave it empty."""
 
     def forget(self, sequence_id: int) -> None:
-        """Drop what is kept for a sequence, known or not."""
+        """Drop the state of a sequence; do nothing if the id is unknown."""
 
     def check_integrity(self, alive: set[int]) -> None:
-        """Raise AssertionError when something is lost or kept for a sequence that is not alive."""
+        """Raise AssertionError if state is lost, or kept for a sequence that is not alive."""
 
 
 def _useful(sequence: Sequence, count: int) -> int:
-    """Drafts of use to a sequence, out of so many: the verified step always adds one token of its own."""
+    """Limit the number of drafts to what a sequence can use: the verified step always adds one more token."""
     return min(count, sequence.limit - len(sequence.ids) - 1)
 
 
@@ -174,12 +175,12 @@ def check_draft(vocab_size: int, target: int) -> None:
 
 
 def check_states(target: bool, draft: bool) -> None:
-    """Refuse models whose state has rejected drafts in it for good.
+    """Refuse models with a recurrent state, which rejected drafts would change permanently.
 
     Args:
-        target, draft: whether each keeps one.
+        target, draft: whether each model keeps such a state.
     Raises:
-        RequestError: one does.
+        RequestError: one of them does.
     """
     if target or draft:
         raise RequestError(
@@ -189,10 +190,10 @@ def check_states(target: bool, draft: bool) -> None:
 
 
 class NgramProposer:
-    """Looks for the last tokens earlier in the same sequence and proposes what followed there (prompt lookup).
+    """Searches the sequence for an earlier occurrence of its last tokens and proposes what followed (prompt lookup).
 
     Args:
-        longest, shortest: numbers of tokens to search for; the longest match wins, then the most recent.
+        longest, shortest: lengths of the token runs to search for; the longest match wins, then the most recent.
     Source: Saxena 2023, Prompt Lookup Decoding.
     """
 
@@ -214,14 +215,14 @@ class NgramProposer:
 
 
 class _Ngrams:
-    """Positions at which each n-gram of a sequence last ended; grows with it, so a step does not search."""
+    """Positions at which each n-gram of a sequence last ended; updated as it grows, so no step searches all of it."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_read = 0
 
     def read(self, ids: list[int], sizes: range) -> None:
-        """Add n-grams that end before the last token; those that end with it are what will be searched for."""
+        """Add the n-grams that end before the last token; those that end with it are the next search terms."""
         for end in range(self._num_read + 1, len(ids)):
             for size in sizes:
                 if size <= end:
@@ -229,7 +230,7 @@ class _Ngrams:
         self._num_read = max(self._num_read, len(ids) - 1)
 
     def continuation(self, ids: list[int], sizes: range, count: int) -> list[int]:
-        """Return the tokens that followed the last ones before; repeat them if they reach the sequence's end."""
+        """Return the tokens that followed the previous match; repeat them if they reach the sequence's end."""
         for size in sizes:
             end = self._ends.get(tuple(ids[-size:])) if size < len(ids) else None
             if end is not None:
@@ -240,13 +241,13 @@ class _Ngrams:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Shadow(PageHolder):
-    """A sequence as the draft model knows it: its own pages, and the drafts that were fed after `base` tokens."""
+    """The draft model's copy of a sequence: its own pages, and the drafts computed after the first `base` tokens."""
 
     base: int = 0
     fed: list[int] = field(default_factory=list)
 
     def sync(self, ids: list[int]) -> None:
-        """Keep what was computed for tokens that are still right: fed drafts up to the first that was rejected."""
+        """Keep what was computed for tokens that are still right: drafts up to the first rejected one."""
         right = self.base
         for token in self.fed:
             if right >= len(ids) or ids[right] != token:
@@ -258,15 +259,15 @@ class _Shadow(PageHolder):
 
 
 class DraftModelProposer:
-    """A second, cheaper model with the same vocabulary, with its own cache and pages.
+    """Proposes tokens with a second, cheaper model of the same vocabulary, which has its own cache and pages.
 
     Args:
-        model: the draft.
-        cache: its keys and values.
-        config: of the engine; its token budget is also what the draft catches up with in one step, so long prompts
-            take several.
-        num_pages: of that cache.
-        vocab_size: of the target.
+        model: the draft model.
+        cache: KV cache of the draft model.
+        config: engine settings; the token budget also limits how many prompt tokens the draft model computes per step,
+            so long prompts take several steps.
+        num_pages: pages in that cache.
+        vocab_size: vocabulary size of the target model.
     Raises:
         RequestError: the vocabularies differ.
     """
@@ -298,7 +299,7 @@ class DraftModelProposer:
                     ready.append((sequence, shadow, ScheduledChunk(shadow, [token], shadow.num_computed, 1)))
 
     def _caught_up(self, sequences: Many[Sequence], count: int) -> list[tuple[Sequence, _Shadow, ScheduledChunk]]:
-        """Feed what the draft has not seen; sequences that will then be up to date, with their last chunk unfed."""
+        """Compute tokens that are new to the draft model; return the sequences one chunk from up to date, with it."""
         ready, lagging, budget = [], [], self._config.token_budget
         for sequence in sequences:
             shadow = self._shadow(sequence, len(sequence.ids) + _useful(sequence, count))
@@ -318,7 +319,7 @@ class DraftModelProposer:
         return ready
 
     def _shadow(self, sequence: Sequence, num_tokens: int) -> _Shadow | None:
-        """The sequence's shadow with pages for so many tokens; None when the draft's pool or context is too small."""
+        """Return the sequence's shadow with pages for this many tokens; None if pool or context is too small."""
         shadow = self._shadows.get(sequence.id)
         if shadow is None:
             shadow = self._shadows[sequence.id] = _Shadow(id=sequence.id, row=self._rows.pop())

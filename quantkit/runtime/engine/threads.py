@@ -1,8 +1,8 @@
-"""Number of threads to compute with: measured, or as the user says; never blindly the number of cores.
+"""Choice of the number of threads: measured, or as the user asks.
 
-Decoding is bound by memory, which one or two threads may exhaust, and on a shared machine every further thread is one
-more to wait for at each barrier. So counts are tried, for a moment, on what a model does. An evaluation scores prompts,
-which large products decide: there only those count.
+Decoding is bound by memory bandwidth, which one or two threads may saturate. On a shared machine, every further thread
+can delay each barrier. So a short measurement tries several counts on typical products. An evaluation only scores
+prompts, so it measures large products only.
 """
 
 import functools
@@ -32,20 +32,20 @@ _has_pool = True  # threads that OpenMP can give work to
 
 
 class ThreadChoice(NamedTuple):
-    """A number of threads, and why in one line for `--stats`."""
+    """A number of threads, and the reason for it in one line for `--stats`."""
 
     threads: int
     reason: str
 
 
 def choose_threads(requested: int | None = None, *, decodes: bool = True) -> ThreadChoice:
-    """Choose a number of threads; leaves torch's setting as it was.
+    """Choose a number of threads without changing torch's setting.
 
     Args:
-        requested: taken as it is; None = measure, for at most about 0.15 s, without decoding about 0.4 s.
-        decodes: whether single tokens are computed too; False = prompts only.
+        requested: number to use; None = measure, for at most about 0.15 s, or 0.4 s without decoding.
+        decodes: whether single tokens are decoded; False = only prompts are computed.
     Raises:
-        InputError: fewer than one was requested, or more than OpenMP can be told.
+        InputError: the requested number is below 1 or above OpenMP's limit.
     """
     if requested is not None:
         if requested < 1:
@@ -66,7 +66,7 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
 
 @functools.cache
 def guard_forks() -> None:
-    """Let forked children compute with one thread: a child inherits OpenMP's pool without the threads in it."""
+    """Make forked children compute with one thread, because they inherit OpenMP's pool without its threads."""
     os.register_at_fork(after_in_child=_forget_pool)
 
 
@@ -77,7 +77,7 @@ def _forget_pool() -> None:
 
 
 def thread_limit() -> int:
-    """Threads that this process may keep busy: the least of affinity, cgroup quota and OMP_NUM_THREADS."""
+    """Return the threads this process may keep busy: the least of affinity, cgroup quota and OMP_NUM_THREADS."""
     if not _has_pool:
         return 1
     limits = [available_cores()]
@@ -89,16 +89,16 @@ def thread_limit() -> int:
 
 
 def thread_counts(limit: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the limit itself."""
+    """Return 1, 2, 4, ... and the limit itself."""
     powers = [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
     return tuple(sorted({*powers, limit}))
 
 
 def measure_threads(counts: tuple[int, ...], decodes: bool = True) -> dict[int, tuple[float, ...]]:
-    """Seconds of products by number of threads, medians of a few repeats; changes torch's setting.
+    """Return the median seconds of each product by number of threads; changes torch's setting.
 
-    Where single tokens are computed there are two products: one token through a large weight, which is bound by memory,
-    and some tokens through a small one, which is bound by arithmetic. Else there is one of many tokens.
+    For decoding there are two products: one token through a large weight, which is bound by memory, and several tokens
+    through a small weight, which is bound by arithmetic. Otherwise there is one product of many tokens.
     """
     # Filled, not zeros: untouched zeros all lie on one page.
     weight = torch.ones(_GEMV_ROWS, _GEMV_WIDTH)
@@ -112,9 +112,9 @@ def measure_threads(counts: tuple[int, ...], decodes: bool = True) -> dict[int, 
 
 
 def _median_time(work: Callable[[], object], budget_s: float) -> float:
-    """Median seconds of a few calls after one to warm up.
+    """Return the median seconds of a few calls after one warm-up call.
 
-    Not the minimum: beside busy neighbours threads wait for each other most of the time, and the best case hides it.
+    The minimum would mislead: next to busy processes, threads often wait for each other, and the best case hides that.
     """
     work()
     times: list[float] = []
@@ -127,10 +127,10 @@ def _median_time(work: Callable[[], object], budget_s: float) -> float:
 
 
 def smallest_near_best(timings: dict[int, tuple[float, ...]]) -> ThreadChoice:
-    """Return the smallest number of threads whose time, all products counted alike, is within 10 % of the best.
+    """Return the smallest number of threads within 10 % of the best time, weighing all products equally.
 
     Args:
-        timings: of each product by number of threads, ascending from one.
+        timings: seconds of each product by number of threads, ascending from one.
     """
     costs = {
         count: sum(own / alone for own, alone in zip(times, timings[1], strict=True))

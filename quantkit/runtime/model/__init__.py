@@ -1,1 +1,1 @@
-"""From a model directory to a decoder that runs: config, tensors, blocks, head."""
+"""Loading a model directory into a decoder that runs: config, tensors, blocks, head."""

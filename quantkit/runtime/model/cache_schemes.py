@@ -18,12 +18,12 @@ from quantkit.runtime.model.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCache:
-    """Settings and scales that a checkpoint has for its KV cache.
+    """KV cache settings and scales of a checkpoint.
 
     Args:
-        schemes: what config.json says of each layer; None = nothing.
-        scales: of each layer: fixed scales of keys and values, where it has them.
-        note: why what config.json says is not followed; empty when it is.
+        schemes: scheme of each layer according to config.json; None = config.json has none.
+        scales: fixed scales of keys and values for each layer that has them.
+        note: why quantkit ignores these settings; empty if it follows them.
     """
 
     schemes: tuple[KVScheme, ...] | None = None
@@ -31,13 +31,13 @@ class StoredCache:
     note: str = ""
 
     def choose(self, name: str | None) -> tuple[LayerCache, ...]:
-        """The cache of each layer under a short name; see `layouts.kv_scheme`.
+        """Return the cache scheme of each layer for a short name; see `layouts.kv_scheme`.
 
         Args:
-            name: `auto` follows the checkpoint. `fp8` takes its scales where it has them for every layer, else 1.0.
-                The others are what they are without a checkpoint; None = as computed.
+            name: `auto` follows the checkpoint. `fp8` uses the checkpoint's scales if every layer has them, otherwise
+                1.0. Other names ignore the checkpoint; None = unquantized, in the dtype of the computation.
         Raises:
-            SchemeError: no such name.
+            SchemeError: the name is unknown.
         """
         preset = KVScheme() if name is None else kv_scheme(name)
         if name == "auto" and self.schemes is not None:
@@ -92,7 +92,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
 
 
 def follows_checkpoint(path: str | Path) -> bool:
-    """Whether `auto` quantizes keys or values for the checkpoint in this directory; False when that cannot be told."""
+    """Whether `auto` quantizes keys or values for this checkpoint; False if that cannot be determined."""
     try:
         config = CheckpointReader(Path(path)).config
         schemes = read_cache_schemes(config, ConfigReader(config).count("num_hidden_layers", default=1))
@@ -102,11 +102,11 @@ def follows_checkpoint(path: str | Path) -> bool:
 
 
 def cache_type(layouts: Sequence[Layout], asked: str) -> str:
-    """Short name of what a cache holds: as asked, or, where `auto` quantizes, the commonest number type of its keys.
+    """Return the short name of a cache's number type; if `auto` quantizes, the most common type of its keys.
 
     Args:
-        layouts: one per layer.
-        asked: the name that the user gave.
+        layouts: layout of each layer.
+        asked: the name given by the user.
     """
     kept = [layout.scheme.key.dtype or layout.scheme.value.dtype for layout in layouts]
     names = Counter(dtype.name for dtype in kept if dtype is not None)

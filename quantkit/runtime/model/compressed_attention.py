@@ -1,10 +1,10 @@
-"""DeepSeek-V4's attention: a window of raw tokens beside entries that each stand for several.
+"""DeepSeek-V4's attention: a window of single tokens, plus entries that each represent several tokens.
 
-One vector of a token is key and value of all heads; what is attended to is turned back by the query's angle, so that
-only distances count. An entry is a sum of its tokens, weighed channel by channel by gates, and seen once all of these
-tokens are before the query. Where entries stand for few tokens they overlap, and an indexer picks those that a query
-reads. All of it by torch, sequence after sequence. Shapes: T new tokens of all sequences, L of one, H hidden width, Hq
-heads, D channels of a head, R of them rotated (the last), r tokens of an entry, E entries.
+Each token has one vector, which is key and value of all heads. Attention outputs are rotated back by the query's angle,
+so that only distances matter. An entry is a sum of its tokens, weighted per channel by gates; a query sees it once all
+its tokens precede the query. Entries that represent few tokens overlap, and an indexer selects the entries that a query
+reads. Everything runs in torch, one sequence at a time. Shapes: T new tokens of all sequences, L of one, H hidden
+width, Hq heads, D channels of a head, R of them rotated (the last), r tokens of an entry, E entries.
 Source: DeepSeek-AI 2026, DeepSeek-V4; transformers `models/deepseek_v4/`.
 """
 
@@ -36,13 +36,14 @@ _QUERIES = 128  # of a sequence whose scores are held at once
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Compressor:
-    """Makes entries.
+    """Computes entries.
 
     Args:
-        bias: (r, S D) float32, of the gates by a token's place; S is 2 where entries overlap, else 1.
-        norm: of an entry.
+        bias: (r, S D) float32, bias of the gates by a token's position in its entry; S is 2 if entries overlap,
+            otherwise 1.
+        norm: norm of an entry.
         width: D.
-        rope: of entries, at the position of their first own token.
+        rope: rotary embedding of entries, at the position of their first own token.
     """
 
     bias: Tensor
@@ -51,11 +52,11 @@ class Compressor:
     rope: RopeConfig
 
     def __call__(self, tokens: Tensor, start: int, first: int, last: int) -> Tensor:
-        """Entries.
+        """Compute entries.
 
         Args:
-            tokens: (n, 2 S D) values and gates of tokens from position `start` on.
-            first, last: numbers of the entries to make, the last one not included.
+            tokens: (n, 2 S D) values and gates of the tokens from position `start` on.
+            first, last: numbers of the entries to compute, `last` excluded.
         Returns:
             (last - first, D).
         """
@@ -75,13 +76,13 @@ class Compressor:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Indexer:
-    """Picks the entries that a query reads.
+    """Selects the entries that a query reads.
 
     Args:
-        query: (T, rank) -> (T, heads D) of its own.
-        weight: (T, H) -> (T, heads), how much each head counts.
-        num_heads: of them.
-        top_k: entries of a query.
+        query: (T, rank) -> (T, heads D), the indexer's own queries.
+        weight: (T, H) -> (T, heads), the weight of each head.
+        num_heads: number of heads.
+        top_k: number of entries that a query reads.
     """
 
     query: Linear
@@ -90,12 +91,12 @@ class Indexer:
     top_k: int
 
     def scored(self, x: Tensor, narrow: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Queries (T, heads, D) and weights (T, heads) of inputs (T, H) and narrow queries (T, rank)."""
+        """Return queries (T, heads, D) and weights (T, heads) for inputs (T, H) and low-rank queries (T, rank)."""
         query = turned(self.query(narrow).view(len(x), self.num_heads, -1), angles)
         return query, self.weight(x).float() * self.num_heads**-0.5
 
     def pick(self, query: Tensor, weight: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        """(L, E), true where an entry is read, of queries and weights of one sequence, keys (E, D) and what is seen."""
+        """Return (L, E), true where a query reads an entry, for one sequence with keys (E, D)."""
         if keys.shape[0] <= self.top_k:
             return seen
         single, scale = keys.float().T, query.shape[-1] ** -0.5
@@ -110,18 +111,18 @@ class CompressedAttention:
     """Attention of one layer.
 
     Args:
-        layer: its number in the cache.
-        shape: what the cache keeps.
-        qkv: (T, H) -> narrow queries (rank) and the key (D).
-        query_norm, query_up: from narrow queries to (T, Hq D).
-        key_norm: of the key.
+        layer: layer number in the cache.
+        shape: shape of the layer's cache.
+        qkv: (T, H) -> low-rank queries (rank) and the key (D).
+        query_norm, query_up: map low-rank queries to (T, Hq D).
+        key_norm: norm of the key.
         grouped: (g, outputs of a group, Hq D / g), the first output projection.
-        output: the second.
+        output: the second output projection.
         options: scale, window and sinks.
-        eps: of the norm of each query, which has no weight.
-        past: (T, H) -> what entries are made of, of the layer's and then of the indexer's; None = there are none.
-        compressors: of these.
-        indexer: None = all entries are read.
+        eps: epsilon of each query's norm, which has no weight.
+        past: (T, H) -> inputs of the entries, first the layer's, then the indexer's; None = there are no entries.
+        compressors: compute the entries of the layer, then of the indexer.
+        indexer: selects entries; None = queries read all entries.
     """
 
     layer: int
@@ -167,7 +168,7 @@ class CompressedAttention:
         return self.output(torch.bmm(out.transpose(0, 1), self.grouped.mT).transpose(0, 1).reshape(len(x), -1))
 
     def _entries(self, pool: EntryPool, row: Tensor, pages: Tensor, span: Span, fresh: Tensor) -> list[Tensor]:
-        """All entries (E, D) of a sequence, then their indexer's keys, with those that its new tokens complete."""
+        """Return all entries (E, D) of a sequence, including newly completed ones, then its indexer's keys."""
         length = span.cached + len(fresh)
         before = pool.past(row, span.cached).to(fresh.dtype)
         tokens, first, last = torch.cat([before, fresh]), span.cached // self.shape.ratio, length // self.shape.ratio
@@ -182,14 +183,14 @@ class CompressedAttention:
     def _attend(
         self, query: Tensor, keys: Tensor, entries: Sequence[Tensor], own: tuple[Tensor, Tensor] | None, cached: int
     ) -> Tensor:
-        """Attention of one sequence.
+        """Compute the attention of one sequence.
 
         Args:
             query: (L, Hq, D).
-            keys: (N, D); the last L are the queries' own tokens'.
-            entries: (E, D), then the indexer's keys; of layers that have any.
-            own: the indexer's queries and weights of the L.
-            cached: tokens before them.
+            keys: (N, D); the last L belong to the queries' own tokens.
+            entries: (E, D), then the indexer's keys, if the layer has them.
+            own: the indexer's queries and weights of the L tokens.
+            cached: number of tokens before them.
         Returns:
             (L, Hq, D).
         """
@@ -210,7 +211,7 @@ class CompressedAttention:
 
 
 def turned(states: Tensor, angles: Angles) -> Tensor:
-    """A copy of states (T, D) or (T, heads, D) whose last channels are rotated, neighbours as pairs."""
+    """Return a copy of states (T, D) or (T, heads, D) with the last channels rotated, in neighbouring pairs."""
     cos, sin = angles
     plain, rotated = states.tensor_split((-2 * cos.shape[-1],), dim=-1)
     several = rotated.float().clone(memory_format=torch.contiguous_format).view(len(states), -1, 2 * cos.shape[-1])
@@ -219,7 +220,7 @@ def turned(states: Tensor, angles: Angles) -> Tensor:
 
 
 def build_streamed_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> StreamedBlock:
-    """One decoder layer; see `weights.build_block`."""
+    """Build one decoder layer; see `weights.build_block`."""
     config = weights.config
     prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
     assert rope is not None, "all layers have positions"
@@ -236,7 +237,7 @@ def build_streamed_block(weights: Weights, index: int, ropes: Sequence[RopeConfi
 
 
 def _build_mixture(weights: Weights, prefix: str) -> Mixture:
-    """Experts that are chosen by token id, or balanced by a number for each."""
+    """Build a mixture of experts that are chosen by token id, or by scores with a balance term."""
     mixture, gate, experts = build_mixture(weights, prefix), f"{prefix}mlp.gate.", weights.config.experts
     assert experts is not None, "all layers have experts"
     if f"{gate}tid2eid" in weights.reader:
@@ -253,7 +254,7 @@ def build_head(weights: Weights) -> StreamHead:
 
 
 def _mixing(weights: Weights, prefix: str) -> dict[str, Any]:
-    """Return what a mixture of streams is made from, by field name."""
+    """Return the arguments of a stream mixture by field name."""
     names = {"weight": "fn", "bias": "base", "scale": "scale"}
     tensors = {name: weights.tensor(prefix + part, torch.float32) for name, part in names.items()}
     return {**tensors, "eps": weights.config.norm_eps, "floor": weights.config.entries.number("hc_eps", default=1e-6)}

@@ -1,7 +1,7 @@
-"""Computation of one model: its description, and every constant of its forward pass, checked, with defaults filled in.
+"""Config of one model: its description and every constant of its forward pass, checked, with defaults filled in.
 
-Plain JSON is read, both as transformers 4 wrote it (`rope_theta`, `rope_scaling`) and as version 5 does
-(`rope_parameters`); transformers itself is not needed. Which tensors that makes says `models.description`.
+It reads plain JSON as written by transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), without
+importing transformers. `models.description` derives the tensors from it.
 """
 
 import math
@@ -26,17 +26,18 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(ModelDescription):
-    """One model, ready to be built.
+    """Config of one model, ready to be built.
 
     Args:
-        ropes: of each layer: its rotary embedding; None = no positions.
-        norm_eps, norm_offset: of all norms.
-        activation: of the MLP.
-        attention_scale: of query times key.
+        ropes: rotary embedding of each layer; None = no positions.
+        norm_eps, norm_offset: epsilon and weight offset of all norms.
+        activation: activation of the MLP.
+        attention_scale: factor on query times key.
         attention_softcap, logits_softcap: c of c * tanh(x / c).
-        clip: bound of the absolute value of queries, keys and values.
-        embedding_scale, residual_scale, logits_scale: of the embeddings, of what joins the stream, of the logits.
-        max_length: tokens of a sequence.
+        clip: bound on the absolute value of queries, keys and values.
+        embedding_scale, residual_scale, logits_scale: factors on the embeddings, on additions to the residual stream,
+            and on the logits.
+        max_length: the most tokens per sequence that the model supports.
     """
 
     ropes: tuple[RopeConfig | None, ...]
@@ -54,13 +55,14 @@ class ModelConfig(ModelDescription):
 
 
 def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
-    """A model's config.json, checked.
+    """Read and check a model's config.json.
 
     Args:
-        config: its contents.
-        family: the one it is of.
+        config: contents of config.json.
+        family: the model's family.
     Raises:
-        ModelError: a key is missing, of the wrong kind, contradicts another, or asks for what is not computed here.
+        ModelError: a key is missing, has the wrong type, contradicts another, or asks for something quantkit cannot
+            compute.
     """
     if not family.native:
         raise NotNative(f"architecture {next(iter(family.hf_names), config.get('model_type'))!r}")
@@ -120,5 +122,5 @@ def _read_ropes(
 
 
 def _max_length(ropes: Iterable[RopeConfig | None], length: int) -> int:
-    """Tokens of a sequence: what config.json says, but dynamic scaling only begins where that ends."""
+    """Return the most tokens per sequence: config.json's value, but dynamic scaling extends it."""
     return int(length * max((rope.factor for rope in ropes if rope and rope.kind == "dynamic"), default=1.0))

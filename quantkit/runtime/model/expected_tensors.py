@@ -1,7 +1,7 @@
-"""Tensors that a model of this config has, whether a checkpoint has exactly those, and whether they fit; none is read.
+"""Tensors that a model must have, and checks of a checkpoint's tensors and size against them; reads only headers.
 
-Shapes of quantized linears follow from their scheme and are checked when they are decoded; here their number of rows
-and columns is, as far as headers and `weight_shape` tell.
+The decoder checks the tensor shapes of quantized linears, which depend on the scheme. This module checks only their
+numbers of rows and columns, as far as headers and `weight_shape` give them.
 """
 
 import math
@@ -32,11 +32,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def manifest_of(model: ModelDescription) -> tuple[dict[str, tuple[int, int]], Shapes]:
-    """Tensors that a checkpoint of a model must hold.
+    """Return the tensors that a checkpoint of a model must hold.
 
     Returns:
         linears: (N, K) by full module name; a bias (N,) is optional.
-        others: shape by full name, of everything that is never quantized.
+        others: shape by full name, for all tensors that are never quantized.
     """
     family, linears = model.family, dict[str, tuple[int, int]]()
     others: Shapes = {f"{family.embedding}.weight": (model.vocab_size, model.hidden_size), **outer_tensors(model)}
@@ -51,14 +51,14 @@ def manifest_of(model: ModelDescription) -> tuple[dict[str, tuple[int, int]], Sh
 
 
 def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Scheme | None) -> None:
-    """A checkpoint has what the model's manifest says, in the right shapes, and nothing else.
+    """Check that a checkpoint has exactly the model's tensors, in the right shapes.
 
-    An output head may be stored although the embedding takes its place.
+    A stored output head is accepted even if the model uses the embedding instead.
 
     Args:
-        model: what its config.json says.
-        reader: of the checkpoint; only headers are read, and shapes that are stored as tensors.
-        scheme: of its quantized linears; None = it has none.
+        model: description from config.json.
+        reader: reader of the checkpoint; only headers, and shapes that are stored as tensors, are read.
+        scheme: scheme of the quantized linears; None = the checkpoint has none.
     Raises:
         CheckpointError: names the tensor, what was found and what was expected.
     """
@@ -94,7 +94,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
 
 
 def _further_layers(model: ModelDescription) -> tuple[str, ...]:
-    """Find layers that predict further tokens, in training or as drafts; the model is whole without them."""
+    """Return the layers that only predict further tokens, for training or as drafts; the model does not need them."""
     count = model.entries.count("num_nextn_predict_layers", default=0, at_least=0)
     first = model.num_layers
     layers = [f"{model.family.layers}.{number}." for number in range(first, first + count)]
@@ -102,24 +102,24 @@ def _further_layers(model: ModelDescription) -> tuple[str, ...]:
 
 
 def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
-    """Scheme of a linear with these tensors, if it is stored as codes; None = as values."""
+    """Return the scheme of a linear with these tensors; None if it is stored unquantized."""
     # A scheme may match more linears than are quantized; which tensors there are decides.
     return scheme.find(name) if scheme is not None and set(local) - {"weight", "bias"} else None
 
 
 def local_names(reader: CheckpointReader, others: Collection[str] = ()) -> dict[str, set[str]]:
-    """Names of each module's own tensors, relative to it, by full module name; buffers of no use are left out.
+    """Return the names of each module's tensors, relative to the module, by module name; unused buffers are left out.
 
     Args:
-        reader: of the checkpoint.
-        others: full names of what is no part of a linear, though it may lie beside one, such as a router's balance.
+        reader: reader of the checkpoint.
+        others: full names of tensors that do not belong to a linear but may lie beside one, such as a router's balance.
     """
     modules = by_module(name for name in reader.names if name not in others and not _IGNORED.fullmatch(name))
     return {module: set(names) for module, names in modules.items()}
 
 
 def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]) -> None:
-    """Check shapes as far as possible without unpacking."""
+    """Check the shape of a quantized weight as far as possible without unpacking."""
     stored: tuple[int, ...] = shape
     if f"{name}.weight_shape" in reader:
         stored = tuple(reader.tensor(f"{name}.weight_shape").tolist())
@@ -132,14 +132,14 @@ def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]
 
 
 def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
-    """The weights fit, with their largest tensor twice, before any of them is read.
+    """Check that the weights fit in memory, with the largest tensor counted twice, before reading any.
 
     Args:
-        reader: of the checkpoint.
-        dtype: floats are converted to.
-        device: where they go.
+        reader: reader of the checkpoint.
+        dtype: dtype that floats are converted to.
+        device: target device.
     Raises:
-        ResourceError: gives both figures.
+        ResourceError: the weights do not fit; the message gives both figures.
     """
     sizes = []
     for name in reader.names:

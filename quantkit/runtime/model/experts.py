@@ -1,6 +1,6 @@
-"""A mixture of experts in place of the MLP: a router chooses a few for each token, their outputs are weighed and added.
+"""Mixture of experts in place of the MLP: a router chooses k experts per token and sums their weighted outputs.
 
-What is computed, and by which kernels, is in `reference.experts`. Shapes: T tokens, H hidden width, E experts, k of
+`reference.experts` defines the computation. Shapes: T tokens, H hidden width, E experts, k of
 them for each token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral); Yang et al. 2024 (Qwen2).
 """
@@ -23,11 +23,11 @@ class Mixture:
 
     Args:
         router: (T, H) -> (T, E).
-        experts: one MLP each, or all of them as one.
-        choose: (T, E) scores to weights and numbers of the chosen, such as `route`.
-        shared: an MLP that every token passes, or None.
-        shared_gate: (T, H) -> (T, 1), weighs its output through a sigmoid; None = it counts fully.
-        table: (V, k) int64, experts of each token id, which `choose` then only weighs; None = it chooses.
+        experts: one MLP per expert, or all experts as one module.
+        choose: maps (T, E) scores to weights and numbers of the chosen experts, such as `route`.
+        shared: an MLP applied to every token, or None.
+        shared_gate: (T, H) -> (T, 1), whose sigmoid scales the shared output; None = no scaling.
+        table: (V, k) int64, experts of each token id; `choose` then only weighs them. None = `choose` selects them.
     """
 
     router: Linear
@@ -39,18 +39,18 @@ class Mixture:
 
     @property
     def linears(self) -> tuple[LinearFacts, ...]:
-        """Two of each expert, without the shared one's."""
+        """The linears of each expert, two per expert; the shared expert's are not included."""
         if isinstance(self.experts, tuple):
             return tuple(linear for expert in self.experts for linear in (expert.up, expert.down))
         return self.experts.linears
 
     @property
     def is_capturable(self) -> bool:
-        """Whether the device chooses, so that calls can be captured as a graph."""
+        """Whether calls can be captured as a CUDA graph, because the device chooses the experts."""
         return not isinstance(self.experts, tuple)
 
     def __call__(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """(T, H) -> (T, H), of tokens with these ids (T,), which only a table asks for."""
+        """Compute (T, H) -> (T, H); only `table` needs the token ids (T,)."""
         choose = self.choose
         if self.table is not None and token_ids is not None:
             choose = partial(choose, chosen=self.table[token_ids])

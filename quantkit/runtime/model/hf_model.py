@@ -256,9 +256,9 @@ def load_with_transformers(
 
 
 def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
-    """Refuse what transformers goes past: it fills what is missing with noise, and drops what it has no use for.
+    """Raise on problems that transformers tolerates: missing tensors, which it initialises randomly, and unused ones.
 
-    What it declares ignorable, such as layers for speculation, is in no report.
+    Tensors that transformers declares ignorable (e.g. speculation layers) do not appear in the report.
     """
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(

@@ -1,10 +1,9 @@
-"""Multi-head latent attention: the cache holds one narrow vector and one rotated key of a token, whatever the heads.
+"""Multi-head latent attention: per token, the cache holds one low-rank vector and one rotated key for all heads.
 
-Keys and values of a head are products of the narrow vector with two matrices of the head. Neither is computed: the
-query is multiplied by the keys' matrix, so that it meets the vector itself, and what attention adds up of the vectors
-is multiplied by the values' matrix ("absorption"). To the cache that is one head of keys, whose last channels are also
-its values. Shapes: T new tokens, H hidden width, Hq heads, R rotated and P plain channels of a query, C channels of the
-narrow vector, V channels of a head's value.
+Each head has two matrices that map the low-rank vector to its key and value. Instead of computing these, the key matrix
+is applied to the query, and the value matrix to the attention-weighted sum of vectors ("absorption"). The cache thus
+sees a single head of keys, part of whose channels are also its values. Shapes: T new tokens, H hidden width, Hq heads,
+R rotated and P plain channels of a query, C channels of the low-rank vector, V channels of a head's value.
 Source: DeepSeek-AI 2024, DeepSeek-V2.
 """
 
@@ -22,18 +21,18 @@ from quantkit.runtime.model.layers import Norm
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LatentAttention:
-    """Latent attention of one layer over its part of the KV cache.
+    """Latent attention of one layer over its KV cache.
 
     Args:
-        layer: its number in the cache.
-        qkv: (T, H) -> queries (Hq (P + R)) or what they come from, then C and R of the key.
-        query_norm, query_up: from what queries come from to queries; None = they come from `qkv`.
-        latent_norm: of the narrow vector.
+        layer: layer number in the cache.
+        qkv: (T, H) -> queries (Hq (P + R)) or low-rank queries, then C and R channels of the key.
+        query_norm, query_up: map low-rank queries to queries; None = `qkv` gives queries.
+        latent_norm: norm of the low-rank vector.
         key_up: (Hq, P, C).
         value_up: (Hq, C, V).
         output: (T, Hq V) -> (T, H).
-        sizes: of all these.
-        options: what the attention kernel does besides.
+        sizes: sizes of all these.
+        options: further options of the attention kernel.
         growth: see `Attention`.
     """
 

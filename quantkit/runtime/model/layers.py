@@ -1,7 +1,7 @@
-"""The parts of a decoder block, laid out for running: everything that config.json decides is decided at load.
+"""The parts of a decoder block, ready to run: all choices from config.json are made at load.
 
-Plain callables over the operations of `kernels.ops`; not `nn.Module`s, no autograd. What they are made from is the
-business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of queries and keys, D channels of a head.
+They are plain callables over `kernels.ops`, not `nn.Module`s, without autograd. `loader` builds them. Shapes: T new
+tokens, H hidden width, Hq and Hkv heads of queries and keys, D channels of a head.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,13 @@ from quantkit.runtime.cache.kv_cache import KVCache
 
 @dataclass(slots=True, eq=False)
 class RMSNorm:
-    """Root mean square norm over the last dimension: of the sum of x and residual, as x, and the sum itself.
+    """Root mean square norm over the last dimension of x + residual; returns the normed sum and the sum.
 
     Args:
         weight: (H,).
         eps, offset: see `ops.rms_norm`.
-        quantization: of what it gives, where all that read it want the same; they get `QuantizedActivations` then.
+        quantization: quantization of the output, if all its readers use the same one; they then receive
+            `QuantizedActivations`.
     """
 
     weight: Tensor
@@ -46,11 +47,11 @@ class RMSNorm:
 
 @dataclass(slots=True, eq=False)
 class LayerNorm:
-    """Layer norm, called as `RMSNorm`.
+    """Layer norm with the interface of `RMSNorm`.
 
     Args:
-        weight: (H,), or (heads, D) where each head has its own; None = ones.
-        bias: as weight, or None.
+        weight: (H,), or (heads, D) if each head has its own; None = ones.
+        bias: like weight, or None.
         eps: added to the variance.
     """
 
@@ -70,27 +71,27 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | None:
-    """The norm itself, or one that quantizes for its readers in the same launch.
+    """Return the norm, or a variant that also quantizes its output for its readers in the same launch.
 
     Args:
-        norm: None = none.
-        readers: all that read what it gives.
+        norm: the norm; None = none.
+        readers: all linears that read its output.
     """
     quantization = _common_quantization(readers)
     return replace(norm, quantization=quantization) if isinstance(norm, RMSNorm) and quantization is not None else norm
 
 
 def _common_quantization(readers: Sequence[object]) -> ActivationQuantization | None:
-    """Return how these linears quantize their inputs, if all do so alike; see `types.Linear`."""
+    """Return the input quantization that all these linears share, or None; see `types.Linear`."""
     quantizations = {getattr(reader, "activation_quantization", None) for reader in readers}
     return quantizations.pop() if len(quantizations) == 1 else None
 
 
 class SideBySide(Linear):
-    """Linears that read the same input but cannot be one product, because they are stored differently.
+    """Linears that read the same input but are stored differently and so cannot be fused.
 
     Args:
-        linears: their outputs are concatenated.
+        linears: linears whose outputs are concatenated.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
@@ -107,20 +108,21 @@ class SideBySide(Linear):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Attention:
-    """Attention of one layer over its part of the KV cache.
+    """Attention of one layer over its KV cache.
 
     Args:
-        layer: its number in the cache.
-        qkv: (T, H) -> (T, (Hq + 2 Hkv) D), all queries first, then all keys; gates of the heads stand before the keys.
+        layer: layer number in the cache.
+        qkv: (T, H) -> (T, (Hq + 2 Hkv) D): first all queries, then gates if any, then all keys, then all values.
         output: (T, Hq D) -> (T, H).
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
-        options: what the attention kernel does besides; its norms are those that it can do.
-        norms: of queries and keys before that, where it cannot.
-        norm_flat: they span all heads of a token.
-        norm_last: they come behind the rotation.
-        clip: bound of the absolute value of queries, keys and values behind norms that come first; None = none.
-        growth: of queries, a factor (T,) for positions (T,); None = they do not grow.
-        is_gated: what a head attends to is multiplied by the sigmoid of its gate.
+        options: further options of the attention kernel, including the norms that it can apply.
+        norms: norms of queries and keys that the kernel cannot apply.
+        norm_flat: whether these norms span all heads of a token.
+        norm_last: whether these norms follow the rotation.
+        clip: bound on the absolute value of queries, keys and values after the norms that precede the rotation; None =
+            no bound.
+        growth: maps positions (T,) to factors (T,) on the queries; None = no factor.
+        is_gated: whether each head's output is multiplied by the sigmoid of its gate.
     """
 
     layer: int
@@ -148,7 +150,7 @@ class Attention:
         Args:
             x: (T, H); `QuantizedActivations` only where `qkv` takes them.
             batch: this step.
-            cache: read and written.
+            cache: KV cache, read and written.
             angles: cosine and sine (T, R/2) of the new tokens; None = no positions.
         Returns:
             (T, H).
@@ -173,7 +175,7 @@ class Attention:
 
 
 def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
-    """Norms that attention can do together with the rotation; None where it cannot do these."""
+    """Return the norms that the attention kernel can apply before the rotation; None if it cannot apply these."""
     if not isinstance(query, RMSNorm) or not isinstance(key, RMSNorm):
         return None
     if (query.eps, query.offset) != (key.eps, key.offset) or query.weight.dim() != 1 or key.weight.dim() != 1:
@@ -182,7 +184,7 @@ def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
 
 
 def query_rows(parts: Parts, num_heads: int, head_dim: int) -> Tensor | None:
-    """Rows (N,) of the first projection in the order in which `Attention` takes them; None = as they are stored."""
+    """Return the rows (N,) of the first projection in `Attention`'s order; None if they are stored so."""
     if parts.qkv_blocks:  # queries, values, keys
         blocks = torch.arange(3 * num_heads * head_dim).view(parts.qkv_blocks, 3, -1)
         return blocks[:, [0, 2, 1]].transpose(0, 1).reshape(-1)
@@ -199,9 +201,9 @@ class MLP:
     Args:
         up: (T, H) -> (T, 2 I) gate and up, or (T, I) without a gate.
         down: (T, I) -> (T, H).
-        activation: its name.
+        activation: name of the activation.
         gated: whether there is a gate.
-        curve: an activation with parameters of its own, in place of a named one.
+        curve: an activation with parameters, used instead of the named one.
     """
 
     is_capturable: ClassVar = True
@@ -213,7 +215,7 @@ class MLP:
 
     @property
     def activation_quantization(self) -> ActivationQuantization | None:
-        """Quantization of the inputs of `up`."""
+        """Quantization that `up` uses for its inputs."""
         return self.up.activation_quantization
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -226,7 +228,7 @@ class MLP:
 
 
 class AnyAttention(Protocol):
-    """Attention of a block: `Attention`, or a layer in its place."""
+    """Attention of a block: `Attention`, or a layer that replaces it."""
 
     @property
     def qkv(self) -> Linear:
@@ -234,7 +236,7 @@ class AnyAttention(Protocol):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """All that it multiplies with, but for what is no linear of its own."""
+        """All linears of the layer."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """See `Attention`."""
@@ -242,16 +244,16 @@ class AnyAttention(Protocol):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Block:
-    """One decoder layer: attention and MLP around the residual stream, norms where the family has them.
+    """One decoder layer: attention and MLP around the residual stream, with the norms that the family has.
 
-    What a layer adds last is handed on unadded, so that the next norm can add it in one pass.
+    A layer returns its last addition to the stream separately, so that the next norm can add it in the same launch.
 
     Args:
-        attention, mlp: the two halves; the MLP may be experts. None = the layer is the other half.
+        attention, mlp: the two halves; the MLP may be experts. None = the layer consists of the other half only.
         input_norm, attention_norm, mlp_norm, output_norm: see `models.family.Parts`.
-        parallel: both halves read the same stream.
-        scale: of what they add to it.
-        rope: which of the model's rotary embeddings; None = no positions.
+        parallel: whether both halves read the same stream.
+        scale: factor on additions to the stream.
+        rope: index of the model's rotary embedding; None = no positions.
     """
 
     attention: AnyAttention | None
@@ -278,10 +280,10 @@ class Block:
 
         Args:
             x: (T, H) residual stream.
-            pending: (T, H), still to be added to it; None before the first layer.
+            pending: (T, H), still to be added to x; None before the first layer.
             batch, cache, angles: see `Attention`.
         Returns:
-            x and pending for what follows.
+            x and pending for the next layer.
         """
         entered, x = add_and_norm(self.input_norm, x, pending)
         if self.attention is None or self.mlp is None:
@@ -304,7 +306,7 @@ class Block:
         return x, (attended + added if self.parallel else added)
 
     def _half(self, entered: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
-        """Return the output of a layer that has one half only."""
+        """Return the output of a layer that has only one half."""
         if self.attention is not None:
             return self.attention(entered, batch, cache, angles)
         assert self.mlp is not None, "a layer is one half at least"
@@ -312,14 +314,14 @@ class Block:
 
 
 def add_and_norm(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add what is pending to the residual stream and norm the sum.
+    """Add the pending output to the residual stream and norm the sum.
 
     Args:
-        norm: None = as it is.
+        norm: the norm; None = no norm.
         x: (T, H) residual stream.
         pending: (T, H) or None.
     Returns:
-        the normed stream, and the stream.
+        The normed stream, and the stream.
     """
     if norm is not None:
         return norm(x) if pending is None else norm(pending, x)

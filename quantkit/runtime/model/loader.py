@@ -98,14 +98,14 @@ def load_native(
     device: torch.device,
     head_dtype: str | None = None,
 ) -> NativeModel:
-    """Build a model of a config from a checkpoint.
+    """Build a model from its config and checkpoint.
 
     Args:
-        reader: of the checkpoint.
-        config: what to compute.
+        reader: reader of the checkpoint.
+        config: config of the model.
         dtype, device, head_dtype: see `load_model`.
     Raises:
-        NotNative: its linears are in a format that is not decoded here.
+        NotNative: the runtime cannot decode the format of its linears.
         CheckpointError, ResourceError: see `load_model`.
     """
     reader = ModelReader.of(reader, config.family)
@@ -156,19 +156,19 @@ def build_parts(weights: Weights) -> dict[str, Any]:
 
 
 def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, Scheme | None]:
-    """Config, format and scheme of a checkpoint that runs natively.
+    """Return config, format and scheme of a checkpoint that runs natively.
 
     Raises:
-        ModelError: it does not, or is no model.
+        ModelError: the checkpoint does not run natively, or is not a model.
     """
     return (read_model_config(reader), *find_format(reader))
 
 
 def read_model_config(reader: CheckpointReader) -> ModelConfig:
-    """Read the config of a checkpoint's model, or of the language model in it.
+    """Read the config of the checkpoint's model, or of its language model.
 
     Raises:
-        ModelError: it does not run natively, or is no model.
+        ModelError: the model does not run natively, or the checkpoint is not a model.
     """
     family, config = find_language_model(reader.config)
     if config is not reader.config and f"{family.embedding}.weight" not in reader:
@@ -177,10 +177,10 @@ def read_model_config(reader: CheckpointReader) -> ModelConfig:
 
 
 def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
-    """Return the format and scheme of a checkpoint's quantized linears; (None, None) if it has none.
+    """Return format and scheme of a checkpoint's quantized linears; (None, None) if it has none.
 
     Raises:
-        ModelError: they are in a format that is not decoded here.
+        ModelError: the runtime cannot decode their format.
     """
     try:
         format_, scheme = recognise(reader.config, "config.json") or (None, None)
@@ -198,10 +198,10 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
 def pick_dtype(
     asked: str | torch.dtype, reader: CheckpointReader, device: torch.device
 ) -> tuple[torch.dtype, tuple[str, ...]]:
-    """The dtype to compute in, and notes for the user where it is not the checkpoint's.
+    """Return the dtype of the computation, and notes for users if it differs from the checkpoint's.
 
     Raises:
-        InputError: an unknown name.
+        InputError: the dtype is unknown.
     """
     if isinstance(asked, torch.dtype) or asked != "auto":
         name = dtype_name(asked)
@@ -216,10 +216,10 @@ def pick_dtype(
 
 
 def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
-    """Tokens that end a sequence: generation_config.json has the last word, then config.json.
+    """Return the tokens that end a sequence, from generation_config.json or else config.json.
 
     Raises:
-        ModelError: they are no token ids.
+        ModelError: the values are not token ids.
     """
     path = reader.path / "generation_config.json"
     stated = read_object(path, ModelError, "delete it or copy it again") if path.is_file() else {}
@@ -232,7 +232,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
 
 
 def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
-    """Return the dtype of config.json, else the most common float dtype of the tensors by bytes."""
+    """Return the dtype in config.json, or else the most common float dtype by bytes."""
     named = dtype_name(ConfigReader(reader.config).get("dtype"))
     if named in DTYPES:
         return DTYPES[named]
@@ -245,7 +245,7 @@ def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
 
 
 def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
-    """The output head, rounded if asked for; shares the embedding where it is tied and not rounded."""
+    """Build the output head, quantized if requested; a tied, unquantized head shares the embedding."""
     config, name = weights.config, weights.config.family.head
     if head_dtype is None and not config.tied:
         return weights.linear([name])
@@ -263,7 +263,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
 
 
 def head_scheme(dtype: str, width: int) -> WeightScheme:
-    """Return the scheme of a rounded head (N, K) of this width K."""
+    """Return the scheme of a quantized head (N, K) for this K."""
     # The widest group that divides the width has the fewest scales; without one each output has a single scale.
     group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
     return WeightScheme(dtype=find_dtype(dtype), group_size=group)

@@ -1,4 +1,4 @@
-"""A decoder-only model over a paged KV cache: embedding, blocks, head. One code for every family, steered by data.
+"""A decoder-only model over a paged KV cache: embedding, blocks, head. The same code runs every model family.
 
 Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are wanted, V vocabulary.
 """
@@ -28,18 +28,18 @@ from quantkit.runtime.model.rope import RopeTable
 
 @dataclass(kw_only=True, eq=False)
 class Model(ABC):
-    """Model that the engine runs.
+    """Interface of a model that the engine runs.
 
     Args:
-        vocab_size, max_length: of the logits, and tokens of a sequence.
+        vocab_size, max_length: number of logits per row, and the most tokens per sequence that the model supports.
         eos_ids: tokens that end a sequence.
-        stored_bytes: of the weights that one decode step reads; num_bytes: of all weights.
-        dtype: of the computation.
-        device: where it runs.
-        notes: what was decided at load and a user should know.
+        stored_bytes: bytes of the weights that one decode step reads; num_bytes: bytes of all weights.
+        dtype: dtype of the computation.
+        device: device of the model.
+        notes: decisions at load that users should know.
     Attributes:
-        paged: whether keys and values live in the engine's `KVCache`. False: the model keeps its own state by
-            sequence id, so there is no prefix cache and no KV quantization.
+        paged: whether the engine's `KVCache` holds keys and values. False = the model keeps its own state per sequence
+            id, so there is no prefix cache and no KV quantization.
     """
 
     paged: ClassVar[bool] = True
@@ -53,40 +53,40 @@ class Model(ABC):
     notes: tuple[str, ...]
 
     def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
-        """Return how each layer keeps keys and values, or a state; empty if the model keeps them itself.
+        """Return the layout of each layer's keys and values, or state; empty if the model keeps them itself.
 
         Args:
-            kv_cache: short name of their number type, see `StoredCache.choose`; None = as computed.
+            kv_cache: short name of the number type, see `StoredCache.choose`; None = unquantized.
             page_size: tokens per page.
         """
         return []
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether layers keep a state in the cache, from which no tokens can be taken back."""
+        """Whether layers keep a recurrent state in the cache, from which tokens cannot be removed."""
         return False
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
-        """One step: return the logits (R, V) float32 after `batch.logit_rows`."""
+        """Compute one step; return the logits (R, V) float32 of the rows `batch.logit_rows`."""
 
     def forget(self, sequence_id: int) -> None:  # noqa: B027 - most models have nothing to drop
-        """Drop what is kept for a sequence; nothing where the model is paged."""
+        """Drop the state of a sequence; do nothing if the id is unknown or the model is paged."""
 
 
 @dataclass(kw_only=True, eq=False)
 class NativeModel(Model):
-    """A model built from its family's data. Weights are laid out already; `loader` makes it.
+    """A model built from its family's description by `loader`, with weights in kernel layout.
 
     Args:
-        config: what it computes.
+        config: config of the model.
         embedding: (V, H) table, any float dtype.
         blocks: in running order.
-        streams: what makes one residual stream of several; None = there is one.
-        ropes: rotary embeddings that the blocks refer to.
-        final_norm: before the head.
+        streams: splits and joins several residual streams; None = the model has one stream.
+        ropes: rotary embeddings that the blocks refer to by index.
+        final_norm: norm before the head.
         head: (R, H) -> (R, V).
-        stored_cache: what the checkpoint says about its KV cache.
+        stored_cache: KV cache settings of the checkpoint.
     """
 
     config: ModelConfig
@@ -115,7 +115,7 @@ class NativeModel(Model):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
-        """See `Model`; the cache must be there."""
+        """See `Model`; needs a cache."""
         assert cache is not None, "a paged model needs a KV cache"
         x = embedding(batch.token_ids, self.embedding).to(self.dtype)  # (T, H)
         if self._embedding_scale != 1.0:
@@ -130,15 +130,15 @@ class NativeModel(Model):
         return self._logits(x, pending, batch.logit_rows)
 
     def reserve(self, length: int) -> None:
-        """Compute now what depends on positions up to this length, so that it stays where it is in memory."""
+        """Compute tables for positions up to this length now, so that their memory addresses stay fixed."""
         for table in self._tables:
             table.reserve(length)
 
     def why_not_capturable(self, max_length: int) -> str | None:
-        """Return why a step cannot be a CUDA graph, as it asks the host on its way; None if it can.
+        """Return why a step cannot be captured as a CUDA graph (it uses values on the host); None if it can.
 
         Args:
-            max_length: tokens of the longest sequence.
+            max_length: most tokens of one sequence.
         """
         if self.is_recurrent:
             return "layers that keep a state are computed by torch, launch by launch"
@@ -166,13 +166,13 @@ class NativeModel(Model):
 def config_layouts(
     config: ModelConfig, stored: StoredCache, kv_cache: str | None, page_size: int, dtype: torch.dtype
 ) -> list[Layout]:
-    """Return how each layer of a model keeps keys and values, or its state.
+    """Return the layout of each layer's keys and values, or state.
 
     Args:
-        config: of the model.
-        stored: what its checkpoint says.
+        config: config of the model.
+        stored: KV cache settings of the checkpoint.
         kv_cache, page_size: see `Model.layouts`.
-        dtype: of the computation.
+        dtype: dtype of the computation.
     """
     layouts: list[Layout] = []
     sizes: dict[str, Any] = {"page_size": page_size, "dtype": kv_dtype(kv_cache or "auto", dtype)}

@@ -1,4 +1,4 @@
-"""Recurrent layers in the place of attention: gated delta nets and Mamba 2; see `models.recurrent` for what they are.
+"""Recurrent layers in place of attention: gated delta nets and Mamba 2; see `models.recurrent` for their definitions.
 
 Shapes: T new tokens of all sequences, B sequences with n new tokens each; C, G, N, H, P as in `models.recurrent`.
 """
@@ -23,16 +23,16 @@ class RecurrentMixer:
     """One recurrent layer.
 
     Args:
-        kind: how a token changes the state.
-        layer: its number in the cache.
-        qkv: (T, hidden) -> (T, C + H P + H or 2 H): queries, keys, values; gate; numbers of each head.
+        kind: update rule of the state.
+        layer: layer number in the cache.
+        qkv: (T, hidden) -> (T, C + H P + H or 2 H): queries, keys, values; gate; one or two numbers per head.
         output: (T, H P) -> (T, hidden).
-        shape: of its state.
+        shape: shape of the layer's state.
         conv, conv_bias: (W, C) and (C,) or None, float32.
-        decay, step_bias: (H,) float32: what multiplies a step, negative; what is added to one.
-        least_step: what a step is at least.
-        skip: (H,) float32, of the value that is added to the output; None = none is.
-        norm: (groups, H P / groups) or (P,) float32; eps: of the norm.
+        decay, step_bias: (H,) float32: negative factor on a step; bias added to a step.
+        least_step: lower bound of a step.
+        skip: (H,) float32, factor on the value added to the output; None = no such addition.
+        norm: (groups, H P / groups) or (P,) float32, weight of the norm; eps: its epsilon.
     """
 
     kind: Literal["gated_delta", "mamba2"]
@@ -71,7 +71,7 @@ class RecurrentMixer:
         return self.output(self._gated_norm(torch.cat(outputs), gate.float()).to(projected.dtype))
 
     def _mix(self, channels: Tensor, numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (B, n, H, P) and the new state, of convolved channels (B, n, C) and numbers (B, n, H or 2 H)."""
+        """Return outputs (B, n, H, P) and the new state for convolved channels (B, n, C) and numbers of each head."""
         shape = self.shape
         width = shape.key_heads * shape.key_dim
         query, key, value = channels.split((width, width, shape.values), -1)  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class RecurrentMixer:
         return output if self.skip is None else output + value * self.skip.unsqueeze(-1), state
 
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
-        """(T, H P), of outputs (T, H, P) and gates (T, H P); Mamba opens the gate before the norm."""
+        """Return (T, H P) for outputs (T, H, P) and gates (T, H P); Mamba applies the gate before the norm."""
         opened, flat = F.silu(gate), output.flatten(1)
         flat = flat if self.kind == "gated_delta" else flat * opened
         grouped = flat.view(len(flat), -1, self.norm.shape[-1])
@@ -95,14 +95,14 @@ class RecurrentMixer:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors of length one, as the kernels make them that these models were trained with."""
+    """Scale vectors to length one, as the kernels used in training do."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def stored_rows(data: Recurrent, shape: StateShape) -> dict[str, Tensor]:
-    """Rows of modules whose order in checkpoints is not the one computed with, by name.
+    """Return, by module name, the row order of modules whose checkpoint order differs from the computed one.
 
-    That is queries, keys, values, then the gate, then the numbers of all heads.
+    The computed order is: queries, keys, values, then the gate, then the numbers of all heads.
     """
     keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
     if data.kind == "mamba2":  # gate, values, keys (B), queries (C), numbers

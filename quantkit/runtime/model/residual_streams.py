@@ -1,7 +1,7 @@
-"""Several residual streams: what a layer reads is a mixture of them, and what it adds goes to each (hyper-connections).
+"""Several residual streams (hyper-connections): a layer reads a mixture of them and adds its output to each.
 
-The weights of each mixture come from the streams themselves, in float32; those between old and new streams are made
-doubly stochastic, so that no sum of streams grows. Shapes: T tokens, n streams, H hidden width.
+The mixing weights are computed from the streams, in float32. The weights between old and new streams are made doubly
+stochastic, so that the sum of the streams does not grow. Shapes: T tokens, n streams, H hidden width.
 Source: Xie et al. 2026, Manifold-Constrained Hyper-Connections; Sinkhorn and Knopp 1967.
 """
 
@@ -19,13 +19,13 @@ from quantkit.runtime.model.layers import AnyAttention, Norm
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Mixing:
-    """Weights that come from the streams (T, n, H) themselves.
+    """Mixing weights computed from the streams (T, n, H).
 
     Args:
-        weight: (N, n H) float32, of N numbers.
-        bias: (N,) float32, added to these.
-        scale: float32, of each kind of them.
-        eps: of the norm; floor: added to what must not be zero.
+        weight: (N, n H) float32, projection to N numbers.
+        bias: (N,) float32, added to the numbers.
+        scale: float32, one factor for each kind of number.
+        eps: epsilon of the norm; floor: added to values that must not be zero.
     """
 
     weight: Tensor
@@ -35,30 +35,30 @@ class _Mixing:
     floor: float
 
     def numbers(self, streams: Tensor) -> Tensor:
-        """(T, N), before scale and bias."""
+        """Return (T, N), before scale and bias."""
         x = streams.flatten(1).float()
         return F.linear(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps), self.weight)
 
     def read(self, streams: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """One stream (T, H) out of several, by numbers (T, n)."""
+        """Combine the streams into one (T, H) with numbers (T, n)."""
         opened = torch.sigmoid(numbers * scale + bias) + self.floor
         return (opened.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StreamMixture(_Mixing):
-    """Mixture of the streams that one half of a layer reads, and the weights of its output in them.
+    """Mixture of the streams that one half of a layer reads, and the weights of its output in each stream.
 
-    The numbers are n to read with, n to write with, and (n, n) between old and new streams.
+    There are n numbers for reading, n for writing, and (n, n) between old and new streams.
 
     Args:
-        rounds: in which rows and columns are made to sum to one.
+        rounds: iterations that normalize rows and columns to sum to one.
     """
 
     rounds: int
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of streams (T, n, H): the input (T, H), the weights of the output (T, n), the mix (T, n, H)."""
+        """Return for streams (T, n, H): the input (T, H), the output weights (T, n), the mixed streams (T, n, H)."""
         count = streams.shape[1]
         weights = self.numbers(streams)
         sizes = (count, count, count * count)
@@ -74,12 +74,12 @@ class StreamMixture(_Mixing):
 
 
 class StreamHead(_Mixing):
-    """Streams out of an embedding, and one out of the streams before the last norm."""
+    """Splits the embedding into streams, and joins the streams before the last norm."""
 
     __slots__ = ()
 
     def spread(self, x: Tensor) -> Tensor:
-        """(T, H) -> (T, n, H), all alike."""
+        """Copy x (T, H) into n streams (T, n, H)."""
         return x.unsqueeze(1).expand(-1, len(self.weight), -1)
 
     def __call__(self, streams: Tensor) -> Tensor:
@@ -89,12 +89,12 @@ class StreamHead(_Mixing):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StreamedBlock:
-    """One decoder layer between streams: attention, then experts, each behind a norm.
+    """One decoder layer over several streams: attention, then experts, each after a norm.
 
     Args:
         attention, mlp: the two halves.
-        attention_streams, mlp_streams: around each.
-        input_norm, mlp_norm: before each.
+        attention_streams, mlp_streams: stream mixtures of each half.
+        input_norm, mlp_norm: norms before each half.
         rope: see `Block`.
     """
 
@@ -109,7 +109,7 @@ class StreamedBlock:
     def __call__(
         self, x: Tensor, pending: Tensor | None, batch: ForwardBatch, cache: KVCache, angles: Angles | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Block`; x is (T, n, H), and nothing is ever pending."""
+        """See `Block`; x is (T, n, H), and pending is always None."""
         entered, write, mixed = self.attention_streams(x)
         attended = self.attention(self.input_norm(entered)[0], batch, cache, angles)
         x = mixed + write.unsqueeze(-1) * attended.unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Rotary position embeddings: which angle belongs to which position, for every scaling that released models use.
+"""Rotary position embeddings: angles by position, for every scaling method that released models use.
 
-Only angles; turning queries and keys by them is `kernels.ops.rotary_`. Where the wavelengths depend on the length of
-the sequence (dynamic, longrope), new tokens get those of their sequence's length at that step, as in transformers,
-and keys in the cache keep theirs. Shapes: T tokens, R rotated channels of a head.
+This module computes angles; `kernels.ops.rotary_` rotates queries and keys. If wavelengths depend on the sequence
+length (dynamic, longrope), new tokens use the length at their step, as in transformers; cached keys are not changed.
+Shapes: T tokens, R rotated channels of a head.
 Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN, which also describes linear and dynamic); Ding et al. 2024
 (LongRoPE); transformers `modeling_rope_utils.py` for the meaning of the keys.
 """
@@ -20,11 +20,11 @@ _FIRST_ROWS = 1024
 
 
 def frequencies(rope: RopeConfig, length: int) -> Tensor:
-    """Angle per position of each pair of channels.
+    """Return the angle per position of each pair of channels.
 
     Args:
         rope: the rotary embedding.
-        length: of the sequence, for the kinds that depend on it.
+        length: sequence length, for methods that depend on it.
     Returns:
         (R/2,) float32.
     """
@@ -46,10 +46,10 @@ def frequencies(rope: RopeConfig, length: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Short waves as they are, long ones interpolated, a ramp between."""
+    """Keep high frequencies, interpolate low ones, with a linear ramp between."""
 
     def channel(rotations: float) -> float:
-        """The pair that turns this often within the original length."""
+        """Return the pair of channels that makes this many rotations within the original length."""
         waves = math.log(rope.original_length / (rotations * 2 * math.pi))
         return rope.width * waves / (2 * math.log(rope.theta))
 
@@ -65,7 +65,7 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Scale frequencies as YaRN does, with a ramp over wavelengths in place of channels."""
+    """Scale frequencies like YaRN, with a ramp over wavelengths instead of channels."""
     waves = rope.original_length / (2 * math.pi / plain)  # rotations within the original length
     span = rope.high_frequency_factor - rope.low_frequency_factor
     ramp = ((waves - rope.low_frequency_factor) / span).clamp(0, 1)
@@ -73,7 +73,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def query_growth(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Return the factors (T,) float32 of queries at these positions (T,).
+    """Return the factors (T,) float32 on queries at these positions (T,).
 
     Source: Llama 4, temperature tuning of attention; Nakanishi 2025, Scalable-Softmax.
     """
@@ -81,11 +81,11 @@ def query_growth(rope: RopeConfig, positions: Tensor) -> Tensor:
 
 
 class RopeTable:
-    """Cosine and sine by position, computed as far as they have been asked for.
+    """Cosines and sines by position, computed as far as needed.
 
     Args:
         rope: the rotary embedding.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class RopeTable:
         self.reserve(_FIRST_ROWS)
 
     def gather(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each new token.
+        """Return cosine and sine of each new token.
 
         Args:
             batch: one step; its positions and lengths are read.
@@ -115,7 +115,7 @@ class RopeTable:
         return torch.cat(cos), torch.cat(sin)
 
     def reserve(self, length: int) -> None:
-        """Compute the tables as far as this position; they are not moved before it is passed."""
+        """Compute the tables up to this position; they stay at their address until a later position is needed."""
         if length > self._length:
             # At least doubled: a sequence that grows token by token must not compute a new table in every step.
             self._length = max(length, 2 * self._length)
@@ -124,7 +124,7 @@ class RopeTable:
 
 
 def angles_at(rope: RopeConfig, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, R/2) float32 of positions (T,) in a sequence of this length; 0 = a short one."""
+    """Return cosine and sine (T, R/2) float32 at positions (T,) in a sequence of this length; 0 = a short one."""
     (waves,) = send(positions.device, frequencies(rope, length).numpy())
     # float32 holds positions below 2**24 exactly; bfloat16 would merge neighbours beyond 256.
     angles = positions.float().unsqueeze(1) * waves  # (T, R/2)

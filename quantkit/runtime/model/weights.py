@@ -1,6 +1,6 @@
-"""From tensors on disk to the parts of a model: read, decode, fuse, lay out, one group of linears at a time.
+"""Conversion of tensors on disk to parts of a model: read, decode, fuse and lay out one group of linears at a time.
 
-Nothing is kept but what the parts hold, so beside the finished ones there is never more than one group.
+Besides finished parts, memory never holds more than one group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,13 +50,13 @@ class Weights:
     """Source of a model's parts. *Mutable*: counts bytes.
 
     Args:
-        reader: of the checkpoint.
-        config: the model.
-        format, scheme: how its quantized linears are stored; both None when it has none.
+        reader: reader of the checkpoint.
+        config: config of the model.
+        format, scheme: format and scheme of the quantized linears; both None if there are none.
         dtype, device: of the computation.
-        num_bytes: of all parts made so far.
-        stored_bytes: of those that one decode step reads.
-        notes: what was decided on the way and a user should know.
+        num_bytes: bytes of all parts built so far.
+        stored_bytes: bytes that one decode step reads.
+        notes: decisions made while building that users should know.
     """
 
     reader: CheckpointReader
@@ -74,18 +74,18 @@ class Weights:
         self._local = local_names(self.reader, manifest_of(self.config)[1])
 
     def count(self, num_bytes: int, read: int | None = None) -> None:
-        """Count a part that a decode step reads as a whole, or so many bytes of it."""
+        """Count a part's bytes; a decode step reads all of it, or `read` bytes."""
         self.num_bytes += num_bytes
         self.stored_bytes += num_bytes if read is None else read
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor that is never quantized, in the model's dtype unless another is given."""
+        """Read a tensor that is never quantized, in the model's dtype unless another is given."""
         value = self.reader.tensor(name).to(self.device, dtype or self.dtype)
         self.num_bytes += value.nbytes
         return value
 
     def norm(self, *names: str, eps: float | None = None) -> Norm:
-        """A norm by full module name; where each head has a module of its own, all of them as one."""
+        """Build a norm by full module name; norms of separate heads are combined."""
         eps = self.config.norm_eps if eps is None else eps
         if self.config.family.norm == "bare":
             return LayerNorm(None, None, eps)
@@ -100,12 +100,12 @@ class Weights:
     def linear(
         self, names: Sequence[str], orders: Mapping[str, Tensor] | None = None, read_share: float = 1.0
     ) -> Linear:
-        """One linear out of modules that read the same input: their outputs one after another.
+        """Build one linear from modules that read the same input; their outputs are concatenated.
 
         Args:
             names: full module names.
-            orders: (N,) rows of the modules that do not keep those of the checkpoint.
-            read_share: how much of it a decode step reads, for experts.
+            orders: (N,) row order of the modules that change the checkpoint's order.
+            read_share: share of the weight that a decode step reads, for experts.
         """
         stored = [self._read(name) for name in names]
         weights, schemes = [weight for weight, _ in stored], [activation for _, activation in stored]
@@ -133,7 +133,7 @@ class Weights:
         return result
 
     def exact_linear(self, names: Sequence[str]) -> Linear:
-        """A linear that multiplies in float32, whatever the model computes in."""
+        """Build a linear that multiplies in float32, whatever the model's dtype."""
         (name,) = names
         weight = self.reader.tensor(f"{name}.weight").to(self.device, torch.float32)
         result = build_linear(weight, dtype=torch.float32, device=self.device)
@@ -141,7 +141,7 @@ class Weights:
         return WrappedLinear(result, Tensor.float)
 
     def dense(self, name: str) -> Tensor:
-        """The weight (N, K) of a linear as values, dequantized where it is stored as codes."""
+        """Return the weight (N, K) of a linear, dequantized if it is quantized."""
         weight, _ = self._read(name)
         if not isinstance(weight, Tensor):
             weight = weight.dequantize()
@@ -152,7 +152,7 @@ class Weights:
         return value
 
     def build(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None = None) -> Linear:
-        """A linear out of its parts; not counted."""
+        """Build a linear from its parts without counting its bytes."""
         return build_linear(weight, bias=bias, activation=activation, dtype=self.dtype, device=self.device)
 
     def _read(self, name: str) -> tuple[Weight, ActivationScheme | None]:
@@ -168,7 +168,7 @@ class Weights:
         return weight, linear.activation
 
     def biases(self, names: Sequence[str], weights: Sequence[Weight]) -> list[Tensor] | None:
-        """Bias of each module, zero where only others have one; None when none has."""
+        """Return the bias of each module, zeros where only others have one; None if none has."""
         stored = [f"{name}.bias" for name in names]
         if not any(name in self.reader for name in stored):
             return None
@@ -181,11 +181,11 @@ class Weights:
 
 
 def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
-    """One decoder layer.
+    """Build one decoder layer.
 
     Args:
-        weights: where it comes from; its byte counts grow.
-        index: number of the layer.
+        weights: source of the parts; its byte counts grow.
+        index: layer number.
         ropes: rotary embeddings of the model.
     """
     config = weights.config
@@ -272,7 +272,7 @@ def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
 
 
 def _build_recurrent(weights: Weights, index: int, prefix: str) -> RecurrentMixer:
-    """The recurrent layer of this number; `prefix` is in front of its tensors' names."""
+    """Build the recurrent layer of this number; `prefix` precedes its tensor names."""
     config = weights.config
     data = config.family.recurrent
     assert data is not None
@@ -333,7 +333,7 @@ def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | N
 
 
 def build_mixture(weights: Weights, prefix: str) -> Mixture:
-    """Experts of a layer."""
+    """Build the experts of a layer."""
     config, data = weights.config.experts, weights.config.family.experts
     assert config is not None and data is not None
     shared = shared_gate = None
@@ -343,7 +343,7 @@ def build_mixture(weights: Weights, prefix: str) -> Mixture:
         shared_gate = weights.linear([prefix + data.shared_gate])
 
     def experts() -> Iterator[MLP]:
-        """One after another, as they are asked for."""
+        """Yield the experts one after another, as they are requested."""
         for number in range(config.num_experts):
             up, down = [at(name, number) for name in data.up], at(data.down, number)
             yield _build_mlp(weights, up, down, prefix, data.gated, config.num_chosen / config.num_experts)
@@ -363,7 +363,7 @@ def build_mixture(weights: Weights, prefix: str) -> Mixture:
 
 
 def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> StackedExperts | None:
-    """The experts of a layer as one; None where there is no kernel for that, which a note says."""
+    """Combine the experts of a layer into one module; None, with a note, if no kernel can run them."""
     if not can_stack(weights.device, weights.dtype):
         return None
     before = weights.num_bytes, weights.stored_bytes

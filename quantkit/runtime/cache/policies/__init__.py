@@ -1,4 +1,4 @@
-"""Policies that choose which tokens of a sequence leave a full KV cache: one file each, named as in `--kv-policy`."""
+"""Policies that choose which tokens are evicted from a full KV cache: one file per value of `--kv-policy`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEFAULT = "keydiff"
 
 
 class Policy(ABC):
-    """A rule that ranks the tokens of a sequence. A file defines one instance, called `POLICY`.
+    """A rule that ranks the tokens of a sequence. Each file defines one instance named `POLICY`.
 
     Attributes:
-        reads_keys: whether `scores` is called; if not, the oldest pages go and nothing is read or moved.
-        judges_sinks: whether it judges the first tokens too, which stay otherwise.
+        reads_keys: whether eviction calls `scores`. If not, the oldest pages are evicted; no key is read or moved.
+        judges_sinks: whether the policy may evict the first tokens too; otherwise they always stay.
     """
 
     reads_keys: ClassVar[bool] = True
@@ -29,11 +29,11 @@ class Policy(ABC):
 
     @abstractmethod
     def scores(self, keys: Tensor) -> Tensor:
-        """Score the tokens of one layer; tokens with larger scores stay longer.
+        """Score the tokens of one layer; tokens with higher scores are kept longer.
 
         Args:
-            keys: (Hkv, N, D) float32, of Hkv heads, N tokens and D channels, as attention reads them: rotated, and
-                rounded where the cache is quantized. Keys of the newest tokens are in the order of the text.
+            keys: (Hkv, N, D) float32: Hkv heads, N tokens, D channels. Keys are as attention reads them: rotated, and
+                rounded if the cache is quantized. The newest tokens are in text order.
         Returns:
-            (Hkv, N).
+            (Hkv, N) scores.
         """

@@ -1,5 +1,5 @@
-"""Keys that point elsewhere than the others stay. Source: Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache
-Eviction for Long-Context LLM Inference in Resource-Constrained Environments."""
+"""Keep tokens whose keys point in a different direction from most others. Source: Park et al. 2025, KeyDiff: Key
+Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments."""
 
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
@@ -8,12 +8,12 @@ from quantkit.runtime.cache.policies import Policy
 
 
 class KeyDiff(Policy):
-    """Tokens stay whose keys differ most from the mean key."""
+    """Keep the tokens whose keys differ most from the mean key."""
 
     judges_sinks = True  # heads that need the first tokens have keys there like no others
 
     def scores(self, keys: Tensor) -> Tensor:
-        """Score each head's keys by their distance from its mean key, plus the mean of that over heads."""
+        """Score each head's keys by their distance from the head's mean key, plus this distance averaged over heads."""
         usual = normalize(keys, dim=-1).mean(dim=1, keepdim=True)
         own = -cosine_similarity(keys, usual, dim=-1)
         return own + own.mean(0)  # what one head finds by a key, others are to find too
