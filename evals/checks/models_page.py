@@ -15,7 +15,7 @@ TASKS = {"causal": "causal language models", "image-text": "image-text models, r
 VERDICTS = {
     "right": "Written, and equal to what they should be, by at least one recipe; the columns say what others do.",
     "quantkit only": "Written with the warning that transformers does not load them; right in quantkit.",
-    "refused": "No recipe writes them; the message says why.",
+    "refused": "No recipe writes them in the default format; the message says why.",
     "wrong": "Something that was written does not load, or computes something else.",
     "crash": "An error that quantkit did not mean to raise.",
     "not built": "The default configuration of these classes, made small, gives no model that transformers reads back.",
