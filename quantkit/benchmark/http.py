@@ -1,8 +1,8 @@
-"""Sends a load to a server over HTTP and keeps what its client sees, so that engines are measured through one door.
+"""Benchmark over HTTP: sends a load to a server and records what a client sees, the same way for every engine.
 
-A token's timestamp is the moment at which its event had been read. Where a server sends several tokens in one event,
-as ours does for a client that lags, they share it; where events are fewer than the tokens that the server counts,
-tokens are spread over the events evenly.
+A token's timestamp is the time at which its event has been read. If a server sends several tokens in one event, as
+quantkit does for slow clients, they share the timestamp. If there are fewer events than tokens counted by the server,
+tokens are spread evenly over the events.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ async def run_load(remote: Remote, load: Load) -> BenchmarkRun:
 async def _timed(
     remote: Remote, number: int, prompt: Sequence[int], new_tokens: int, due_s: float | None = None
 ) -> RequestTiming:
-    """Send a request, when it is due, and time its tokens."""
+    """Send a request when it is due, and record the time of each token."""
     if due_s is not None:
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
     arrived = time.perf_counter() if due_s is None else due_s

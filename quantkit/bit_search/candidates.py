@@ -1,7 +1,7 @@
-"""The ways to store a fused group that a search may choose from: number types in groups, written `int4:32`.
+"""Candidates of a search: a number type and a group size for a fused group, written `int4:32`.
 
-What a format cannot hold, or not beside others, is left out and said. Zero points do not load beside weights of another
-scheme, so every candidate is symmetric.
+The search leaves out candidates that the format cannot store, alone or beside others, and says so in a note. Engines do
+not load zero points beside weights of another scheme, so every candidate is symmetric.
 """
 
 import math
@@ -55,10 +55,10 @@ class Candidate:
 
 
 def base_groups(base: Recipe) -> int | str:
-    """Group size of the recipe that a search starts from: a number, be it strict or not, or "channel".
+    """Return the group size of the recipe that a search starts from: a number (strict or not) or "channel".
 
     Raises:
-        RecipeError: it quantizes no weights, or shares scales in a way that candidates cannot.
+        RecipeError: the recipe quantizes no weights, or shares scales in a way that candidates cannot.
     """
     weights = base.source.get("weights")
     if weights is None:
@@ -152,20 +152,20 @@ def override(patterns: Sequence[str], candidate: Candidate | None) -> dict[str, 
 def usable(
     model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str, bits: float | None = None
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Candidates that the model's widths and the recipe's format allow, also beside one another.
+    """Return the candidates that the model's widths and the recipe's format allow, also beside one another.
 
     Args:
         model: directory or hub id; None = the demo model.
         base: the recipe to start from.
-        candidates: asked for.
-        device: where it will be compressed.
-        bits: per weight at most; None = something else is the target.
+        candidates: the candidates to check.
+        device: where the model will be compressed.
+        bits: target, the maximum bits per weight; None = the target is not a number of bits.
     Returns:
-        the candidates in the order given, and why others were left out, one line each.
+        The usable candidates in the given order, and one line for each of the others with the reason.
     Raises:
-        RecipeError: the base recipe has overrides, or none of the candidates can be used.
+        RecipeError: the base recipe has overrides, no candidate can be used, or quantkit cannot run the format.
         ModelError: the model cannot be compressed.
-        GateFailure: the smallest choice has more bits; says how many.
+        GateFailure: even the smallest choice needs more than `bits`; says how many.
     """
     if base.source["overrides"]:
         raise RecipeError(f"recipe {base.name!r} has overrides, which a search decides; take them out, or use ignore")

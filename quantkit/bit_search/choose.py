@@ -1,10 +1,12 @@
-"""From measured fused groups to a choice: solved as if sensitivities added up, then mended where they do not.
+"""Choose an option for each fused group: solve as if sensitivities were additive, then correct for interaction.
 
-Sensitivities are measured one group at a time, but groups change each other's. So the choice itself is measured, each
-group is moved one option up and one down beside the others, and the problem is solved again with those numbers, for as
-long as the measured figure falls. If the target is the accuracy of tasks, only finished models answer tasks, and KL
-stands for accuracy until then: losses of accuracy are taken to shrink in proportion to KL, with a first factor from a
-coarse model whose loss is visible and later ones from models that missed the target.
+Sensitivities are measured one group at a time, but quantizing one group changes the effect of another. So the search
+measures the chosen combination, moves each group one option up and one option down, and solves again with those numbers
+for as long as the measured KL falls.
+
+If the target is task accuracy, the search uses KL as a proxy, since only compressed models can answer the tasks. It
+assumes that the loss of accuracy is proportional to KL. The first factor comes from a coarse model whose loss is
+visible, later factors from models that missed the target.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ Progress = Callable[[str], None]
 def within_budget(
     groups: MeasuredGroups, budget: float, *, rounds: int = _ROUNDS, progress: Progress = lambda _: None
 ) -> Choice:
-    """The choice with the least KL that was found within a budget.
+    """Find the choice with the smallest KL within a budget.
 
     Args:
-        groups: measured.
-        budget: bytes of all of them together.
-        rounds: of moving each group beside the others.
-        progress: told what is going on.
+        groups: the measured groups.
+        budget: maximum bytes of all groups together.
+        rounds: number of times that every group is moved to its neighbouring options.
+        progress: called with one line per event.
     Raises:
-        GateFailure: even the cheapest options need more.
+        GateFailure: even the cheapest options exceed the budget.
     """
     options = groups.options
     choice = least_sensitivity(options, budget)
@@ -65,14 +67,14 @@ def within_budget(
 
 
 def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda _: None) -> Choice:
-    """The cheapest choice that was found with at most this KL, all groups together.
+    """Find the cheapest choice whose measured KL, all groups together, is at most `kl`.
 
     Args:
-        groups: measured.
-        kl: at most.
-        progress: told what is going on.
+        groups: the measured groups.
+        kl: maximum KL.
+        progress: called with one line per event.
     Raises:
-        GateFailure: no choice that was found reaches it.
+        GateFailure: the search found no choice with so small a KL.
     """
     options, limit, best = groups.options, kl, None
     for _ in range(_TRIES):
@@ -154,11 +156,11 @@ _LARGEST = 4.0  # times the KL of the coarse model; the search does not extrapol
 
 @dataclass(kw_only=True, slots=True)
 class Judge:
-    """The original's answers, and what of them other models keep.
+    """Task scores of compressed models relative to the original model.
 
     Args:
-        original: loaded.
-        goal: per cent of its scores.
+        original: the loaded original model.
+        goal: target, per cent of the original's scores.
     """
 
     original: LLM
@@ -166,10 +168,10 @@ class Judge:
     _answers: EvaluationResult | None = field(default=None)
 
     def recovery(self, llm: LLM) -> float:
-        """Per cent of the original's scores, all tasks of the suite `quick` with equal weight.
+        """Return the recovery in per cent over the tasks of the suite `quick`, with equal weights.
 
         Raises:
-            DataError: the tasks cannot be asked or compared.
+            DataError: the tasks cannot be run or compared.
         """
         asked = EvaluationOptions(suite="quick")
         if self._answers is None:

@@ -1,4 +1,4 @@
-"""Options of a search. No torch: `--help` is answered from it."""
+"""Options of a search, without torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ _CONDITIONS = {"bits": "bits<={:g}", "num_bytes": "bytes<={}", "kl": "kl<={:g}",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchTarget:
-    """The target of a search: one of these.
+    """Target of a search: exactly one of these values.
 
     Raises:
-        InputError: there is none or several, or it is not above zero.
+        InputError: no target or several targets are given, or the value is not positive and finite.
     """
 
     bits: float | None = setting(None, "Target: stored bits per weight, at most.", flag="--bits", above=0, kind=float)

@@ -1,7 +1,7 @@
-"""Files of a search: measured numbers, trials, a recipe, and the compressed model if it is kept.
+"""Files of a search: measured numbers, trials, the recipe, and the compressed model if the user asked for it.
 
-A search that is killed goes on from its measured numbers. Each is keyed by what was measured, and the file holds the
-identity of the search: one of another model, recipe, text or version is refused.
+A search that was interrupted continues from its measured numbers. The file that holds them records the identity of the
+search: a search for another model, recipe, text or version refuses the file.
 """
 
 import json
@@ -107,13 +107,13 @@ class Outputs:
 
 @contextmanager
 def open_outputs(output: Path, options: SearchOptions) -> Iterator[Outputs]:
-    """Refuse what is taken, before anything is spent, and lock the rest.
+    """Lock the output paths before the search starts; refuse paths that it must not write.
 
     Args:
-        output: file of the recipe.
-        options: of the search; without a `work` of its own, trials are kept in `<output>.search` until done.
+        output: path of the recipe.
+        options: options of the search; without `work`, trials lie in `<output>.search` until the search is done.
     Raises:
-        OutputError: one of them is somebody else's, a link, or being written by another process.
+        OutputError: a path holds something that quantkit did not make, is a link, or another process writes it.
     """
     if output.suffix not in (".yaml", ".yml"):
         raise OutputError(f"output {output} is the recipe to write; give a name that ends in .yaml")

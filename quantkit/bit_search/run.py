@@ -1,7 +1,7 @@
-"""The whole of a search: measure fused groups, choose, write the recipe, compress by it, and say how it came out.
+"""Run a search: measure fused groups, choose, write the recipe, compress the model with it, and measure the result.
 
-Every other window of the text is what sensitivities are measured on and groups chosen by; the others are kept for what
-is expected and measured at the end, since a choice looks better on the tokens that it was chosen on than on others.
+Alternate windows of the text are used to measure sensitivities and choose. The remaining windows are reserved for the
+predicted and measured final results, since a choice looks better on the tokens that it was made with.
 """
 
 import hashlib
@@ -82,16 +82,16 @@ def search_recipe(
 
 
 class _Search:
-    """One search, with everything measured when it is made; what is left is to choose and to verify.
+    """One search. The constructor measures all groups; `reach_target` then chooses and verifies.
 
     Args:
         model, target, options, progress: see `search_recipe`.
-        outputs: where to work and what to write.
+        outputs: locked output paths.
     Attributes:
-        held_out: windows that no group was measured on.
-        data, num_tokens: name of the text, and how much of it groups were measured on.
-        notes: what is out of the ordinary.
-        trial: the model compressed by the last choice.
+        held_out: windows that were not used to measure the groups.
+        data, num_tokens: name of the text, and the number of tokens used to measure the groups.
+        notes: remarks for the user.
+        trial: folder of the model that was compressed with the last choice.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Search:
         self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state, moved)
 
     def reach_target(self) -> SearchResult:
-        """Choose, write, compress and measure, again with a stricter KL where the target was missed."""
+        """Choose, write, compress and measure; repeat with a smaller KL if the model missed the target."""
         target, measured, progress = self.target, self.measured, self.runner.progress
         if target.bits is not None:
             return self.verify(within_budget(measured, target.bits * measured.num_weights / 8, progress=progress))
@@ -280,7 +280,7 @@ def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], thread
 def _candidates(
     model: str | None, options: SearchOptions, bits: float | None
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Candidates that may be chosen, and why the rest may not."""
+    """Return the usable candidates, and a line for each of the others with the reason."""
     recipe, group = options.recipe, base_groups(options.recipe)
     if options.candidates:
         return usable(model, recipe, read_candidates(options.candidates, group), options.device, bits)
@@ -294,7 +294,7 @@ def _candidates(
 
 
 def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple[str, ...]]:
-    """Name of the text, its windows, and a note where it is one that the compression may have seen."""
+    """Return the name of the text, its windows, and a note if calibration may have used the same text."""
     notes: tuple[str, ...] = ()
     if options.text is not None:
         name, content = options.text, read_named_text(options.text, ())

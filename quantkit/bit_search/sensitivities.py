@@ -1,9 +1,9 @@
-"""Effect of each fused group on the model in each of its forms, measured with the base recipe's own steps.
+"""Measure how each candidate for each fused group changes the model, with the base recipe's own steps.
 
-The whole model is compressed by every candidate, on one pass of calibration data where the steps allow that; each group
-of each of these is put into the original, alone, and the KL to the original is its sensitivity. A choice for all groups
-is measured the same way before anything is compressed by it: that is what a search expects. It differs from the model
-that the recipe makes in what layers were calibrated on and, after AWQ or SmoothQuant, in scales between two linears.
+The search compresses the whole model with every candidate, in one pass over the calibration data if the steps allow it.
+It then replaces one group at a time in the original model; the KL to the original is the sensitivity of that group.
+The expected KL of a choice is measured the same way, with all chosen groups replaced. The model that the recipe makes
+differs from that in its calibration inputs and, after AWQ or SmoothQuant, in the scales between two linears.
 """
 
 import gc
@@ -31,16 +31,16 @@ from quantkit.safety.untrusted import read_object
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRunner:
-    """Settings for compressing and loading.
+    """Settings for compressing and loading trials.
 
     Args:
         model: directory or hub id; None = the demo model.
-        source: digests of its files.
-        base: the recipe.
-        folder: where trials are kept.
+        source: digests of the model's files.
+        base: recipe that the search starts from.
+        folder: folder of the trials.
         device: where to compute.
-        engine: keywords of `LLM`, the same for the original.
-        progress: told what is going on.
+        engine: keyword arguments of `LLM`, the same as for the original.
+        progress: called with one line per event.
     """
 
     model: str | None
@@ -60,10 +60,10 @@ class TrialRunner:
             quantize_together(self.model, missing, device=self.device)
 
     def compress(self, recipe: Recipe, output: Path) -> CompressionResult:
-        """Compress to a directory, or take what an earlier search has made there of this model by this recipe.
+        """Compress to a directory, or reuse the output of an earlier search for the same model and recipe.
 
         Raises:
-            ResumeError: what is there is something else.
+            ResumeError: the directory holds something else.
         """
         if not output.exists():
             self.progress(f"compressing with {recipe.name}")
@@ -157,17 +157,17 @@ class MeasuredGroups:
 def measure_groups(
     runner: TrialRunner, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: SearchState, moved: bool
 ) -> MeasuredGroups:
-    """Compress the model by every candidate and measure every group of each.
+    """Compress the model with every candidate and measure every group under each.
 
     Args:
-        runner: how to compress and load.
-        candidates: what groups may be given.
-        original: loaded; as before when this returns.
-        probe: the original's answers.
-        state: numbers measured before.
+        runner: settings for compressing and loading.
+        candidates: the candidates.
+        original: the loaded original model; unchanged when this returns.
+        probe: the original's outputs on the text.
+        state: numbers that were measured before.
         moved: see `find_fused_groups`.
     Raises:
-        ModelError: a model does not run natively, or groups differ between candidates.
+        ModelError: quantkit cannot run the model natively, or the groups differ between candidates.
     """
     forms: list[list[FusedGroup]] = []
     options: list[list[Option]] = []

@@ -1,9 +1,8 @@
-"""A checkpoint that is quantized already, as the model of its values: names and shapes as before it was quantized.
+"""View a quantized checkpoint as the dense model of its dequantized values, with the original names and shapes.
 
-A weight is dequantized when it is read and not before, experts in a stack one by one: who goes through a model layer
-by layer holds the values of one. They are what the library that defines the format computes from codes and scales, in
-the dtype of config.json. Nothing of the quantization stays: neither config.json's section, nor scales of inputs or of
-a KV cache.
+A weight is dequantized when it is read, stacked experts one by one, so a reader that goes layer by layer holds the
+values of one layer. The values are those that the library of the format computes from codes and scales, in the dtype of
+config.json. The view has no quantization_config, and no scales of inputs or of a KV cache.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class _Source:
     """Facts about a quantized checkpoint, known before a weight is read.
 
     Args:
-        reader: of its files.
-        format, scheme: of its weights.
-        dtype: of their values.
-        transposed: ends of the names of linears whose weight the model keeps as (K, N).
+        reader: reader of its files.
+        format, scheme: format and scheme of its weights.
+        dtype: dtype of the dequantized values.
+        transposed: name suffixes of the linears whose weights the model keeps as (K, N).
     """
 
     reader: CheckpointReader
@@ -69,7 +68,7 @@ class _Source:
     transposed: tuple[str, ...]
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """All tensors of the model of values, by name."""
+        """Return all tensors of the dense model by name."""
         reader, weights = self.reader, self.format.stored_weights(self.reader.names)
         if not weights and self.scheme.default is not None:
             raise CheckpointError(
@@ -147,7 +146,7 @@ class _Source:
 
 
 def _stacked(infos: Mapping[str, TensorInfo]) -> int:
-    """Number of matrices in a stack, the same in all parts."""
+    """Return the number of matrices in a stack, which must be the same in all parts."""
     sizes = {local: info.shape[:1] for local, info in infos.items()}
     if len(set(sizes.values())) > 1 or () in sizes.values() or (0,) in sizes.values():
         listed = ", ".join(f"{local} {infos[local].shape}" for local in sorted(infos))

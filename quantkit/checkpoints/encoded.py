@@ -1,6 +1,6 @@
-"""A weight that the files hold as codes, as if it were the tensor of its values: dequantized when it is read.
+"""A quantized weight that is read as the tensor of its dequantized values.
 
-Not here: what the codes mean. Whoever knows the format (`dense_source`) brings the function.
+The decoder comes from the format; see `dense_source`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ Read = Callable[[TensorInfo], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedInfo(TensorInfo):
-    """Kind, shape and bytes are those of the values; file and offset those of the first part.
+    """Description of a quantized weight: kind, shape and bytes of its values, file and offset of its first part.
 
     Args:
         where: file and name, for messages.
-        parts: what the files hold in its place, by local name. Of a stack of matrices (E, ...) each is one too.
-        scheme: of the codes.
-        decoder: makes them of the parts of one matrix.
-        transposed: values are (K, N).
+        parts: stored tensors (codes, scales, ...) by local name; for a stack of matrices (E, ...), stacks too.
+        scheme: scheme of the linear.
+        decoder: decodes the parts of one matrix.
+        transposed: the values are (K, N).
     """
 
     where: str
@@ -43,12 +43,12 @@ class EncodedInfo(TensorInfo):
         return replace(self, shape=shape, num_bytes=num_bytes, parts=parts)
 
     def codes(self, read: Read) -> QuantizedTensor:
-        """Codes (N, K) of a matrix, with the scale of its input if that has one.
+        """Return the codes (N, K) of a matrix, with the calibrated scale of its input if there is one.
 
         Args:
-            read: gives a tensor of the files.
+            read: reads a stored tensor.
         Raises:
-            SchemeError: they are of another scheme than config.json says.
+            SchemeError: the codes have another scheme than config.json says.
         """
         weight = self._codes(self.scheme, read)
         if weight.scheme != self.scheme.weight:

@@ -1,4 +1,4 @@
-"""Finding a model by a path, an id on the Hugging Face hub or nothing, and listing its folder. No tensor bytes."""
+"""Find a model by path or Hugging Face hub id, and list the files of its folder; reads no tensor data."""
 
 import fnmatch
 import re
@@ -92,20 +92,20 @@ def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], Path | None]:
-    """All tensors of a checkpoint, every file of it checked.
+    """Return all tensors of a checkpoint after checking every file.
 
-    An index, where there is one, says which tensor is in which file; tensors that it does not name are not part
-    of the model. A model.safetensors that the index does not name is preferred to it, as transformers does.
+    If there is an index, it assigns tensors to files, and tensors that it does not list are not part of the model. A
+    model.safetensors that the index does not list is preferred to the index, as in transformers.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
     Returns:
-        tensors: by name.
-        files: that hold them, sorted by name.
-        index: the index file, or None when a single file holds everything.
+        tensors: all tensors by name.
+        files: files that hold them, sorted by name.
+        index: path of the index; None = a single file holds everything.
     Raises:
-        ModelError: there are no safetensors files; says so when there are pickles or GGUF files.
-        CheckpointError: a file is missing, truncated, or inconsistent with itself or with the index.
+        ModelError: there are no safetensors files; the message tells if there are pickles or GGUF files.
+        CheckpointError: a file is missing, truncated, inconsistent, or does not match the index.
     """
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if index.is_file():
@@ -133,10 +133,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Files to carry into a compressed checkpoint, sorted: tokenizer, licence and the like; no weights, no code.
+    """Return the files to copy into a compressed checkpoint, sorted: tokenizer, licence etc., but no weights or code.
 
     Raises:
-        CheckpointError: one of them is larger than any such file.
+        CheckpointError: a file is too large to be one of these.
     """
     files = sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
     for path in files:
@@ -173,7 +173,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """File name by tensor name, all file names plain ones."""
+    """Return the file name of each tensor in the index; names with folders are refused."""
     weight_map = read_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")

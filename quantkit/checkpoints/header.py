@@ -1,10 +1,10 @@
-"""The safetensors file layout: length, JSON header, tensor bytes. Tensors themselves are read by `reader`.
+"""Read and write headers of safetensors files; `reader` reads the tensors.
 
-Torch is imported only where somebody asks for a torch dtype, so that `planning` reads headers without it.
+Only functions that need a torch dtype import torch, so that `planning` reads headers without it.
 
     | length: u64 LE | header: JSON, padded with spaces to 8 bytes | tensor bytes, without gaps |
 
-Source: safetensors `README.md`, section "Format"; the order of tensors is that of its own writer.
+Source: safetensors `README.md`, section "Format"; the order of tensors is that of the library's writer.
 """
 
 from __future__ import annotations
@@ -126,16 +126,16 @@ def checked_dtypes(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo
 
 
 def encode_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str], int]:
-    """The bytes in front of the tensors of a new file.
+    """Encode the header of a new safetensors file.
 
     Args:
         tensors: dtype and shape by name.
     Returns:
-        header: length field included.
-        order: names in the order in which their bytes must follow.
-        num_bytes: of the whole file.
+        header: bytes of the header, with the length field.
+        order: names in the order in which the tensors must be written.
+        num_bytes: size of the whole file.
     Raises:
-        CheckpointError: a dtype that safetensors cannot hold.
+        CheckpointError: safetensors cannot store a dtype.
     """
     kinds = {name: kind_of(dtype) for name, (dtype, _) in tensors.items()}
     for name, kind in kinds.items():
@@ -157,7 +157,7 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) ->
 
 
 def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
-    """The JSON text of the header, `file` then standing at the first tensor byte."""
+    """Read the JSON text of the header; `file` is then at the first tensor byte."""
     start = file.read(_LENGTH_BYTES)
     if start == b"version ":
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")

@@ -1,9 +1,8 @@
-"""A checkpoint with one tensor for each linear, whatever its files hold.
+"""View a checkpoint with one (N, K) tensor for each linear, in whatever layout its files store them.
 
-Experts that are stored as one 3-D tensor appear as a matrix for each, matrices that are stored transposed as (N, K),
-names that lack the prefix of the causal LM have it, and what transformers joins or cuts while loading is what it makes
-of it. Nothing is copied: it is a view of the files. `restore` is the way back, for tensors that are written in the
-layout in which they came.
+Experts that are stored as one 3-D tensor appear as separate matrices, and transposed matrices as (N, K). All names have
+the prefix of the causal LM. Tensors that transformers merges or splits on loading appear in their converted form. The
+view copies nothing; `restore` converts tensors back to the layout of the files.
 Shapes: E experts, I width of an expert, H hidden width.
 """
 
@@ -54,13 +53,13 @@ class StoredPart:
 
 
 class ModelReader(CheckpointReader):
-    """See the module's description; every call works on the names of linears.
+    """Reader with one tensor per linear; see the module's docstring. All names are those of the view.
 
     Args:
-        path: of the checkpoint.
-        family: its family.
+        path: directory of the checkpoint.
+        family: family of the model.
     Raises:
-        ModelError, CheckpointError: as `CheckpointReader`.
+        ModelError, CheckpointError: see `CheckpointReader`.
     """
 
     def __init__(self, path: Path | str, family: Family) -> None:
@@ -91,10 +90,10 @@ class ModelReader(CheckpointReader):
         return super().stored_scheme(name)
 
     def codes(self, name: str) -> QuantizedTensor:
-        """Codes (N, K) of a weight for which `stored_scheme` says what they are.
+        """Return the codes (N, K) of a weight; `stored_scheme` must not be None for it.
 
         Raises:
-            SchemeError: blocks of codes that share a scale are not those of this part alone.
+            SchemeError: the weight shares a block scale with another part of the stored tensor.
         """
         part, info = self._parts.get(name), self._tensors[name]
         if part is not None:

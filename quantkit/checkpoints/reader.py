@@ -1,7 +1,7 @@
-"""A checkpoint as a map from tensor names to bytes on disk; what is not asked for is not read.
+"""Read single tensors of a checkpoint from disk.
 
-No memory map: pages of a mapped file count as resident memory of the process for as long as it is open, and a run's
-memory must be bounded by one layer. Every call opens the file, reads its bytes into memory of its own, and closes it.
+Files are not memory-mapped: the pages of an open mapped file count as resident memory, and a run must hold only one
+layer in memory. Every call opens the file, reads bytes into new memory, and closes the file.
 """
 
 import copy
@@ -42,10 +42,10 @@ class CheckpointReader:
     Args:
         path: directory with config.json and safetensors files.
     Raises:
-        ModelError: no such directory, no usable config.json, or no safetensors weights.
+        ModelError: there is no such directory, no usable config.json, or no safetensors weights.
         CheckpointError: a weight file or the index is missing, truncated or inconsistent.
     Attributes:
-        notes: what a user should know about it, a sentence each.
+        notes: remarks for the user, one sentence each.
     """
 
     notes: tuple[str, ...] = ()
@@ -112,10 +112,10 @@ class CheckpointReader:
         return info.scheme if isinstance(info, EncodedInfo) else None
 
     def check_shape(self, name: str, shape: tuple[int, ...], *, required: bool = True) -> None:
-        """A tensor is there and has the shape that follows from config.json.
+        """Check that a tensor has the shape that follows from config.json, and that it exists if required.
 
         Raises:
-            CheckpointError: gives both shapes.
+            CheckpointError: it does not; names the tensor and the shapes.
         """
         if name in self._tensors and (stored := self._tensors[name].shape) != shape:
             raise CheckpointError(f"{self.path}: tensor {name} has shape {stored}, config.json says {shape}")
@@ -222,10 +222,10 @@ class CheckpointReader:
         return sorted(path for path in names if path is not None and path.is_file())
 
     def check_unchanged(self) -> None:
-        """Refuse what somebody has written to since this reader was made: what was read may be of two models.
+        """Check that no file has changed since this reader was created; otherwise tensors may be from two models.
 
         Raises:
-            CheckpointError: names the file.
+            CheckpointError: a file has changed; names it.
         """
         for path, stamp in self._stamps.items():
             if _stamp(path) != stamp:

@@ -1,7 +1,7 @@
-"""Refuse links out of a model's folder: one would read, and copy, the user's own files.
+"""Refuse links that lead out of a model's folder: through them, quantkit would read and copy the user's own files.
 
-The rule is checked when a folder is opened, so that it also holds for what transformers reads there. It does not guard
-against a folder that changes while it is read.
+The check runs when a folder is opened, so it covers files that transformers reads. It does not protect against a folder
+that changes afterwards.
 """
 
 import os
@@ -39,12 +39,12 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
 
 
 def check_pointers(folder: Path) -> None:
-    """Refuse files that send transformers elsewhere: to a vocabulary outside the folder, or to another model.
+    """Refuse files that make transformers load a vocabulary outside the folder, or another model.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
     Raises:
-        ModelError: names the file, and what it points to.
+        ModelError: there is such a file; names it and its target.
     """
     if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(

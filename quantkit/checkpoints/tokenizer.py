@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder and its chat template, tried out before they are trusted with a text."""
+"""Load a model's tokenizer and chat template, and test them in a child process before use."""
 
 import base64
 import json
@@ -28,12 +28,12 @@ _TURNS = tuple({"role": role, "content": "x"} for role in ("user", "assistant", 
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A transformers tokenizer. Code that comes with it is never run, nor is anybody asked to.
+    """Load a transformers tokenizer, without running or offering to run code from its folder.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
     Raises:
-        ModelError: it is missing or broken, or a line of text takes it more time or memory than any should.
+        ModelError: the tokenizer is missing or broken, or needs too much time or memory for a line of text.
     """
     from transformers import AutoTokenizer
 

@@ -1,11 +1,10 @@
-"""A checkpoint as a model that computes the same with a rotated residual stream: outliers spread over all channels.
+"""View a checkpoint as an equivalent model with a rotated residual stream, whose outliers are spread over all channels.
 
-Norm weights are folded into the linears behind them, then the hidden states h become h Q: what writes to the residual
-stream (embedding, attention output, down) is multiplied by Q, what reads it (q, k, v, gate, up, head) likewise, and the
-two cancel. Within attention the value heads are rotated and the output projection takes it back. A view of the files:
-layers are rotated when they are read, embedding and head a few rows at a time. A head that was tied to the embedding
-gets weights of its own.
-Not here: rotations that the runtime would have to apply (of queries and keys, or inside the MLP).
+Norm weights are folded into the linears that follow. Then the hidden states h become h Q: weights that write to the
+residual stream (embedding, attention output, down) are multiplied by Q, and so are weights that read it (q, k, v, gate,
+up, head), which cancels the rotation. Value heads are rotated too, and the output projection undoes that. Layers are
+rotated when they are read, embedding and head a few rows at a time. A head that was tied to the embedding gets weights
+of its own. Rotations that the runtime would have to apply (of queries and keys, or inside the MLP) are not included.
 Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant (R1 and R2).
 Shapes: D hidden width, N outputs, K inputs, d head width.
 """
@@ -26,15 +25,15 @@ from quantkit.numerics.hadamard import Rotation, random_rotation
 
 
 class RotatedReader(ModelReader):
-    """See the module's description.
+    """Reader of the rotated model; see the module's docstring.
 
     Args:
-        source: of the checkpoint.
-        family: its family.
-        seed: of the rotations.
+        source: reader of the checkpoint.
+        family: family of the model.
+        seed: seed of the random rotations.
         heads: rotate value heads too.
     Raises:
-        ModelError: the family cannot be rotated; says why.
+        ModelError: models of this family cannot be rotated; says why.
     """
 
     def __init__(self, source: CheckpointReader, family: Family, *, seed: int, heads: bool) -> None:
@@ -110,7 +109,7 @@ class RotatedReader(ModelReader):
         return super().tensor(name).float() + self._family.norm_offset
 
     def _head_width(self) -> int:
-        """Width of a value head, as config.json says and the rows of the first layer confirm."""
+        """Return the width of a value head from config.json, checked against the first layer."""
         width = describe(self.config, self._family, f"{self.path}/config.json").head_dim
         name = f"{self._family.layers}.0.{self._family.parts.qkv[-1]}.weight"
         if name in self._tensors and self.info(name).shape[0] % width:
@@ -118,7 +117,7 @@ class RotatedReader(ModelReader):
         return width
 
     def _check(self, path: Path | str) -> None:
-        """Refuse what a rotation would change."""
+        """Raise ModelError if a rotation would change the outputs of this model."""
         names, parts = self._family, self._family.parts
         parallel = self.config.get(names.parallel) if isinstance(names.parallel, str) else names.parallel
         reason = None

@@ -1,7 +1,7 @@
-"""Jobs of several processes: the number of this one, how a job is started, and that all end together.
+"""Start, join and end a job of several processes.
 
-Whoever started the processes, torchrun or `launch`, ends the others when one fails, and torch tells a process that the
-one that it waits for is gone. What is left to do here is that one process tells an error, and only one.
+The launcher, torchrun or `launch`, ends the other processes when one fails, and torch raises an error in a process that
+waits for a dead one. This module makes sure that exactly one process reports the error.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from quantkit.machine.cores import available_cores
 
 RESUME = "give the same command again to go on, with any number of processes"
 START = timedelta(minutes=30)
-"""In which all processes of a job must have come together: people and schedulers start them one after another."""
+"""Time in which all processes of a job must connect: people and schedulers start them one after another."""
 
 # A dead process is noticed at once. A long wait is no sign of one: rank 0 may work alone for hours.
 _PATIENCE = timedelta(days=7)
@@ -96,7 +96,7 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
 
 
 def _meet() -> Any:
-    """Connect with all other processes; a store of torch's that all have."""
+    """Connect to all other processes, and return torch's store, which all processes share."""
     from torch.distributed.rendezvous import rendezvous
 
     try:

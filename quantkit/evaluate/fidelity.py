@@ -1,8 +1,8 @@
 """Distance of a model's next-token distributions from the original's, on fixed text.
 
-KL is KL(original || model) in nats for every position of every window. It needs no labels and sees every token, so it
-tells two models apart long before an accuracy does. It does not say whether the difference matters.
-Greedy texts are compared token by token: after the first that differs, the two texts never meet again.
+KL is KL(original || model) in nats for every position of every window. It needs no labels and uses every token, so it
+detects smaller differences than accuracy does, but it does not show whether a difference matters.
+Greedy texts are compared up to the first token that differs, because the texts are unrelated after it.
 
 The bundled runtime gives whole distributions. Serving engines give only the likeliest tokens of each position, so
 `bounds` computes two numbers that KL lies between.
@@ -69,13 +69,13 @@ class Distances:
 def fixed_windows(
     llm: Evaluated, text: str | Sequence[int], *, window: int = WINDOW, max_tokens: int = MAX_TOKENS
 ) -> Windows:
-    """Cut a text into windows that do not overlap, each with BOS in front where the tokenizer puts it.
+    """Split a text into windows that do not overlap; each begins with BOS if the tokenizer adds it.
 
     Args:
-        llm: whose tokenizer and context count.
+        llm: model that provides the tokenizer and the maximum context.
         text: a text, or token ids.
-        window: tokens per window, BOS included; at most the model's context.
-        max_tokens: of all windows together; the rest of the text is not used.
+        window: tokens per window including BOS; at most the model's context.
+        max_tokens: maximum number of tokens in all windows; the rest of the text is not used.
     Raises:
         DataError: there is no tokenizer, or the text is too short for one window of two tokens.
     """
@@ -149,7 +149,7 @@ def _result(parts: Sequence[Distances], **known: Any) -> FidelityResult:
 
 
 def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
-    """Refuse two models whose distributions are not over the same tokens."""
+    """Refuse two models with different vocabulary sizes."""
     if llm.vocab_size != original.vocab_size:
         raise ModelError(
             f"{llm.path} predicts {llm.vocab_size} tokens, the original {original.path} {original.vocab_size}; "

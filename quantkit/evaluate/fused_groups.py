@@ -1,8 +1,8 @@
-"""The fused groups of a quantized model (linears that engines run as one), each ready to be put into the original.
+"""Fused groups of a quantized model (linears that engines run as one), adapted so that they fit into the original.
 
-AWQ and SmoothQuant move scales between a linear and what feeds it, so a quantized linear does not fit into the original
-as it is. Its inputs and outputs are scaled back here: exactly where a norm feeds it, since both norms are on disk, and
-where another linear does by least squares against the original weight, whose rounding error it cannot see.
+AWQ and SmoothQuant move scales between a linear and its source, so a quantized linear does not fit into the original.
+This module scales its inputs and outputs back. If the source is a norm, the factors are exact, since both norms are on
+disk; if it is another linear, they are fitted by least squares against the original weight.
 N outputs, K inputs.
 """
 
@@ -84,14 +84,14 @@ def swapped(groups: list[FusedGroup]) -> Iterator[None]:
 
 
 def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None) -> list[FusedGroup]:
-    """Every fused group of a model that is quantized, in running order.
+    """Find all quantized fused groups of a model, in execution order.
 
     Args:
         llm: the quantized model.
-        original: loaded in the same arithmetic; its blocks are what the groups refer to.
-        moved: whether a step of the recipe moved scales between modules; None when nobody knows.
+        original: the original, loaded in the same dtype; the groups refer to its blocks.
+        moved: whether a step of the recipe moved scales between modules; None = unknown.
     Raises:
-        ModelError: one of them does not run natively, or they differ in arithmetic or in layers.
+        ModelError: a model does not use the native backend, or the models differ in dtype or layers.
     """
     ours, theirs = llm.model, original.model
     if not (isinstance(ours, NativeModel) and isinstance(theirs, NativeModel)):

@@ -1,8 +1,8 @@
-"""lm-eval's `LM` over the engine: log-likelihoods batched and prefix-shared, generation by continuous batching.
+"""Adapter from lm-eval's `LM` interface to the engine, with prefix sharing and continuous batching.
 
-It answers as lm-eval's own `HFLM` does for decoder-only models: the same tokens (trailing spaces of a context belong to
-the continuation, BOS where the tokenizer puts it or `add_bos_token` says so), the same truncation from the left, the
-same end of an answer. Not a task runner: see `run`. Importing this module needs lm-eval; quantkit[eval] brings it.
+It behaves like lm-eval's `HFLM` for decoder-only models: the same tokens (trailing spaces of a context belong to the
+continuation; BOS as the tokenizer or `add_bos_token` says), the same truncation from the left and the same end of an
+answer. Module `run` runs tasks. Importing this module needs lm-eval, which quantkit[eval] installs.
 
     lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
 """
@@ -39,15 +39,15 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     Args:
         pretrained: directory, hub id or a loaded `LLM`; None = the demo model.
-        batch_size: sequences computed together; None, "auto" and lm-eval's default of 1 leave it to the engine, which
-            pads nothing and so gains nothing from a smaller number.
-        max_batch_size: ignored: the engine's limits hold.
+        batch_size: maximum number of concurrent sequences; None, "auto" and lm-eval's default of 1 let the engine
+            choose, because it does not pad and gains nothing from a smaller number.
+        max_batch_size: ignored; the engine's limits apply.
         add_bos_token: whether texts begin with BOS; None = as the tokenizer does.
-        prefix_token_id: what precedes a text without context; None = BOS, or EOS where there is none.
+        prefix_token_id: token that precedes a text without context; None = BOS, or EOS without a BOS.
         chat_template_args: further variables of the chat template.
         settings: keywords of `LLM`: dtype, device, kv_cache, max_length, threads, ...
     Raises:
-        QuantkitError: as `LLM`; or the model has no tokenizer.
+        QuantkitError: `LLM` cannot load the model, or the model has no tokenizer.
     """
 
     backend = "causal"
@@ -180,7 +180,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return answers
 
     def _score(self, pairs: Iterable[tuple[Tokens, Tokens]]) -> list[PromptScores]:
-        """Score continuations; what is too long loses its beginning."""
+        """Score continuations; sequences that are too long are truncated from the left."""
         texts = []
         for context, continuation in pairs:
             if not context or not 0 < len(continuation) <= self.max_length:
@@ -220,7 +220,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
 
 def _device(name: str | None) -> str | None:
-    """lm-eval's command line says cuda:0 unless told otherwise; as HFLM, take what is there instead."""
+    """Resolve lm-eval's default device cuda:0 to an available device, as HFLM does."""
     if name is not None and str(name).startswith("cuda") and not torch.cuda.is_available():
         logging.getLogger("lm_eval").warning("device %s is not there; computing on the CPU", name)
         return "cpu"

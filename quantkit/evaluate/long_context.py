@@ -1,10 +1,10 @@
-"""Retrieval over long contexts: one fact at several depths of texts of several lengths, answered by generating.
+"""Long-context retrieval: the model must repeat one fact, placed at several depths in texts of several lengths.
 
-Every prompt is computed like any other request, so keys and values of everything but the answer are read from the
-cache as it is configured, quantized or not. Models of the demo language are asked for a pair of a ledger between
-clauses; all others for the pass key between sentences about grass.
+Prompts run like ordinary requests, so generation reads keys and values from the configured cache, quantized or not.
+Models of the demo language look up a pair in a ledger between clauses; all others look up a pass key between sentences
+about grass.
 
-Not a test of reasoning: one fact, found or not found. Source: Mohtashami and Jaggi 2023, Landmark Attention (the pass
+The test measures retrieval, not reasoning. Source: Mohtashami and Jaggi 2023, Landmark Attention (the pass
 key); Liu et al. 2023, Lost in the Middle (why depths).
 """
 
@@ -55,16 +55,16 @@ def long_context(
     seed: int = 0,
     say: Say | None = None,
 ) -> tuple[TaskResult, ...]:
-    """Share of facts found, one result per length.
+    """Measure the share of facts that a model finds, one result per length.
 
     Args:
-        llm: without running requests.
-        lengths: tokens of the prompts, about: as many fillers as fit. Lengths beyond the context are left out.
-        depths: of the fact in the text, 0 to 1.
-        samples: texts per length and depth.
-        ledgers: the recall items of the demo language, for a model of it; None = the pass key.
-        seed: of the texts.
-        say: is told how far it is.
+        llm: model without running requests.
+        lengths: maximum prompt tokens; filler text is added up to each length. Lengths above the context are skipped.
+        depths: relative positions of the fact in the text, 0 to 1.
+        samples: number of texts per length and depth.
+        ledgers: file of recall items, for a model of the demo language; None = use pass keys.
+        seed: seed of the texts.
+        say: callback for progress.
     Raises:
         DataError: no length fits the context, a depth is outside 0 to 1, or there is no tokenizer.
     """

@@ -1,9 +1,8 @@
-"""The sensitivity map: every fused group quantized alone in the original model, and what to change in the recipe.
+"""The sensitivity map: KL of every fused group quantized alone in the original, and a proposed change of the recipe.
 
-The original is loaded once; one group at a time is quantized in it, the same text is read, and the KL to the original
-is what that group costs. Where the parts add up to the whole, the whole can be mended part by part: the
-proposal ignores the groups with the most KL per byte, and is itself measured before it is made.
-Choosing bits layer by layer by what each costs: Dong et al. 2019 (HAWQ), who ask the curvature instead.
+The original is loaded once; one group at a time is quantized in it and the KL to the original is measured on the same
+text. The proposal ignores the groups with the most KL per byte, and is measured before it is returned.
+Related: Dong et al. 2019 (HAWQ) choose bits per layer by curvature.
 """
 
 import json
@@ -149,19 +148,19 @@ def sensitivity_map(
     moved: bool | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SensitivityMap:
-    """Measure what each group costs.
+    """Measure the KL of each fused group.
 
     Args:
         llm: the quantized model.
-        original: loaded in the same arithmetic; as before when this returns.
-        windows: of token ids; as many are used as fit the limits of this module.
+        original: the original, loaded in the same dtype; unchanged on return.
+        windows: windows of token ids; only as many as fit this module's limits are used.
         data: name of the text, for the record.
-        goal: what a proposal has to reach; None = no proposal is made.
-        ignored: patterns that the recipe ignores already; a proposal keeps them.
+        goal: limits that a proposal has to meet; None = make no proposal.
+        ignored: patterns that the recipe already ignores; a proposal keeps them.
         moved: see `find_fused_groups`.
-        progress: told what is going on.
+        progress: callback for lines of progress.
     Raises:
-        ModelError: the vocabularies differ, or a model does not run natively.
+        ModelError: the vocabularies differ, or a model does not use the native backend.
     """
     check_vocabulary(llm, original)
     groups = find_fused_groups(llm, original, moved=moved)

@@ -18,16 +18,16 @@ REGISTRY = Registry(package=__name__, attribute="FORMAT", noun="format")
 
 
 def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | None:
-    """The format that a config.json describes; None when it describes an ordinary model.
+    """Recognise the format that a config.json describes; None for an unquantized model.
 
     Args:
         config: contents of config.json.
-        where: its path, for messages.
+        where: path of config.json, for messages.
     Returns:
-        the format, and the scheme of every linear.
+        The format, and the scheme of every linear.
     Raises:
-        SchemeError: a known format, of a kind that cannot be decoded.
-        CheckpointError: a method that no format reads.
+        SchemeError: the format is known, but this variant of it cannot be decoded.
+        CheckpointError: no format reads this quantization method.
     """
     for known in REGISTRY.all().values():
         scheme = known.recognise(config)

@@ -1,7 +1,7 @@
-"""config.json of a compressed-tensors checkpoint, in both directions: our schemes and its config groups.
+"""Convert between quantkit's schemes and the config groups in config.json of a compressed-tensors checkpoint.
 
-The library's own classes build and validate `quantization_config`. No tensors here; those are in `compressed_tensors`.
-Source: compressed-tensors `quantization/quant_{args,scheme,config}.py` and `utils/match.py` for who wins;
+The library's own classes build and validate `quantization_config`. Module `compressed_tensors` handles the tensors.
+Source: compressed-tensors `quantization/quant_{args,scheme,config}.py` and `utils/match.py` (precedence of targets);
 vLLM `layers/quantization/compressed_tensors/utils.py` (`find_matched_target`).
 """
 
@@ -25,16 +25,16 @@ _LINEAR = "Linear"  # a target or ignored name that means every linear
 
 
 def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of at least one quantized linear.
+    """Build the `quantization_config` for one or more quantized linears.
 
-    With several schemes every group lists its modules by name and none says "Linear": vLLM looks for a class
-    before it takes its fused modules (qkv_proj) apart, so that group would take in the modules of the others.
+    With several schemes, every group lists its modules by name instead of targeting the class "Linear". vLLM matches
+    classes before it splits its fused modules (qkv_proj), so a class target would also match modules of other groups.
 
     Args:
         linears: scheme of each quantized linear by full module name.
         ignored: full names of linears that are not quantized.
     Raises:
-        SchemeError: compressed-tensors cannot hold one of the schemes, or its readers not all of them together.
+        SchemeError: compressed-tensors cannot hold one of the schemes, or its loaders do not support the combination.
     """
     members: dict[LinearScheme, list[str]] = {}
     # Experts first: transformers decodes those by the first group when none names a class or an expression.
@@ -85,13 +85,13 @@ def fp8_cache_args(strategy: str) -> dict[str, Any]:
 
 
 def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
-    """The scheme that a `quantization_config` of compressed-tensors describes.
+    """Return the scheme that a compressed-tensors `quantization_config` describes.
 
-    The library lets exact names win over expressions and expressions over classes, and within a kind the first in
-    alphabetical order; our last rule wins, so the rules come in the opposite order.
+    In the library, exact names take precedence over regular expressions, and those over classes; within a kind, the
+    alphabetically first target wins. In a `Scheme` the last matching rule wins, so the rules are in reverse order.
 
     Raises:
-        SchemeError: of a kind that cannot be decoded.
+        SchemeError: this variant of the format cannot be decoded.
     """
     parsed = _parse(section)
     targets = {
@@ -154,7 +154,7 @@ def _granularity(dtype: DType, group_size: int | None, ungrouped: str) -> dict[s
 
 
 def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
-    """`quantization_config` in the library's own classes, preset names resolved."""
+    """Parse a `quantization_config` with the library's own classes and resolve preset names."""
     from compressed_tensors.quantization import QuantizationConfig
 
     fields = {key: value for key, value in section.items() if key in QuantizationConfig.model_fields}
@@ -189,10 +189,10 @@ def _plain(value: Any) -> str:
 
 
 def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
-    """Our scheme of a config group.
+    """Convert a config group to a `LinearScheme`.
 
     Raises:
-        SchemeError: it has none; names the group and what stands in the way.
+        SchemeError: no `LinearScheme` describes the group; names the group and the unsupported setting.
     """
     weights, inputs = group.weights, group.input_activations
     if weights is None or group.output_activations is not None:
@@ -221,7 +221,7 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
 
 
 def _activation(name: str, inputs: QuantizationArgs) -> ActivationScheme:
-    """Our scheme of a config group's input activations."""
+    """Convert the input activations of a config group to an `ActivationScheme`."""
     strategy, dtype = _plain(inputs.strategy), _dtype(name, inputs)
     local = dtype.scale == "e4m3" and strategy == "tensor_group" and _plain(inputs.dynamic) == "local"
     grouped = strategy == "group" and inputs.dynamic is True and dtype.scale != "e4m3"

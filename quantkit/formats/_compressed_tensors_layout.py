@@ -1,10 +1,11 @@
-"""Rules of compressed-tensors without tensors: which of its formats holds a scheme, which models its loaders take.
+"""Rules of compressed-tensors: which of its formats holds a scheme, and which models its loaders support.
 
-The rules are those of the library and of the engines that read it: what only the library could compute is refused.
+A scheme must be supported by the library and by the engines that read it; schemes that only the library could compute
+are refused.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
-`layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`. What one engine takes of it is
-said in `quantkit.engines`.
-The library is imported where it is asked: whoever reads another format need not have it, nor wait for it.
+`layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`. Limits of
+a single engine are in `quantkit.engines`.
+The library is imported inside the functions that need it, so reading other formats neither requires nor loads it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _DENSE_PACKING_SINCE = "0.18"
 
 
 def find_layout(scheme: LinearScheme) -> str:
-    """Name of the format that holds this scheme.
+    """Return the name of the compressed-tensors format that holds this scheme.
 
     Raises:
-        SchemeError: none does; says which recipe field to change.
+        SchemeError: no format does; the message names the recipe field to change.
     """
     weight, activation = scheme.weight, scheme.activation
     if weight.dtype.kind == "float":
@@ -67,7 +68,7 @@ def find_layout(scheme: LinearScheme) -> str:
 
 
 def _check_float(scheme: LinearScheme) -> None:
-    """Refuse what engines have no products for, and types that the library does not know yet."""
+    """Refuse float schemes that engines have no kernels for, and types that the installed library does not know."""
     weight, activation = scheme.weight, scheme.activation
     name, is_scaled_by_floats = weight.dtype.name, weight.dtype.scale == "float"
     if is_scaled_by_floats and (weight.dtype != FP8 or (weight.group_size is not None and weight.block_rows == 1)):
@@ -128,7 +129,7 @@ def packs_densely() -> bool:
 
 
 def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
-    """Refuse what no loader takes; say what some do not take. See `Format.check_model`."""
+    """Refuse schemes that no loader supports; return a warning for each that some do not. See `Format.check_model`."""
     name = family.hf_names[0] if family.hf_names else "this family"
     if family.decode_at_load:
         return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})

@@ -1,9 +1,9 @@
-"""The blocks of GGUF tensors: our codes as blocks, values rounded to blocks, and the values of blocks.
+"""Blocks of GGUF tensors: store codes as blocks without loss, round float values to blocks, and decode blocks.
 
-Types, sizes, ggml's own rounding and all dequantizing are the gguf package's: on CPUs it rounds two to three times as
-fast as the same in torch, to the same bytes. It has no way from codes to blocks; that is here. The encoders of the
-K-quants, a search, are in `_gguf_kquants`, because the package has none.
-Shapes: N outputs, K inputs, M blocks; a block's bytes are the last dimension.
+The gguf package provides types, sizes, ggml's own rounding and all dequantizing. On CPUs it rounds two to three times
+as fast as torch and gives the same bytes. The package cannot convert codes to blocks and has no K-quant encoders: this
+module does the first, and `_gguf_kquants` the second.
+Shapes: N outputs, K inputs, M blocks; the last dimension holds the bytes of a block.
 Source: ggml `src/ggml-common.h`, `src/ggml-quants.c`.
 """
 
@@ -57,14 +57,14 @@ def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = No
 
 
 def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tensor:
-    """Values of a tensor of a GGUF file, float32 or its own dtype.
+    """Decode a tensor of a GGUF file to float32, or to its own dtype if it is unquantized.
 
     Args:
-        block: its type.
-        data: uint8, all bytes.
-        shape: of the result.
+        block: type of the tensor.
+        data: all bytes of the tensor, uint8.
+        shape: shape of the result.
     Raises:
-        CheckpointError: a type that cannot be decoded.
+        CheckpointError: this type cannot be decoded.
     """
     if block in PLAIN:
         return data.view(PLAIN[block]).view(*shape)
@@ -80,16 +80,16 @@ def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tenso
 
 
 def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block, Tensor]:
-    """Store the same values as GGUF blocks, exactly.
+    """Convert a quantized weight to GGUF blocks that decode to exactly the same values.
 
     Args:
-        weight: (N, K) of a scheme that `GGUFFormat.check` passes.
-        symmetric_block: name of the block that holds its codes where there are no zero points.
+        weight: (N, K), with a scheme that `GGUFFormat.check` accepts.
+        symmetric_block: name of the block type to use if there are no zero points.
     Returns:
         block: the type chosen.
         data: (N, bytes per row) uint8.
     Raises:
-        SchemeError: a scale that float16 does not hold, or groups in another order.
+        SchemeError: a scale is not exact in float16, or groups are in activation order.
     """
     if weight.group_index is not None:
         raise SchemeError(

@@ -1,12 +1,12 @@
-"""GGUF files: header, metadata and tensor bytes, read within the bounds of the file and written as a stream.
+"""GGUF files: read the header, metadata and tensor bytes with bounds checks, and write them as a stream.
 
-The gguf package writes headers and names types. It does not read here: its reader believes every length (an array of
-2**50 bytes keeps it busy for ever) and maps the file into memory, and files come from strangers.
+The gguf package writes headers and names types, but quantkit does not read files with it: files may be malicious, and
+the package's reader trusts every length (an array of 2**50 bytes keeps it busy forever) and maps the file into memory.
 
     | "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensor infos | padding | tensor bytes |
 
-Strings are a u64 length and UTF-8 bytes; dimensions run from the innermost; offsets count from the end of the padding.
-Not here: what blocks mean (`_gguf_blocks`) and which names and entries a model needs (`quantkit.compress.convert`).
+A string is a u64 length and UTF-8 bytes. Dimensions start with the innermost. Offsets count from the end of the
+padding. `_gguf_blocks` defines blocks; `quantkit.compress.convert` defines the names and entries that a model needs.
 Source: ggml `docs/gguf.md`.
 """
 
@@ -129,19 +129,19 @@ def write_gguf_file(
 ) -> dict[str, str]:
     """Write one file as a stream.
 
-    The gguf package writes the header. It would take a tensor as one array; an embedding of gigabytes comes in
-    chunks here.
+    The gguf package writes only the header: it accepts a tensor as one array, while this function streams chunks of
+    embeddings that are gigabytes large.
 
     Args:
-        path: of the file, replaced if it is there.
-        metadata: bool, int (u32), float (f32), str, or a non-empty list of one of them (ints become i32); begins with
-            general.architecture.
+        path: path of the file; an existing file is replaced.
+        metadata: bool, int (u32), float (f32), str, or a non-empty list of one of these types (ints become i32); the
+            first key is general.architecture.
         tensors: type and shape (outermost first) by name.
-        contents: the bytes of each tensor, in their order.
+        contents: bytes of each tensor, in the order of `tensors`.
     Returns:
         SHA-256 of each tensor's bytes by name.
     Raises:
-        CheckpointError: a name, shape or number that the format has no room for.
+        CheckpointError: a name, shape or number exceeds the limits of the format.
     """
     entries, digests = dict(metadata), dict[str, str]()
     writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))  # twice, it says so on a stream
@@ -175,7 +175,7 @@ def write_gguf_file(
 
 
 class _Cursor:
-    """A file that is read forward and knows how many of its bytes are left."""
+    """Forward reader of a file that tracks how many bytes are left."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self._file, self.size = path, file, os.fstat(file.fileno()).st_size
@@ -202,7 +202,7 @@ class _Cursor:
         return data.decode("utf-8", errors="replace")
 
     def count(self, what: str, least_bytes: int) -> int:
-        """The next number of things, each of at least so many bytes."""
+        """Read a count of items and check that so many items of at least `least_bytes` each fit into the rest."""
         value = int(self.unpack("Q", what))
         if value * least_bytes > self.left:
             raise self.error(f"{what} is {value}, more than the {self.left} bytes left can hold")
@@ -260,7 +260,7 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
-    """Name and place of a tensor, counted from the end of the padding."""
+    """Read the name and position of a tensor; the offset counts from the end of the padding."""
     name = cursor.string("the name of a tensor")
     num_dims = cursor.unpack("I", f"the dimensions of {name!r}")
     if num_dims > _MAX_DIMS:

@@ -1,15 +1,14 @@
-"""A checkpoint's record of its KV cache, in both directions: config.json, and the tensors of fixed scales.
+"""Read and write how a checkpoint describes its KV cache: entries of config.json, and tensors of fixed scales.
 
-FP8 with fixed scales is written as compressed-tensors and vLLM read it: `quantization_config.kv_cache_scheme`, and
-beside each layer's projections `k_scale` and `v_scale`, float32, of shape [1] or [key/value heads, 1, 1]. Number types
-and granularities that no standard holds, and layers that differ from the rest, stand in an entry of config.json of our
-own:
+FP8 with fixed scales follows the convention of compressed-tensors and vLLM: `quantization_config.kv_cache_scheme`, and
+in each attention module the tensors `k_scale` and `v_scale`, float32, of shape [1] or [key/value heads, 1, 1]. All
+other number types and granularities, and layers that differ from the rest, are in quantkit's own entry of config.json:
 
     "quantkit_kv_cache": {"version": 1, "keys": {"dtype": "int4", "granularity": "channel"},
                           "values": {"dtype": "int4", "granularity": "token"}, "rotation": "none",
                           "layers": {"3": {"keys": null, "values": {...}, "rotation": "none"}}}
 
-It lies outside `quantization_config`, so other readers pass it over and compute with 16-bit keys and values.
+The entry is outside `quantization_config`, so other loaders ignore it and compute with 16-bit keys and values.
 Source of names: vLLM `model_loader/weight_utils.py` (`maybe_remap_kv_scale_name`), ModelOpt `unified_export_hf.py`.
 """
 
@@ -78,13 +77,13 @@ def describe_cache(described: Mapping[str, Any], asked: KVScheme, layers: Sequen
 
 
 def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVScheme, ...] | None:
-    """Form of each layer's keys and values according to config.json; None when it says nothing.
+    """Read the KV cache scheme of each layer from config.json; None if it has no entry for the cache.
 
     Args:
         config: contents of config.json.
-        num_layers: decoder layers.
+        num_layers: number of decoder layers.
     Raises:
-        SchemeError: it says something that cannot be done here; the message gives what.
+        SchemeError: the scheme is not supported; the message gives it.
     """
     # Our own entry goes first: where both are there, the standard section says less of layers that differ.
     entry = config.get(CONFIG_KEY)
@@ -114,15 +113,15 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
 def read_scales(
     attention: str, num_heads: int, names: Callable[[str], bool], tensor: Callable[[str], Tensor]
 ) -> tuple[Scales, Scales] | None:
-    """The fixed scales of one layer's keys and values; None when the checkpoint has none.
+    """Read the fixed scales of one layer's keys and values; None if the checkpoint has none.
 
     Args:
         attention: full name of the attention module.
-        num_heads: key/value heads.
-        names: whether the checkpoint has a tensor of this name.
-        tensor: reads one.
+        num_heads: number of key/value heads.
+        names: returns whether the checkpoint has a tensor of this name.
+        tensor: reads the tensor of this name.
     Raises:
-        CheckpointError: only one of the two is there, or a scale is no positive number, or their number is wrong.
+        CheckpointError: only keys or only values have a scale, a scale is not positive, or their number is wrong.
     """
     scales: list[Scales] = []
     for side in ("k", "v"):

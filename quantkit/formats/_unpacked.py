@@ -1,8 +1,8 @@
-"""Tensors of codes that are not packed into words: whole bytes with scales of any shape, FP4 in pairs.
+"""Codes that are not packed into 32-bit words: one code per byte, or two FP4 codes per byte.
 
-    int8, fp8   weight (N, K), weight_scale (1,) for all, or (ceil(N / rows), ceil(K / g)), one per block
+    int8, fp8   weight (N, K), weight_scale (1,) per tensor, or (ceil(N / rows), ceil(K / g)) per block
     nvfp4       weight_packed uint8 (N, K / 2), weight_scale float8_e4m3fn (N, G), weight_global_scale float32 (1,)
-    mxfp4       weight_packed uint8 (N, K / 2), weight_scale uint8 (N, G), 127 more than the exponent
+    mxfp4       weight_packed uint8 (N, K / 2), weight_scale uint8 (N, G), exponent + 127
     mxfp8       weight float8_e4m3fn (N, K), weight_scale uint8 (N, G)
 
 Shapes: N outputs, K inputs, G groups of g inputs.
@@ -27,11 +27,11 @@ _BIAS = 127
 
 
 def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> QuantizedTensor:
-    """A weight of one of these types; its scales come out as float32.
+    """Decode an nvfp4, mxfp4 or mxfp8 weight; the returned scales are float32.
 
     Args:
-        tensors: of one linear, by local name.
-        scheme: of its weight.
+        tensors: tensors of one linear, by local name.
+        scheme: scheme of its weight.
     Raises:
         CheckpointError: a tensor is missing or has the wrong dtype or shape.
     """
@@ -58,7 +58,7 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
     """Inverse of `decode_microscaling`.
 
     Raises:
-        SchemeError: scales that cannot be stored exactly.
+        SchemeError: the scales cannot be stored exactly.
     """
     name = weight.scheme.dtype.name
     is_fp8 = weight.scheme.dtype == MXFP8

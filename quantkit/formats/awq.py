@@ -1,11 +1,11 @@
-"""AWQ's "gemm" layout: 4-bit asymmetric weights, eight outputs to a word in an interleaved order.
+"""AWQ's "gemm" layout: 4-bit asymmetric weights, eight outputs per word in an interleaved order.
 
     qweight  int32 (K, N / 8)     codes + 8
-    qzeros   int32 (G, N / 8)     zero points + 8, no off-by-one
+    qzeros   int32 (G, N / 8)     zero points + 8 (not minus 1 as in GPTQ)
     scales   float16 (G, N)
 
-The nibble at bits 4i of word c belongs to output 8c + [0, 2, 4, 6, 1, 3, 5, 7][i]. AWQ's smoothing leaves no tensor: it
-is folded into other weights. Not here: the gemv and Marlin variants, which are layouts of one kernel.
+The nibble at bits 4i of word c belongs to output 8c + [0, 2, 4, 6, 1, 3, 5, 7][i]. AWQ folds its
+smoothing scales into other weights and stores none. Not supported: the kernel-specific gemv and Marlin layouts.
 Shapes: N outputs, K inputs, G scales per row.
 Source: AutoAWQ `modules/linear/gemm.py`, `utils/packing_utils.py`, `models/_config.py`; Lin et al. 2023.
 """
@@ -31,7 +31,7 @@ _HALF = 8
 
 
 class AWQFormat(Format):
-    """The format itself; AutoRound writes it under a name of its own."""
+    """The AWQ format. AutoRound writes it under its own `quant_method`."""
 
     name: ClassVar[str] = "awq"
     method: ClassVar[str] = "awq"

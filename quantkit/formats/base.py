@@ -1,6 +1,6 @@
-"""The seam of all on-disk formats: what a format is like, and pure functions on the tensors of one linear.
+"""Base class of all on-disk formats, and pure functions on the tensors of one linear.
 
-Not here: what one format writes. Each has a file of its own, and whoever asks what a format can do asks its object.
+Each format has its own module; its FORMAT object states what the format supports.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NUMBERS = ("codes", "scale", "zero_point", "group_index", "global_scale", "inpu
 
 
 class Format(ABC):
-    """One way to write a quantized model; an instance called FORMAT in its own file.
+    """One on-disk format of a quantized model; its module defines an instance called FORMAT.
 
-    A subclass overrides the facts that differ and, of what is written, `encode` and `section`.
+    A subclass overrides the attributes that differ; a format that is written also overrides `encode` and `section`.
     Names in tensor dictionaries are local: `weight_packed`, not `model.layers.0.mlp.up_proj.weight_packed`.
     """
 
@@ -87,15 +87,15 @@ class Format(ABC):
             scheme.weight.group_width(shape[1])
 
     def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
-        """Refuse what no loader of this format takes; say what some do not take.
+        """Refuse a model that no loader of this format supports; warn if some loaders do not.
 
         Args:
-            family: of the model.
-            layers: scheme of each linear to quantize by relative name, per layer.
+            family: family of the model.
+            layers: for each layer, the scheme of each linear to quantize, by relative name.
         Returns:
-            warnings, one sentence each.
+            Warnings, one sentence each.
         Raises:
-            SchemeError: says which recipe field to change.
+            SchemeError: no loader supports the model; the message names the recipe field to change.
         """
         if family.transposed and not self.holds_transposed:
             raise SchemeError(
@@ -120,11 +120,11 @@ class Format(ABC):
         """Count the bytes of a weight (N, K) in this format.
 
         Args:
-            scheme: of the linear.
+            scheme: scheme of the linear.
             out_features, in_features: N and K.
-            scale_bytes: of one number in the model's own type.
+            scale_bytes: bytes per number in the model's own dtype.
         Raises:
-            SchemeError: the format does not say.
+            SchemeError: the format does not implement this method.
         """
         raise SchemeError(
             f"the {self.name} format does not say how many bytes a weight takes; "
@@ -168,17 +168,17 @@ class Format(ABC):
     def check_encoded(
         self, module: str, weight: QuantizedTensor, scheme: LinearScheme, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Check that a stored weight decodes to the very numbers that it was made of.
+        """Check that an encoded weight decodes to exactly the original codes and scales.
 
-        Nothing is dequantized: equal codes and scales have equal values.
+        The check does not dequantize: equal codes and scales give equal values.
 
         Args:
             module: full name of the linear.
-            weight: the codes in memory.
-            scheme: of the linear.
-            tensors: what `encode` made of it, by local name.
+            weight: the original weight.
+            scheme: scheme of the linear.
+            tensors: tensors that `encode` returned, by local name.
         Raises:
-            AuditError: names the part of the weight that differs.
+            AuditError: a part of the weight differs; the message names the part.
         """
         decoded = self.decode(tensors, scheme) if self.keeps_codes else weight
         for part in _NUMBERS:
@@ -250,7 +250,7 @@ class Format(ABC):
         return section.get("quant_method") == self.method != ""
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
-        """The scheme of a `quantization_config` in this format."""
+        """Return the scheme that a `quantization_config` in this format describes."""
         raise NotImplementedError(f"{self.name} reads no config")
 
     def _check_activations(self, scheme: LinearScheme) -> None:
@@ -287,14 +287,14 @@ def matrix_shape(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
 
 
 def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
-    """A tensor that must be there.
+    """Return a required tensor.
 
     Args:
-        tensors: of one linear, by local name.
-        name: local name.
-        shape: that it must have; None = any.
+        tensors: tensors of one linear, by local name.
+        name: local name of the tensor.
+        shape: required shape; None = any.
     Raises:
-        CheckpointError: it is missing or has another shape.
+        CheckpointError: the tensor is missing or has another shape.
     """
     if name not in tensors:
         raise CheckpointError(f"quantized linear has no tensor {name!r}, only {', '.join(sorted(tensors)) or 'none'}")
@@ -308,10 +308,10 @@ def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None
 
 
 def take_matrix(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """A matrix of one dtype that must be there, of any shape: codes, or words of them.
+    """Return a required matrix of any shape and one dtype: codes, or words of packed codes.
 
     Raises:
-        CheckpointError: it is missing, no matrix, or of another dtype.
+        CheckpointError: the tensor is missing, is not a matrix, or has another dtype.
     """
     tensor = take(tensors, name, None)
     if tensor.ndim != 2 or tensor.dtype != dtype:
@@ -323,10 +323,10 @@ def take_matrix(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) ->
 
 
 def take_one(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor of one value, in whatever shape, as (1,).
+    """Return a required tensor with one value as shape (1,).
 
     Raises:
-        CheckpointError: it is missing or has several.
+        CheckpointError: the tensor is missing or has several values.
     """
     value = take(tensors, name, None).reshape(-1)
     if value.numel() != 1:

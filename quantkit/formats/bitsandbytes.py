@@ -1,12 +1,12 @@
-"""Checkpoints that bitsandbytes saved, for reading: NF4 and FP4 with plain or nested scales, and LLM.int8.
+"""Reader for checkpoints of bitsandbytes: NF4 and FP4 with plain or nested scales, and LLM.int8.
 
     4 bit   weight uint8 (N * K / 2, 1), first value in the high nibble, an index into quant_map (16,)
             absmax (blocks,) float32, or uint8: an index into nested_quant_map, times nested_absmax, plus an offset
             quant_state.bitsandbytes__nf4: a JSON text with shape and block sizes
     8 bit   weight int8 (N, K), SCB (N,) float32; value = code * SCB / 127
 
-Blocks run over the flattened weight, so rows that are no multiple of a block share scales with their neighbours; the
-scales are then repeated for smaller groups, which changes no value.
+Blocks run over the flattened weight. If a block's size does not divide a row, a block crosses rows; the reader then
+repeats scales for smaller groups, which changes no value.
 Source: bitsandbytes `functional.py` (QuantState, dequantize_blockwise).
 """
 
@@ -87,7 +87,7 @@ def _decode_4bit(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
 
 
 def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The JSON text that says how a weight was packed, checked."""
+    """Parse and check the JSON text that describes how a weight was packed."""
     name = next((name for name in tensors if name.startswith(_STATE)), None)
     if name is None:
         raise CheckpointError(f"4-bit linear has no tensor {_STATE}nf4, only {', '.join(sorted(tensors))}")

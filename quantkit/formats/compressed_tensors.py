@@ -1,4 +1,4 @@
-"""The compressed-tensors layout, which transformers and vLLM load. Six of its formats, chosen by the scheme:
+"""The compressed-tensors format, which transformers and vLLM load. The scheme determines one of six layouts:
 
     pack-quantized    integer weights          weight_packed, weight_scale, weight_shape, weight_zero_point
     int-quantized     int8 or int4 weights and int8 inputs  weight (int8), weight_scale
@@ -7,9 +7,9 @@
     mxfp4-pack-...    fp4 weights (and inputs) weight_packed (uint8), weight_scale (uint8, exponents)
     mxfp8-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale (uint8, exponents)
 
-Inputs with a calibrated scale have it as input_scale, or input_global_scale for nvfp4, (1,) each.
-Configuration classes are the library's own; what is ours is the choice between them, the checks, and the packing, which
-is that of GPTQ along the other dimension (tests hold its bytes equal to the library's).
+A calibrated scale of inputs is stored as input_scale (1,), or for nvfp4 as input_global_scale (1,). The configuration
+classes are the library's own. This module chooses the layout, checks schemes and packs codes: as GPTQ does, but along
+the other dimension (tests compare the bytes with the library's).
 Not handled: mxfp6, asymmetric activations, sparsity, activation-ordered groups.
 Shapes: N outputs, K inputs, G scales per row.
 Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_{args,scheme,config}.py`.
@@ -45,7 +45,7 @@ _NO_GROUP_ORDER = (
 
 
 class CompressedTensorsFormat(Format):
-    """The format itself."""
+    """The compressed-tensors format."""
 
     name: ClassVar[str] = "compressed-tensors"
     method: ClassVar[str] = "compressed-tensors"
@@ -127,7 +127,7 @@ FORMAT = CompressedTensorsFormat()
 
 
 def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
-    """Refuse what engines cannot split into blocks and groups."""
+    """Refuse shapes that are not a multiple of blocks and groups, and block sizes that engines cannot multiply."""
     weight, activation = scheme.weight, scheme.activation
     if weight.block_rows is not None and shape[0] % weight.block_rows:
         raise SchemeError(

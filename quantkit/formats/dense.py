@@ -1,8 +1,8 @@
-"""Decoded values stored as an ordinary weight: fake quantization. Loads anywhere and saves no byte.
+"""Fake quantization: store the dequantized values as an ordinary weight, which loads anywhere but saves no space.
 
-For measuring what a scheme costs in quality, and for schemes that no format holds (activation-ordered groups). Not
-lossless: decode(encode(x)) == x cannot hold, because codes and scales are multiplied out and their product is rounded
-to the scale's dtype; the values are those that any loader of the codes would compute in that dtype.
+Use it to measure the quality of a scheme, or for schemes that no other format holds (groups in activation order). Codes
+cannot be recovered: `encode` multiplies them with their scales and rounds the product to the scale's dtype, exactly as
+a loader of the codes would in that dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 
 class DenseFormat(Format):
-    """The format itself; to a loader it is an ordinary checkpoint, so config.json says nothing."""
+    """The dense format. The result is an ordinary checkpoint, so config.json has no `quantization_config`."""
 
     name: ClassVar[str] = "dense"
     keeps_codes: ClassVar[bool] = False

@@ -1,13 +1,13 @@
-"""Fine-grained FP8 as DeepSeek, Qwen and MiniMax publish it, for reading: one scale per block of 128 x 128 weights.
+"""Reader for fine-grained FP8 of DeepSeek, Qwen and MiniMax: one scale per block of 128 x 128 weights.
 
     weight             float8_e4m3fn (N, K)
-    weight_scale_inv   (ceil(N / 128), ceil(K / 128)); value = code * scale, its name notwithstanding
-    activation_scale   () where inputs have a fixed scale
+    weight_scale_inv   (ceil(N / 128), ceil(K / 128)); value = code * scale, despite the name "inv"
+    activation_scale   () if inputs have a fixed scale
 
-Scales are floats, or bytes of E8M0 (`scale_fmt: ue8m0`); without a block size there is one for the whole weight. Inputs
-are quantized at run time in groups of 128 per token, or with the fixed scale. Experts may be stacked: then
-`<name>` (E, N, K) stands beside `<name>_scale_inv`. In int8 instead of FP8 there are two FP4 codes per byte, as
-DeepSeek-V4 has its experts.
+Scales are floats, or E8M0 bytes (`scale_fmt: ue8m0`). Without a block size, one scale applies to the whole weight.
+Inputs are quantized at run time in groups of 128 per token, or with the fixed scale. Stacked experts are stored as
+`<name>` (E, N, K) and `<name>_scale_inv`. An int8 weight holds two FP4 codes per byte, as for the experts of
+DeepSeek-V4.
 Source: transformers `integrations/finegrained_fp8.py`; DeepSeek-V3 `inference/fp8_cast_bf16.py`.
 """
 
@@ -35,7 +35,7 @@ _FP4 = WeightScheme(dtype=MXFP4, group_size=MXFP4.group)
 
 
 class FineGrainedFP8(Format):
-    """The format itself; a scale is repeated for every row of its block."""
+    """The format. Decoding repeats a scale for every row of its block."""
 
     name: ClassVar[str] = "fp8"
     method: ClassVar[str] = "fp8"

@@ -1,17 +1,18 @@
-"""GGUF, the one file that llama.cpp reads: our codes as its blocks where they need no further rounding.
+"""GGUF, the single-file format of llama.cpp: schemes whose codes are stored as GGUF blocks without further rounding.
 
     symmetric int2, int3, int4    Q4_0   scale repeated in each block of 32, code + 8
     symmetric int5                Q5_0
-    symmetric int6                Q6_K   one scale for each 256 inputs, so groups of 256 or whole rows
+    symmetric int6                Q6_K   one scale per 256 inputs, so groups of 256 or whole rows
     symmetric int8                Q8_0
-    asymmetric int4               Q4_1   minimum = -(zero point + 8) * scale, where float16 holds it exactly
-    asymmetric int2, int3         Q4_0   code - zero point, which fits
-    asymmetric int4 otherwise     Q5_0   likewise
+    asymmetric int4               Q4_1   minimum = -(zero point + 8) * scale, if exact in float16
+    asymmetric int2, int3         Q4_0   code - zero point
+    asymmetric int4 otherwise     Q5_0   code - zero point
     mxfp4                         MXFP4  the same numbers in another order
 
-The file has no room for half a model, so what a run can resume from is a folder in the compressed-tensors format, with
-scales that float16 holds: this is that format with the limits of blocks. `quantkit.compress.convert` makes the file of
-it. Blocks are in `_gguf_blocks`, the file in `_gguf_file`.
+A GGUF file cannot hold an incomplete model, so a run first writes a folder from which it can resume. The folder is in
+the compressed-tensors format, restricted to schemes and float16 scales that fit GGUF blocks; this module defines those
+limits. `quantkit.compress.convert` converts the folder to the file. Blocks are in `_gguf_blocks`, the file in
+`_gguf_file`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _BLOCK_BYTES = {"Q4_0": (32, 18), "Q5_0": (32, 22), "Q6_K": (256, 210), "Q8_0": 
 
 
 class GGUFFormat(CompressedTensorsFormat):
-    """The format itself; tensors and config are those of the folder in between."""
+    """The GGUF format; `encode` and `section` write the intermediate compressed-tensors folder."""
 
     name: ClassVar[str] = "gguf"
     suffix: ClassVar[str] = ".gguf"

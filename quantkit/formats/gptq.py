@@ -1,19 +1,19 @@
-"""GPTQ version 1, which every loader of GPTQ files reads: symmetric weights, the zero point stored minus one.
+"""GPTQ version 1, which every GPTQ loader reads: symmetric weights, zero points stored minus 1.
 
     qweight  int32 (K * b / 32, N)   codes + 2**(b - 1), packed along K
     qzeros   int32 (G, N * b / 32)   zero points, packed along N: z - 1 in version 1, z in version 2 (`gptq_v2`);
     scales   float16 (G, N)
-    g_idx    int32 (K,)              group of each input; k // g unless groups follow the activations' order
+    g_idx    int32 (K,)              group of each input; k // g unless groups are in activation order
 
-GPTQModel rounds the number of words up where N or K times b is no multiple of 32.
+GPTQModel rounds the number of words up if N * b or K * b is not a multiple of 32.
 
-Codes lie in the original order of the inputs whatever the order of the groups. A zero point of 0 would be stored as -1,
-which does not fit; asymmetric weights therefore go to version 2. Reading takes asymmetric ones too, as other tools have
-written them, and files without `g_idx`.
+Codes are stored in the original order of the inputs, regardless of the order of the groups. Version 1 would store a
+zero point of 0 as -1, which does not fit, so quantkit writes asymmetric weights in version 2. It also reads asymmetric
+weights in version 1, which other tools write, and files without `g_idx`.
 
-config.json has one set of numbers for all linears, and `dynamic` for those that differ: {"-:regex": {}} ignores
-modules, {"+:regex": {"bits": 8}} changes fields. The expressions match from the start of a module's name. AutoRound
-has a name of its own for the same.
+config.json has one scheme for all linears, and `dynamic` for exceptions: {"-:regex": {}} ignores modules,
+{"+:regex": {"bits": 8}} changes fields. The regular expressions match from the start of a module's name. AutoRound
+has its own `quant_method` for the same layout and names exceptions in `extra_config`.
 Shapes: N outputs, K inputs, G scales per row, b bits.
 Source: GPTQModel `nn_modules/qlinear/__init__.py`, `utils/model.py`, `quantization/config.py`; AutoRound
 `export/export_to_autoround`; vLLM `gptq_marlin.py`; Frantar et al. 2022.
@@ -43,7 +43,7 @@ _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", 
 
 
 class GPTQFormat(Format):
-    """The format itself."""
+    """GPTQ version 1."""
 
     name: ClassVar[str] = "gptq"
     method: ClassVar[str] = "gptq"
@@ -186,10 +186,10 @@ FORMAT = GPTQFormat()
 
 
 def check_scale(scale: Tensor) -> None:
-    """Refuse scales that loaders of GPTQ and AWQ files would round to 16 bits.
+    """Refuse float32 scales, which loaders of GPTQ and AWQ files would round to 16 bits.
 
     Raises:
-        SchemeError: float32 scales.
+        SchemeError: the scales are float32.
     """
     if scale.dtype not in HALF_DTYPES:
         raise SchemeError(
@@ -271,7 +271,7 @@ def _unpack_zeros(packed: Tensor, bits: int, offset: int) -> Tensor:
 
 
 def _zero_point(zero: Tensor, scheme: WeightScheme) -> Tensor | None:
-    """Zero points (N, G) in the code range; None for a symmetric scheme, whose zero points must then all be 0."""
+    """Return zero points (N, G) in the code range; None for a symmetric scheme, which requires that all are 0."""
     if scheme.symmetric:
         if bool((zero != 0).any()):
             raise CheckpointError(

@@ -1,10 +1,10 @@
-"""Checkpoints of NVIDIA ModelOpt, for reading: FP8 per tensor or per channel, INT4 AWQ, NVFP4, and these mixed.
+"""Reader for NVIDIA ModelOpt checkpoints: FP8 per tensor or per channel, INT4 AWQ, NVFP4, and mixtures of these.
 
     FP8        weight float8_e4m3fn (N, K), weight_scale () or (N,), input_scale ()
     INT4_AWQ   weight uint8 (N / 2, K), two outputs per byte (even one in the low nibble), weight_scale (N, G)
     NVFP4      weight uint8 (N, K / 2), weight_scale float8_e4m3fn (N, K / 16), weight_scale_2 ()
 
-Static input scales are passed over: inputs stay in 16 bits, which is no less exact. A `pre_quant_scale` that was not
+Static input scales are ignored: inputs stay in 16 bits, which is at least as exact. A `pre_quant_scale` that was not
 folded into another layer is refused.
 Source: ModelOpt `torch/export/unified_export_hf.py`, `quant_utils.py`.
 """
@@ -31,7 +31,7 @@ _MIXED = "MIXED_PRECISION"
 
 
 class ModelOpt(Format):
-    """The format itself; also what hf_quant_config.json says, which the reader puts under `quantization_config`."""
+    """The ModelOpt format; the loader copies hf_quant_config.json to `quantization_config`, so both are supported."""
 
     name: ClassVar[str] = "modelopt"
     method: ClassVar[str] = "modelopt"
@@ -72,7 +72,7 @@ FORMAT = ModelOpt()
 
 
 def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
-    """Scheme of a whole model, or of one of its linears; `where` is for the message."""
+    """Return the scheme of a whole model or of one linear; `where` names the entry in messages."""
     name = str(fields.get("quant_algo"))
     if name not in _ALGORITHMS:
         raise SchemeError(f"{where} is {name!r}; of ModelOpt can be decoded: {', '.join(_ALGORITHMS)}")
@@ -83,7 +83,7 @@ def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
 
 
 def _layer_rules(layers: Any) -> tuple[Rule, ...]:
-    """Rules for each linear by its name, where a model has several schemes."""
+    """Return one rule per linear name, for a model with several schemes."""
     if not isinstance(layers, Mapping) or not all(isinstance(fields, Mapping) for fields in layers.values()):
         raise SchemeError(f"quantized_layers of a {_MIXED} model describes no linear; copy its config again")
     return tuple(

@@ -1,10 +1,10 @@
-"""Checkpoints of torchao in safetensors, for reading: int8 and fp8 per row, and unpacked small integers in groups.
+"""Reader for torchao checkpoints in safetensors: int8 and fp8 per row, and unpacked small integers in groups.
 
     _weight_qdata   (N, K), one element per code
     _weight_scale   (N, G)
-    _weight_zero_point   (N, G) int8, all 0 where the mapping is symmetric
+    _weight_zero_point   (N, G) int8, all 0 if the mapping is symmetric
 
-Not here: layouts of one kernel (tiled or packed int4), which torchao itself reads on its device only.
+Not supported: kernel-specific layouts (tiled or packed int4), which even torchao can read only on the matching device.
 Source: torchao `quantization/quant_api.py`, `prototype/safetensors`; transformers `quantizer_torchao.py`.
 """
 
@@ -26,7 +26,7 @@ _KNOWN = "Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Float8Wei
 
 
 class TorchAO(Format):
-    """The format itself."""
+    """The torchao format."""
 
     name: ClassVar[str] = "torchao"
     method: ClassVar[str] = "torchao"
@@ -75,7 +75,7 @@ def _linear(kind: str, data: Mapping[str, Any]) -> LinearScheme:
 
 
 def _group_size(data: Mapping[str, Any]) -> int | None:
-    """The group size of a granularity; None for one scale per row."""
+    """Return the group size of a granularity; None for one scale per row."""
     granularity = data.get("granularity")
     if not isinstance(granularity, Mapping) or granularity.get("_type") not in ("PerRow", "PerAxis", "PerGroup"):
         raise SchemeError(f"torchao's granularity {granularity!r} cannot be decoded; can be: PerRow, PerAxis, PerGroup")

@@ -1,7 +1,7 @@
-"""Arguments that a multimodal model gives its language model for sequences with images.
+"""Compute the arguments with which a multimodal model calls its language model for sequences with images.
 
-The model's own forward runs, with the weights of all that stands before the decoder layers: towers, projectors, and of
-the embeddings the rows of tokens that occur. It ends where the language model is called, so that no layer is needed.
+The model's own forward runs with the weights of everything before the decoder layers: towers, projectors, and the
+embedding rows of the tokens that occur. The run ends when the language model is called, so it needs no decoder layer.
 """
 
 import inspect
@@ -33,13 +33,13 @@ class _Called(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageStem:
-    """A model up to its language model.
+    """The part of a multimodal model before its language model.
 
     Args:
-        model: with the weights that this takes, on the device.
-        family: where its parts are.
-        dtype, device: of the weights.
-        missing: parameters that the checkpoint does not have.
+        model: the model, with the weights of this part on the device.
+        family: family with the names of its parts.
+        dtype, device: dtype and device of the weights.
+        missing: parameters that the checkpoint lacks.
     """
 
     model: nn.Module
@@ -58,15 +58,15 @@ class ImageStem:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "ImageStem":
-        """Read the weights.
+        """Build the model and read the weights before the language model.
 
         Args:
-            reader: by the names of the model's modules, see `towers.with_tower_names`.
-            family: where the language model is.
-            token_ids: all that occur.
-            dtype, device: of the weights.
+            reader: reader that uses the names of the model's modules, see `towers.with_tower_names`.
+            family: family with the name of the language model.
+            token_ids: all token ids that occur.
+            dtype, device: dtype and device of the weights.
         Raises:
-            CheckpointError: a weight holds NaN or infinity, or has another shape than the model's.
+            CheckpointError: a weight contains NaN or infinity, or its shape differs from the model's.
         """
         model, missing = build_model(reader), []
         behind = tuple(f"{name}." for name in (family.layers, family.final_norm, family.head))
@@ -96,12 +96,12 @@ class ImageStem:
 
     @torch.inference_mode()
     def inputs(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the language model, embeddings first, on the CPU.
+        """Compute the arguments of the language model, embeddings first, on the CPU.
 
         Args:
-            sample: what the model's processor makes of one text and its images.
+            sample: output of the model's processor for one text and its images.
         Raises:
-            ModelError: the model does not take it, or calls its language model with something that cannot be kept.
+            ModelError: the model cannot process the sample, or an argument cannot be saved.
         """
         given = tree_map_only(Tensor, lambda value: self._placed(value), dict(sample))
         backbone = self.model.get_submodule(self.family.backbone)
@@ -142,7 +142,7 @@ def _stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _check_plain(value: Any, name: str) -> None:
-    """Raise ModelError unless a value is a nest of tensors and plain data, which can be saved."""
+    """Raise ModelError unless a value is a nested structure of tensors and plain data, which can be saved."""
     items: Iterator[Any] = iter(())
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         items = iter(value.values())

@@ -1,9 +1,9 @@
-"""Rules by which transformers' `from_pretrained` reads a checkpoint, found without its weights: names, shapes, samples.
+"""Predict how transformers' `from_pretrained` loads a checkpoint, from names, shapes and samples of its tensors.
 
-The class of the model is built on the meta device with the checkpoint's quantization config, and every stored name goes
-through transformers' own rules, those of its quantizer included. Where tensors are joined or decoded on the way, the
-rule runs on the first of them, an expert say, and its numbers are compared with ours.
-Nothing is loaded, so the size of the model does not matter; what needs all numbers is compared in logits elsewhere.
+The model is built on the meta device with the checkpoint's quantization config, and transformers' own rules, including
+its quantizer's, are applied to every stored name. If a rule joins or decodes tensors, it runs on the first of them, for
+example one expert, and the result is compared with quantkit's. The weights are not loaded, so the model's size does not
+matter; other tests compare logits of fully loaded models.
 """
 
 import contextlib
@@ -136,16 +136,17 @@ def _raised_as(kind: type[ModelError], *errors: type[Exception]) -> Iterator[Non
 
 
 class HfLoader:
-    """transformers' loader for one checkpoint.
+    """Loading rules of transformers for one checkpoint.
 
     Args:
-        reader: of the model's config.json.
-        section: `quantization_config`; empty for a checkpoint without codes.
+        reader: reader of the model's config.json.
+        section: `quantization_config`; empty for an unquantized checkpoint.
     Attributes:
-        touches_weights: whether the model initializes linears that are codes, and fails; see `decode_at_load`.
+        touches_weights: whether initializing the model fails because quantized linears lack a weight; see
+            `decode_at_load`.
     Raises:
-        ModelError: the installed libraries cannot build the model; says why.
-        CannotLoad: they can, but not the rules by which it would be loaded.
+        ModelError: the installed libraries cannot build the model; the message gives the reason.
+        CannotLoad: they can build the model, but not the rules for loading it.
     """
 
     def __init__(self, reader: CheckpointReader, section: Mapping[str, Any]) -> None:
@@ -167,14 +168,15 @@ class HfLoader:
         sample: Callable[[str], Tensor],
         decoded: Callable[[str], tuple[str, Tensor]],
     ) -> Problems:
-        """Find out what becomes of every tensor.
+        """Apply the loading rules to every tensor and collect the problems.
 
         Args:
-            tensors: of the checkpoint, by name.
-            sample: one of them, or one like it.
-            decoded: name of a quantized module's weight in a checkpoint without codes, and what its sample stands for.
+            tensors: tensors of the checkpoint, by name.
+            sample: returns a tensor by name, or one of the same kind.
+            decoded: returns, for a quantized module, its weight's name in an unquantized checkpoint and the decoded
+                sample.
         Raises:
-            ModelError: this version of transformers cannot be asked.
+            ModelError: this version of transformers does not expose its rules.
         """
         problems = Problems()
         shapes, groups, reached = self._rules.shapes, dict[str, dict[str, Destination]](), set[str]()
@@ -215,7 +217,7 @@ class HfLoader:
         sample: Callable[[str], Tensor],
         decoded: Callable[[str], tuple[str, Tensor]],
     ) -> "str | _Made":
-        """Error in the result of a rule on samples; the result, if there is none."""
+        """Run a rule on samples; return the created names, or a description of the error."""
         try:
             made = self._rules.convert(target, sources, {name: sample(name) for name in sources})
         except Exception as error:  # whatever transformers raises on what it was not made for
@@ -324,13 +326,13 @@ def _paths_read(kind: type) -> tuple[str, ...]:
 
 
 def with_tower_names(family: Family, reader: CheckpointReader) -> Family:
-    """A family that knows what files call every tensor of the model, those outside its language model included.
+    """Add to a family the names in files of all tensors of the model, including those outside its language model.
 
     Args:
-        family: of a model that no file describes.
-        reader: of the files, by their own names.
+        family: family of the model.
+        reader: reader of the files, by their own names.
     Raises:
-        ModelError: transformers does not say how it renames tensors.
+        ModelError: this version of transformers does not expose its renaming rules.
     """
     if family.stored_names is not None:
         return family

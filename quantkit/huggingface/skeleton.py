@@ -1,7 +1,7 @@
-"""A transformers model without weights that hands out one decoder layer at a time with its real ones.
+"""A transformers model without weights that loads one decoder layer at a time.
 
-The model is built on the meta device, so its size does not matter; what a layer is called with (rotary embeddings,
-masks) is found by running the model's own forward with its layers replaced by recorders.
+The model is on the meta device, so its size does not matter. The arguments of a layer (rotary embeddings, masks) are
+found by running the model's own forward with recorders in place of its layers.
 """
 
 import copy
@@ -36,15 +36,15 @@ _MOST_SHAPES = 256
 
 
 class Skeleton:
-    """The model behind a checkpoint, weightless.
+    """The model of a checkpoint, without weights.
 
     Args:
-        reader: where weights come from.
-        family: names of the model's parts.
-        dtype: of the weights handed out.
-        device: where layers are put.
+        reader: reader of the checkpoint.
+        family: family with the names of the model's parts.
+        dtype: dtype of loaded weights.
+        device: device of loaded layers.
     Raises:
-        ModelError: transformers cannot build the model, or it has no decoder layers where the family says.
+        ModelError: transformers cannot build the model, or it has no decoder layers at the family's name for them.
     """
 
     def __init__(self, reader: CheckpointReader, family: Family, dtype: torch.dtype, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class Skeleton:
         return copy.deepcopy(self._layers[index]).eval()
 
     def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
-        """(N, K) of each quantizable linear of a layer, by relative name, without reading a weight.
+        """Return (N, K) of each quantizable linear of a layer by relative name, without reading a weight.
 
         Raises:
             ModelError: the layer lacks a linear that the family names.
@@ -312,7 +312,7 @@ class Skeleton:
         return run
 
     def _call(self, index: int, before: LayerCall, recorder: Recorder) -> LayerCall:
-        """Record of a layer's call, for a sequence of which another call is known."""
+        """Convert a recorder's record of a layer to a `LayerCall`, given an earlier call of the same sequence."""
         assert recorder.hidden is not None
         usual = moved(self._usual_arguments(index, before), "cpu")
         beside = {path: value.clone() for path, value in tensors_beside(recorder.arguments, usual).items()}

@@ -1,9 +1,9 @@
-"""Layout of keys and values in memory: one page of one layer, its bytes, and how many pages a budget buys.
+"""Memory layout of keys and values: one page of one layer, its bytes, and how many pages fit a budget.
 
-Allocator, kernels and planner ask the same functions, so what is planned is what is allocated, to the byte.
-It is geometry and names only; how numbers are rounded is in `reference.kv_codes`.
+Allocator, kernels and planner use the same functions, so planned and allocated bytes are equal. `reference.kv_codes`
+defines how numbers are rounded.
 
-The bytes of a page are those of `models.kv_sizes`; here its arrays get their torch types.
+`models.kv_sizes` defines the bytes of a page; this module adds torch types.
 
 INT4 packs channel i and channel i + D/2 into byte i, so that a score is two half-dots without a shuffle:
 
@@ -111,15 +111,15 @@ class KVLayout:
     Args:
         num_heads: key/value heads, H.
         head_dim: channels of a key and of a value, D.
-        rope_dim: of latent attention, whose one head has keys only: all channels but these first ones are the value
-            too; 0 = ordinary.
-        sinks: whether attention has any, for which there is no kernel but torch's.
+        rope_dim: for latent attention: number of first channels that belong only to the key; the others are also the
+            value. 0 = ordinary attention.
+        sinks: whether attention has sinks, which only the torch kernel supports.
         page_size: tokens per page, S.
-        dtype: of keys and values that are not quantized, of the residual window, and of what is computed.
-        is_windowed: whether it sees the newest tokens only.
-        cache: number types, the default keeps both in `dtype`; and scales of granularity "tensor" and "head".
+        dtype: dtype of unquantized keys and values, of the residual window, and of the computation.
+        is_windowed: whether the layer sees only the newest tokens.
+        cache: number types (by default both `dtype`), and scales of granularity "tensor" and "head".
     Raises:
-        SchemeError: a scheme that no kernel reads, or INT4 with an odd number of channels.
+        SchemeError: no kernel reads the scheme, or INT4 has an odd number of channels.
     """
 
     num_heads: int

@@ -1,4 +1,4 @@
-"""The device that a user means by a name, its own name, and the memory that it has left."""
+"""Devices: choice by name, hardware name, and free memory."""
 
 import contextlib
 import os
@@ -23,10 +23,10 @@ def threads_within_quota() -> int:
 
 
 def pick_device(name: str | torch.device) -> torch.device:
-    """The device a user means by auto, cpu, cuda or cuda:<i>.
+    """Return the device for auto, cpu, cuda or cuda:<i>.
 
     Raises:
-        InputError: there is no such device on this machine.
+        InputError: this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

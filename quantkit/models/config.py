@@ -1,7 +1,7 @@
-"""Reading entries of a config.json: the only place that knows how they are called and what is wrong with one.
+"""Read and check entries of config.json under all names that model families give them.
 
-Every count, number, flag and name of a model's config.json passes through `ConfigReader`, whoever asks: the runtime,
-planning, the GGUF export. Kinds are checked when an entry is read; messages have the key and the value.
+The runtime, planning and the GGUF export all read config.json through `ConfigReader`. It checks the type of an entry
+on access; error messages give the key and the value.
 """
 
 import math
@@ -49,10 +49,10 @@ def check_repeats(config: Mapping[str, Any], where: str) -> None:
 
 
 class NotNative(ModelError):
-    """The model asks for something that this runtime does not compute, but transformers may.
+    """The model needs a computation that this runtime lacks, but transformers may have.
 
     Args:
-        what: the key and its value.
+        what: the config.json key and its value.
     """
 
     def __init__(self, what: str) -> None:
@@ -60,15 +60,15 @@ class NotNative(ModelError):
 
 
 class ConfigReader:
-    """The entries of a config.json, or of the language model in one, with a family's defaults behind them.
+    """Entries of config.json, or of the language model in it, with the family's defaults for missing keys.
 
-    A null counts as absent, but not as a wish for the family's default: `attn_logit_softcapping: null` means none.
+    A null counts as absent but does not select the family's default: `attn_logit_softcapping: null` means no capping.
 
     Args:
-        config: contents of config.json; those of `text_config` win over what stands beside it.
-        defaults: values of keys that it lacks.
-        keys: what the family calls entries that others call otherwise.
-        where: how the file is called in messages.
+        config: contents of config.json; entries of `text_config` take precedence over top-level entries.
+        defaults: values of missing keys.
+        keys: the family's own names for entries, by common name.
+        where: name of the file in messages.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class ConfigReader:
         return default if value is None else bool(value)
 
     def text(self, key: str, *, default: str) -> str:
-        """A string.
+        """Return a string.
 
         Raises:
-            ModelError: it is something else.
+            ModelError: the entry is not a string.
         """
         value = self._required(key, default)
         if not isinstance(value, str):

@@ -1,7 +1,7 @@
-"""One model: its config.json in the light of its family, as layers, tensor names and shapes, and cache geometry.
+"""Description of one model from its config.json and family: layers, tensor names and shapes, and cache shapes.
 
-Torch-free and without files. The runtime builds from it, planning counts it, GGUF export names it. What a layer
-computes beyond its tensors (rotations, scales, activations) is the runtime's `ModelConfig`, which is this and more.
+Torch-free, and reads no files. The runtime, planning and the GGUF export use it. The runtime's `ModelConfig` extends it
+with the computations of a layer (rotations, scales, activations).
 """
 
 from collections.abc import Mapping
@@ -177,7 +177,7 @@ def describe(config: Mapping[str, Any], family: Family, where: str = "config.jso
 
 
 def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
-    """The fields of a `ModelDescription`, for itself and for what extends it."""
+    """Read the fields of a `ModelDescription`; subclasses use it too."""
     vocabulary, hidden, heads = (read.count(key) for key in ("vocab_size", "hidden_size", "num_attention_heads"))
     # Rows that take turns head by head give each query head a key and a value of its own.
     kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
@@ -236,7 +236,7 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
 
 
 def _groups(read: ConfigReader, data: Experts, count: int, chosen: int) -> dict[str, Any]:
-    """Return the number of groups of experts, and the number of groups that experts are chosen from."""
+    """Return the number of expert groups, the number of groups from which experts are chosen, and the group rule."""
     groups = read.count("n_group", default=1) if data.groups and read.get("topk_method") != "greedy" else 1
     kept = read.count("topk_group", default=1) if groups > 1 else 1
     if count % groups or kept > groups or kept * (count // groups) < chosen:

@@ -1,13 +1,12 @@
-"""Tokens of a sequence that the KV cache keeps, and points at which it drops the rest: numbers only. Torch-free.
+"""Arithmetic of a KV-cache budget: how many tokens of a sequence are kept, and when pages are evicted. Torch-free.
 
-After n tokens have been computed and while there is one more to come, tokens are evicted, as many as whole pages of S
-hold, until the next token fits into the budget of B:
+After n tokens, whole pages of S tokens are evicted until the next token fits into the budget of B tokens:
 
     evicted(n) = S * ceil(max(0, n + 1 - B) / S)        kept(n) = n - evicted(n) <= B - 1
 
-That is looked at where a chunk of the prompt ends (multiples of `chunk`, and the prompt's end), and after every token
-that is generated: points that depend on positions alone, so a sequence loses as many tokens alone, in a batch, and when
-it is computed again. Between two points nothing is evicted: a chunk sees itself and all that was kept before it.
+Pages are evicted only at the end of a prompt chunk (multiples of `chunk`, and the prompt's end) and after every
+generated token. These points depend on positions alone, so a sequence loses the same number of tokens alone, in a batch
+and when it is recomputed. A chunk attends to itself and to all tokens kept before it.
 """
 
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from itertools import count
 from quantkit.errors import RequestError
 
 SINK_TOKENS = 4
-"""At the beginning of every sequence, which attention needs whatever they say (Xiao et al. 2023, StreamingLLM)."""
+"""First tokens of every sequence, which attention needs whatever their content (Xiao et al. 2023, StreamingLLM)."""
 
 SMALLEST_PAGE = 16
-"""Tokens of a page that kernels on GPUs compute with, at least."""
+"""Minimum tokens per page that GPU kernels support."""
 
 RECENT_TOKENS = 32
-"""At the end, that no policy judges: at most, and a twelfth of the budget where that is less."""
+"""Newest tokens that no policy may evict: this many, or a twelfth of the budget if that is less."""
 
 
 def kept_tokens(budget: int | float | None, length: int) -> int:
@@ -64,10 +63,10 @@ class KVBudget:
     """Limit on the tokens of each sequence in the cache.
 
     Args:
-        tokens: B.
-        page_size: S.
-        chunk: of a prompt: at its multiples pages are evicted.
-        window: of the widest layer with a sliding window, whose tokens must all stay; 0 = there is none.
+        tokens: tokens of the budget, B.
+        page_size: tokens per page, S.
+        chunk: tokens of a prompt chunk; pages are evicted at multiples of it.
+        window: largest sliding window of any layer, whose tokens are never evicted; 0 = no layer has one.
     Raises:
         RequestError: the budget is too small for the tokens that are never evicted.
     """

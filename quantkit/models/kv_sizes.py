@@ -1,12 +1,12 @@
-"""The KV cache in bytes: forms of keys and values, and what a token and a page take in each. Torch-free.
+"""Layout of the KV cache in bytes: forms of keys and values, and the size of a token and a page in each. Torch-free.
 
-The runtime allocates by `kernels.layouts`, which gives these arrays a torch dtype; planning adds them up.
+The runtime allocates these arrays with the torch dtypes of `kernels.layouts`; planning sums their sizes.
 
 A page holds `page_size` tokens of all heads of one layer; every array starts at a multiple of 16 bytes:
 
     ┌───────────────┬───────────────┬───────────┬──────────┬─────────────┬────────────┐
     │ key codes     │ value codes   │ key scale │ key zero │ value scale │ value zero │   page_bytes
-    │ [head, token, │ [head, token, │ fp16, only where the side has them              │
+    │ [head, token, │ [head, token, │ fp16, only if keys or values have them          │
     │  dim]         │  dim]         │ per token: [head, token]; per channel: [head, dim]
     └───────────────┴───────────────┴───────────┴──────────┴─────────────┴────────────┘
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 DEFAULT_PAGE_SIZE = 64
-"""Tokens per page: at 64 the per-channel scales of INT4 keys cost half a bit per value."""
+"""Tokens per page. With 64, the per-channel scales of INT4 keys cost half a bit per value."""
 
 MAX_ROLLBACK = 16
-"""Tokens of the last step that a sequence may take back, e.g. rejected drafts."""
+"""Maximum number of last tokens that a sequence may discard, e.g. rejected draft tokens."""
 
 SCALE_BYTES = 2
 KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
-"""Names by which users ask for number types of the cache; the runtime keeps the first four as they are."""
+"""Names of the cache's number types on the command line; the first four are not quantized by the runtime."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,13 +191,13 @@ KV_FORMS = {form.name: form for form in (BF16, FP8, INT8, INT4, FP32)}
 
 
 def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:
-    """The form of the cache called `name`.
+    """Return the form of the cache called `name`.
 
     Args:
-        name: a key of KV_FORMS, or "auto" for what the model computes in.
-        dtype: of the model.
+        name: a key of KV_FORMS, or "auto" for the model's dtype.
+        dtype: dtype of the model.
     Raises:
-        InputError: no such form; suggests the nearest.
+        InputError: no form has this name; the message suggests the nearest.
     """
     if name == "auto":
         return FP32 if dtype == "float32" else BF16

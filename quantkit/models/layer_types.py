@@ -1,4 +1,4 @@
-"""Differences between the layers of a model: windows, experts, positions; by config.json, else by the family's rule."""
+"""Per-layer differences of a model: windows, experts and positions, from config.json or else the family's rule."""
 
 from typing import Any
 
@@ -41,10 +41,10 @@ def halves_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
 
 
 def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ...]:
-    """Sliding window of each layer; None = it attends to everything.
+    """Return the sliding window of each layer; None = the layer attends to all tokens.
 
     Raises:
-        ModelError: a kind of attention that is none of keys and values, or not one for each layer.
+        ModelError: a layer type is not supported, or config.json does not list one type per layer.
     """
     count = count_layers(read)
     if family.block is not None:

@@ -1,13 +1,13 @@
-"""Layers that keep a state of one size for each sequence, in place of keys and values of each token. Torch-free.
+"""Recurrent layers, which keep a state of fixed size per sequence instead of keys and values per token. Torch-free.
 
-Two kinds, which differ in how a token changes the state S (N, P) of a head and share everything else:
+There are two kinds, which differ only in how a token updates the state S (N, P) of a head:
 
     gated delta net   S = d S;  S += k (b (v - k S))     o = q S                 (Qwen3-Next, Qwen3.5)
     mamba 2           S = d S;  S += k (t v)             o = q S + D v           (Granite 4, Nemotron-H, Bamba)
 
-d is a decay, b and t are step sizes, numbers of a head and a token. Queries, keys and values pass a short convolution
-over the tokens before that, and what comes out is normed and multiplied by a gate. W width of the convolution; G heads
-of queries and keys with N channels (Mamba's C and B), H heads of values with P channels, H a multiple of G.
+The decay d and the step sizes b and t are scalars per head and token. A short convolution over the tokens precedes the
+update; a norm and a gate follow it. W is the width of the convolution. There are G heads of queries and keys with N
+channels (Mamba's C and B), and H heads of values with P channels; H is a multiple of G.
 Source: Yang et al. 2025, Gated Delta Networks; Dao and Gu 2024, Transformers are SSMs.
 """
 
@@ -23,21 +23,21 @@ from quantkit.models.tensors import Matrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrent:
-    """Recurrent layers of a family: names of their modules and keys of their sizes.
+    """Recurrent layers of a family: names of their modules, and config.json keys of their sizes.
 
     Args:
-        kind: see the module's description.
-        module: what stands in the place of attention; the other names are relative to it.
-        inputs: linears of what is mixed: queries, keys, values and gate.
-        gates: linears of numbers per head, which are never quantized; none where they are rows of the inputs.
-        by_head: rows of inputs and gates are those of key head 0, then of key head 1, ...; else each part whole.
-        types: entries of `layer_types` that mean such a layer.
-        interval: key of a number n where there is no such list: all but every n-th layer are recurrent; None = all are.
+        kind: kind of the state update, see the module's docstring.
+        module: the module in place of attention; the other names are relative to it.
+        inputs: linears that compute queries, keys, values and gate.
+        gates: linears that compute scalars per head and are never quantized; empty if `inputs` compute them too.
+        by_head: whether rows of inputs and gates are ordered by key head; else each part is contiguous.
+        types: values in `layer_types` that denote such a layer.
+        interval: if there is no such list, key of a number n: all but every n-th layer are recurrent; None = all are.
         key_heads, key_dim, value_heads, value_dim, conv_width: keys of G, N, H, P and W.
         conv_bias, bias: whether the convolution, and the linears, have biases: keys or constants.
-        norm_groups: key of the number of groups that the norm works on; None = each head is one, with one weight.
-        activation: key of what follows the convolution.
-        least_step: key of the least that a step is; None = there is no such bound.
+        norm_groups: key of the norm's number of groups; None = one group per head, with weights shared by all heads.
+        activation: key of the activation after the convolution.
+        least_step: key of the lower bound of a step size; None = no bound.
     """
 
     kind: Literal["gated_delta", "mamba2"] = "gated_delta"
@@ -78,10 +78,10 @@ class Recurrent:
         )
 
     def shape(self, read: ConfigReader) -> StateShape:
-        """Sizes of one layer.
+        """Return the sizes of one layer.
 
         Raises:
-            ModelError: heads of values are not a multiple of those of keys.
+            ModelError: the number of value heads is not a multiple of the number of key heads.
         """
         groups, heads = read.count(self.key_heads), read.count(self.value_heads)
         if heads % groups:
@@ -166,4 +166,4 @@ MAMBA_DEFAULTS = {
     "mamba_expand": 2,
     "mamba_conv_bias": True,
 }
-"""Mamba 2 as Bamba and Granite 4 have it."""
+"""Mamba 2 layers of Bamba and Granite 4."""

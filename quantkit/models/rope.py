@@ -1,4 +1,4 @@
-"""The rotary embedding that a config.json asks for, in the words of transformers 4 or 5."""
+"""Read the rotary embedding of a model from config.json, in the format of transformers 4 or 5."""
 
 import math
 from collections.abc import Mapping
@@ -62,16 +62,16 @@ class RopeConfig:
 
 
 def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, local: bool) -> RopeConfig:
-    """Rotary embedding of layers with (`local`) or without a sliding window.
+    """Read the rotary embedding of layers with (`local`) or without a sliding window.
 
     Args:
         config: entries of config.json.
-        family: what holds where it says nothing.
-        head_dim: channels of a head.
+        family: the family's defaults.
+        head_dim: channels per head.
         length: `max_position_embeddings`.
-        local: whether the layers have a window.
+        local: whether the layers have a sliding window.
     Raises:
-        ModelError: an unknown kind, or an entry of it is missing or wrong.
+        ModelError: the kind is not supported, or one of its entries is missing or wrong.
     """
     entries = _entries(config, family, local)
     read = ConfigReader(entries, where=f"{config.where}, RoPE")
@@ -111,7 +111,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
 
 
 def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, Any]:
-    """The dictionary of RoPE entries for these layers; empty where there is none."""
+    """Return the dictionary of RoPE entries for these layers; empty if there is none."""
     settings = config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; mend it")

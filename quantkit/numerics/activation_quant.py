@@ -1,6 +1,6 @@
-"""Activations: what a linear sees when its input is quantized, and the calibrated scales of inputs.
+"""Reference for quantized activations: fake quantization of a linear's inputs, and calibrated input scales.
 
-Not here: how the kernels compute the same; they are tested against this.
+Tests compare the kernels with these functions.
 Source: compressed-tensors `quantization/lifecycle/forward.py` and `quantization/utils/helpers.py`.
 """
 
@@ -22,7 +22,7 @@ def fake_quantize_inputs(values: Tensor, scheme: ActivationScheme, scale: Tensor
     Args:
         values: (..., K); not modified.
         scheme: number type and granularity.
-        scale: (1,) calibrated: the scale, or the global one of two levels; only where `scheme.is_calibrated`.
+        scale: (1,) calibrated scale, or global scale for types with two levels; only if `scheme.is_calibrated`.
     Returns:
         Same shape and dtype.
     Raises:

@@ -1,7 +1,6 @@
-"""Quantization of one layer's KV cache, scales included, and the rotation of its keys. Torch, no I/O.
+"""Schemes and scales of a KV cache, and the rotation of its keys.
 
-Not the rounding of keys and values, which is the runtime's (`kernels.reference.kv_codes`), nor the choice of their
-scales, which is `calibration.kv_cache`. Names of number types and granularities are those of `numerics.scheme`.
+The runtime rounds keys and values (`kernels.reference.kv_codes`), and `calibration.kv_cache` chooses their scales.
 Source of the rotation: Ashkboos et al. 2024, QuaRot (online Hadamard of keys and queries after the position embedding).
 """
 
@@ -25,10 +24,10 @@ INT4_TOKEN = CacheScheme(dtype=INT4, symmetric=False)
 INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
 VALUE_SCHEMES = (INT4_TOKEN, INT8_TOKEN, FP8_TENSOR, FP8_HEAD, FP8_TOKEN)
 KEY_SCHEMES = (*VALUE_SCHEMES, INT4_CHANNEL)
-"""All that a cache can keep keys in; values likewise but for those per channel."""
+"""Schemes in which a cache can store keys; values can use the same, except schemes per channel."""
 
 Scales = float | tuple[float, ...]
-"""Of fixed granularity: one number for all heads, or one per key/value head."""
+"""Fixed scales: one number for all heads, or one per key/value head."""
 
 UNQUANTIZED = KVScheme()
 
@@ -76,13 +75,13 @@ class CacheGoal:
 
 
 def find_cache_scheme(side: str, dtype: str, granularity: str) -> CacheScheme:
-    """The scheme of keys or of values by names.
+    """Return the cache scheme with these names.
 
     Args:
         side: "keys" or "values".
         dtype, granularity: see `CacheScheme`.
     Raises:
-        SchemeError: the cache cannot keep them so; the message says what it can.
+        SchemeError: a cache does not support the combination; the message lists the supported ones.
     """
     number = find_dtype(dtype)
     known = KEY_SCHEMES if side == "keys" else VALUE_SCHEMES
@@ -104,10 +103,10 @@ def scheme_to_dict(scheme: KVScheme) -> dict[str, Any]:
 
 
 def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
-    """The inverse of `scheme_to_dict`.
+    """Return the scheme that `scheme_to_dict` turned into plain data.
 
     Raises:
-        SchemeError: it says something that no cache does.
+        SchemeError: the data is not a supported scheme.
     """
 
     def side(name: str) -> CacheScheme:

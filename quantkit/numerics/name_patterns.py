@@ -1,8 +1,8 @@
-"""Patterns of names: shell-style, or a regular expression after `re:`; within bounds of time.
+"""Match names with patterns, shell-style or regular expressions after `re:`, in bounded time.
 
-Patterns come from files that strangers may have written, and the standard library's engine cannot be stopped: one of
-ten characters takes longer than the age of the world. `regex` can be; what only it understands is refused, so that a
-pattern means what it means in Python's `re`.
+Patterns come from files that strangers may have written, and Python's `re` cannot be stopped: a ten-character pattern
+can run longer than the age of the universe. The package `regex` has a timeout. Patterns that `regex` reads differently
+from `re` are refused.
 """
 
 import fnmatch
@@ -53,12 +53,12 @@ def check_pattern(pattern: str) -> None:
 
 
 def matches(pattern: str, name: str, budget: Budget) -> bool:
-    """Whether a pattern means a name, all of it.
+    """Whether a pattern matches the whole name.
 
     Args:
         pattern: shell-style (`*.down_proj`), or a regular expression after `re:`.
         name: a full module name.
-        budget: what is left of the time; modified.
+        budget: time left; reduced by this call.
     Raises:
         SchemeError: not a pattern, or matching takes too long.
     """
@@ -79,15 +79,15 @@ def matches(pattern: str, name: str, budget: Budget) -> bool:
 
 
 def check_for_others(config: Mapping[str, Any]) -> None:
-    """Refuse expressions of a quantization_config that other libraries' engines may never finish with.
+    """Refuse regular expressions of a quantization_config that could hang other libraries.
 
-    Those match with `re`, which tries every way to divide a name among repeats and alternatives: there must be few,
-    and no group may be repeated.
+    They match with `re`, which tries every way to divide a name among repeats and alternatives. So an expression may
+    have only a few of these, and no repeated group.
 
     Args:
         config: contents of config.json.
     Raises:
-        SchemeError: names the expression.
+        SchemeError: an expression may take too long; names it.
     """
     for text in _texts(config, False):
         # Escaped characters are literals, not operators.
@@ -131,7 +131,7 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
 
 
 def _check_meaning(text: str) -> None:
-    """Raises ValueError where the two engines differ, and where counts would fill the memory."""
+    """Raise ValueError if `re` and `regex` read the text differently, or if its counts would fill the memory."""
     plain = re.sub(r"\\.", "", text, flags=re.DOTALL)
     if other := _OTHER_MEANING.search(plain):
         raise ValueError(f"{other[0]!r} means different things to different engines; put a backslash before each")

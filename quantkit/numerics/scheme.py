@@ -1,4 +1,4 @@
-"""Number types of a stored model: per weight, activation and module. Other modules choose the numbers."""
+"""Quantization schemes of weights, activations, KV caches and whole models."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,13 +16,13 @@ class WeightScheme:
 
     Args:
         dtype: number type of the codes.
-        group_size: inputs that share one scale; None = all of a row.
-        symmetric: no zero point is stored; always so for float types.
-        block_rows: outputs that share their scales; 1 = each has its own, None = all, one scale for the tensor.
-        signed_scales: whether scales of symmetric integers may be negative. This and what follows say how numbers
-            are chosen and not how they are stored, so schemes that differ in them are equal.
-        strict_groups: whether a linear whose inputs `group_size` does not divide is refused, not given smaller groups.
-        row_scales: "e4m3": a row's scales are such that kernels which keep them as 8-bit floats lose nothing.
+        group_size: number of inputs that share one scale; None = the whole row.
+        symmetric: no zero points are stored; always true for float types.
+        block_rows: number of outputs that share scales; 1 = each output has its own, None = one scale for the tensor.
+        signed_scales: scales of symmetric integers may be negative. This field and those below affect the choice of
+            numbers, not their storage, so schemes that differ only in them are equal.
+        strict_groups: refuse a linear whose inputs `group_size` does not divide, instead of using smaller groups.
+        row_scales: "e4m3" = choose scales that kernels with 8-bit scales per row can hold exactly; see `row_scales`.
     """
 
     dtype: DType
@@ -104,13 +104,13 @@ class WeightScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationScheme:
-    """Number type of a linear's input, always symmetric.
+    """Scheme of a linear's input, always symmetric.
 
     Args:
         dtype: number type.
-        granularity: "token": a scale for each token, or for each group of it; "tensor": one for all inputs.
-        dynamic: the scales are computed from the inputs at run time; False: one found by calibration, per tensor.
-        group_size: inputs of a token that share one scale; None = all of them.
+        granularity: "token" = a scale for each token, or each group of a token; "tensor" = one scale for all inputs.
+        dynamic: compute the scales from the inputs at run time; False = one calibrated scale per tensor.
+        group_size: number of a token's inputs that share one scale; None = all of them.
     """
 
     dtype: DType
@@ -178,15 +178,15 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """The scheme of every linear of a model: a default, None = ignored, and rules; the last that matches wins.
+    """Scheme of every linear of a model: a default and rules; the last rule that matches a name wins.
 
-    Matching is bounded in time for all names together; answers are kept, so asking again costs nothing.
+    The time for matching all names together is limited. Answers are cached.
 
     Args:
-        default: of the linears that no rule matches.
-        rules: in order.
+        default: scheme of the linears that no rule matches; None = not quantized.
+        rules: the rules in order.
     Raises:
-        SchemeError: a pattern that is none, or more expressions than are read.
+        SchemeError: a pattern is not valid, or there are too many patterns with wildcards.
     """
 
     default: LinearScheme | None

@@ -1,7 +1,7 @@
-"""Work folders: an output is made beside its final place and renamed, the same for every command that writes one.
+"""Stage every output of a command: make it in a work folder beside its final path, then rename it.
 
-What an output replaces is moved into that folder and deleted last; a process that is killed in between leaves it there,
-and the next one puts it back. Only what quantkit wrote is replaced, with nothing in it that somebody else has added.
+An old output that is replaced is moved into the work folder and deleted last; if the process is killed in between, the
+next run moves it back. quantkit replaces only outputs that it wrote and to which nobody has added files.
 """
 
 import os
@@ -39,12 +39,12 @@ def check_apart(output: Path, source: Path) -> None:
 
 
 def check_checkpoint(output: Path) -> None:
-    """Refuse to replace anything but an empty directory or a checkpoint that quantkit wrote, with nothing else in it.
+    """Refuse to replace anything but an empty directory or a checkpoint that contains only files by quantkit.
 
     Args:
-        output: what is there.
+        output: existing path.
     Raises:
-        OutputError: says what in it is not quantkit's.
+        OutputError: the path is something else; names a file that quantkit did not write.
     """
     if output.is_symlink() or not output.is_dir():
         raise _kept(output, "is no directory of its own")
@@ -86,10 +86,10 @@ def check_text(output: Path, sign: str) -> None:
 
 
 def check_regular(output: Path) -> None:
-    """Refuse to replace anything but a file.
+    """Refuse to replace anything but a regular file.
 
     Raises:
-        OutputError: it is a link, a directory or a device.
+        OutputError: the path is a link, a directory or a device.
     """
     if output.is_symlink() or not output.is_file():
         raise _kept(output, "is no file of its own")
@@ -178,17 +178,17 @@ def open_stage(
     resumable: bool = False,
     allow_finished: bool = False,
 ) -> Iterator[Stage]:
-    """The work folder of an output, `<output>.partial`, after everything has been checked that can be refused.
+    """Check an output path, and open its work folder `<output>.partial`.
 
     Args:
         output: file or directory to make.
-        kind: the command that makes it, for messages.
+        kind: name of the command, for messages.
         overwrite: an existing output may be replaced if `check` allows it.
-        check: raises OutputError unless what is there may be replaced.
-        resumable: what is unfinished stays when the block fails.
-        allow_finished: leave an output to the caller that an earlier run seems to have finished, see `is_finished`.
+        check: raises OutputError unless the existing output may be replaced.
+        resumable: keep unfinished work if the block fails.
+        allow_finished: do not refuse an output that an earlier run seems to have finished; see `is_finished`.
     Raises:
-        OutputError: the output or the folder is somebody else's, a link, or being written by another process.
+        OutputError: quantkit did not make the output or the folder, it is a link, or another process is writing it.
     """
     check_path(output, OutputError)
     if output.name in ("", ".."):

@@ -1,7 +1,6 @@
-"""A folder to work in that is marked as quantkit's and locked by one process.
+"""A work folder that has a marker file of quantkit and is locked by one process.
 
-Nothing is ever removed that does not lie in a folder with the marker, and the marker is written only into a folder that
-quantkit has just made or that was empty.
+quantkit deletes files only in folders with the marker, and writes the marker only into a folder that is new or empty.
 """
 
 import contextlib
@@ -28,11 +27,11 @@ class WorkFolder:
     """A folder that this process alone may write and empty while it is open.
 
     Args:
-        path: of the folder.
-        output: what is made in it; None where it is the work itself that is kept.
-        resumable: whether what is in it is worth something to a later run.
-        adopted: whether it was there, empty and without a marker.
-        known: what the marker said when the folder was opened; empty for a new one.
+        path: path of the folder.
+        output: final path of the output that is made in it; None = the folder itself is kept.
+        resumable: whether a later run can use its contents.
+        adopted: whether the folder existed, empty and without a marker.
+        known: contents of the marker when the folder was opened; empty for a new folder.
     """
 
     path: Path
@@ -59,10 +58,10 @@ class WorkFolder:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def put_back(self) -> None:
-        """Give an output its name again that was moved aside and not replaced.
+        """Move an old output back to its path if the new output did not replace it.
 
         Raises:
-            OutputError: something else has come to its place meanwhile; nothing is changed.
+            OutputError: something else is at that path now; nothing is changed.
         """
         if self.output is None or not os.path.lexists(self.replaced):
             return
@@ -76,10 +75,10 @@ class WorkFolder:
             )
 
     def check_held(self) -> None:
-        """Refuse to go on when the folder was taken away or given to another run meanwhile.
+        """Check that the folder still belongs to this run.
 
         Raises:
-            OutputError: it was.
+            OutputError: somebody removed the folder, or another run uses it.
         """
         if not _is_at(self._descriptor, self.path / MARKER):
             raise OutputError(f"{self.path} was removed while this run was writing there; run the command again")
@@ -160,7 +159,7 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
 
 
 def _create(path: Path, option: str) -> bool:
-    """Make the folder; False if there is one already that is quantkit's or empty."""
+    """Create the folder; return False if it exists already and is quantkit's or empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir()

@@ -1,7 +1,7 @@
-"""Writing a checkpoint: every file appears whole or not at all, and equal inputs give equal bytes.
+"""Write the files of a checkpoint atomically; equal inputs give equal bytes.
 
-A file is written under a temporary name beside its place, flushed to the disk, and renamed. Tensors go out one at a
-time in chunks, so memory holds no second copy of them. Not a serializer of models: names and order are the caller's.
+A file is written under a temporary name in the same folder, flushed to the disk, and renamed. Tensors are written in
+chunks, one at a time, so memory holds no second copy of them. The caller decides the names of the tensors.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A model's shape from its description, or from the headers of its shards, which need no family to count exactly."""
+"""A model's shape, counted from its config, or exactly from its shard headers, for any model family."""
 
 import math
 import re
@@ -108,7 +108,7 @@ def _model_type(model: ModelDescription) -> str:
 
 
 def _stored_dtype(model: ModelDescription) -> str:
-    """The number type that config.json names; bfloat16 where it says none (`auto`)."""
+    """Return the number type in config.json; bfloat16 if it names none (`auto`)."""
     name = model.entries.text("dtype", default="bfloat16")
     if name not in DTYPE_BYTES and name != "auto":
         raise ModelError(

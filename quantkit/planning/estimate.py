@@ -1,4 +1,4 @@
-"""The whole plan in one call: shape, sizes, what fits, floors, and what a recipe would do. Computed, never measured."""
+"""The whole plan in one call: shape, sizes, what fits, time limits, and a recipe's effect. Computed, not measured."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,10 +168,10 @@ class Estimate:
 
 
 def find_shape(model: str | Path | None, shape_file: str | Path | None, params: str | None) -> ModelShape:
-    """The model that is meant; exactly one way of saying so, or none for the bundled demo model.
+    """Return the shape of the given model; without arguments, of the bundled demo model.
 
     Raises:
-        InputError: more than one way, or what `source` raises.
+        InputError: several models are given, or see `source`.
     """
     given = [name for name, value in (("MODEL", model), ("--shape", shape_file), ("--params", params)) if value]
     if len(given) > 1:
@@ -198,27 +198,27 @@ def estimate(
     kv_budget: int | float | str | None = None,
     kv_policy: str | None = None,
 ) -> Estimate:
-    """Estimate what compressing and running a model takes, before anything is spent.
+    """Estimate memory and time for compressing and running a model, before any work.
 
     Args:
         model: a directory, a config.json or a hub id; None = the bundled demo model.
-        shape_file: YAML or JSON with the entries of a config.json, in place of a model.
-        params: `7B` or `30B-A3B`, in place of a model.
+        shape_file: YAML or JSON with entries of a config.json, instead of a model.
+        params: `7B` or `30B-A3B`, instead of a model.
         recipe: a shipped name or a file; None = a table of the usual number types.
         overrides: recipe fields to replace.
         device: see `devices.make_device`; None = sizes only.
-        context: tokens per sequence; None = 4096, or the model's limit where that is less.
-        batch: sequences.
-        prompt: tokens of the prompt; None = the context.
+        context: tokens per sequence; None = 4096, or the model's limit if that is lower.
+        batch: number of sequences.
+        prompt: prompt tokens; None = the context.
         kv_cache: form of the cache; None = compare them.
-        head: "int8" or "int4" quantizes the output head when it is loaded.
-        engine: which is to read what the recipe makes; None = say of each.
-        kv_budget: tokens of each sequence that the cache keeps, or a share of the context; None = all.
-        kv_policy: which ones stay.
+        head: "int8" or "int4" quantizes the output head at load.
+        engine: engine that will read the recipe's result; None = report on every engine.
+        kv_budget: most tokens per sequence that the cache keeps, or a share of the context; None = all.
+        kv_policy: eviction policy: which tokens are kept.
     Returns:
-        the plan; every figure is computed.
+        The plan.
     Raises:
-        InputError: the model, recipe or an option cannot be used.
+        InputError: the model, recipe or an option is invalid.
     """
     if engine is not None:
         find_engine(engine)
@@ -243,7 +243,7 @@ def estimate(
 
 
 def _eviction(shape: ModelShape, context: int, budget: int | float | str | None, policy: str | None) -> Eviction:
-    """Eviction that is asked about, as the runtime would take it."""
+    """Return the eviction settings, interpreted as the runtime does."""
     if budget is None:
         if policy is not None:
             raise InputError(f"kv_policy {policy!r} evicts beyond a budget, and none is given; add --kv-budget")

@@ -1,6 +1,6 @@
-"""From what the user gives to a shape: a model directory, a config file, a hub id, a shape file or a number.
+"""Conversion of user input to a model's shape: a model directory, config file, hub id, shape file or parameter count.
 
-No weight is read, and from the hub only config.json is fetched.
+It reads no weights, and fetches only config.json from the hub.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Several checkpoints in one comparison: size, accuracy and speed of each, and which of them no other beats.
+"""Compare size, accuracy and speed of several checkpoints, and find the Pareto front.
 
-A checkpoint is on the front when no other is at least as good in size, quality and speed and better in one of them. The
-originals take part: a compressed model that is no smaller, no faster and worse is no choice.
+A checkpoint is on the front if no other is at least as good in size, quality and speed and better in one of them. The
+originals take part in the comparison.
 """
 
 import dataclasses
@@ -76,10 +76,10 @@ class CheckpointComparison:
 
 
 def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
-    """Put checkpoints side by side, their originals included.
+    """Compare checkpoints, including their originals.
 
     Args:
-        reports: two, or one with its original.
+        reports: at least two reports, or one report with an original.
     Raises:
         ReportError: there is nothing to compare.
     """

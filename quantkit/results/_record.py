@@ -1,7 +1,7 @@
-"""The base of all records: plain data out, checked data in, both driven by the types of the fields.
+"""Base class of all records: convert them to plain data, and back with checks of every field's type.
 
-Knows the shapes that records use (records, tuples, dicts, None, numbers, text, flags) and refuses everything else, with
-the path of what is wrong. Documents of earlier versions are read as if this one had written them.
+Records may contain records, tuples, dicts, None, numbers, text and flags; everything else is refused with its path.
+Documents of earlier versions are converted to the current version.
 """
 
 # Not pydantic, which was tried: it refuses the null that stands for a float JSON cannot say, has no suggestion for a
@@ -80,7 +80,7 @@ def is_union(kind: Any) -> bool:
 
 
 def _as_current(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A document of this version, made of one of this or the version before."""
+    """Convert a document of an earlier version to the current version."""
     version = data.get("schema_version", SCHEMA_VERSION)
     if version == 1:
         return {**_renamed(data), "schema_version": SCHEMA_VERSION}

@@ -1,7 +1,7 @@
-"""Gates: promises such as `recovery>=98.9`, the numbers that they are about, verdicts and remedies.
+"""Gates such as `recovery>=98.9`: the metrics that they limit, verdicts and remedies.
 
-A gate is judged on the number itself, not on its interval; when the interval includes the limit the explanation says
-that more samples are needed to be sure. A number that was not measured fails its gate.
+A gate compares the measured value with the limit. If the value's interval includes the limit, the explanation says that
+more samples are needed. A gate fails if its metric was not measured.
 """
 
 import operator
@@ -158,12 +158,12 @@ class Gate:
 
 
 def parse_gate(text: str) -> Gate:
-    """Read one gate.
+    """Parse one gate.
 
     Args:
-        text: e.g. `recovery>=98.9`.
+        text: text of the gate, e.g. `recovery>=98.9`.
     Raises:
-        GateError: not of this form, an unknown number, or a limit in another unit than the number's.
+        GateError: the text does not have this form, the metric is unknown, or the limit seems to have the wrong unit.
     """
     if len(text) > _MAX_LENGTH:  # spaces alone take the third power of their number
         raise GateError(f"gate {shorten(text)} has {len(text)} characters; at most {_MAX_LENGTH} are read")

@@ -1,4 +1,4 @@
-"""Output that must be JSON of a schema: which tokens may come next, by llguidance.
+"""Output constrained to a JSON schema: llguidance decides which tokens may come next.
 
 Source: https://github.com/guidance-ai/llguidance
 """
@@ -71,12 +71,12 @@ class JsonConstraint:
 
 
 class JsonSchemas:
-    """Schemas to constraints, for one tokenizer; any thread may ask. *Mutable*: the last ones are kept compiled.
+    """Compiler of schemas into constraints for one tokenizer. Thread-safe. *Mutable*: caches recent schemas.
 
     Args:
-        tokenizer: a fast one of transformers.
-        vocab_size: of the logits.
-        eos_ids: tokens that end a text, of which one comes when the JSON is complete.
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: number of logits per row.
+        eos_ids: end tokens, one of which follows the complete JSON.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
@@ -126,7 +126,7 @@ class JsonSchemas:
             )
 
     def _compile(self, schema: str) -> Any:
-        """llguidance's matcher at the beginning of a schema."""
+        """Return llguidance's matcher at the start of a schema."""
         try:
             import llguidance
             import llguidance.hf

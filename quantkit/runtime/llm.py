@@ -1,4 +1,4 @@
-"""`LLM`: a model directory to texts. Loads model and tokenizer, and drives the engine; see `runtime.engine`."""
+"""`LLM`: loads a model directory and its tokenizer, and generates text with the engine; see `runtime.engine`."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,21 +35,21 @@ Prompt = str | Many[int]
 
 
 class LLM(Prompts):
-    """A model that generates.
+    """A model that generates text.
 
         llm = LLM("demo-awq-int4", kv_cache="int8")
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=40))[0].text
 
-    Several threads may use it, one at a time does the computing, of the requests of all. Several `stream`s may be read
-    in turns; their requests are computed together, and with what is scored meanwhile. A process that is forked from one
-    that has used it computes with one thread.
+    Several threads may use one `LLM`; one of them at a time computes the requests of all. Several `stream`s may be read
+    in turns; their requests are computed together, also with concurrent scoring requests. In a forked process, it
+    computes with one thread.
 
     Args:
-        path: model directory or hub id; None = the demo model that comes with quantkit.
-        lazy: True reads the weights when they are first needed, so that a request that can never fit is refused before.
-        settings: the fields of `EngineConfig`, where each is described.
+        path: model directory or hub id; None = the demo model included in quantkit.
+        lazy: True = read the weights at first use, so that a request that can never fit is refused before that.
+        settings: fields of `EngineConfig`, which describes them.
     Raises:
-        QuantkitError: see `quantkit.errors`; what config and headers can tell is refused before the weights are read.
+        QuantkitError: see `quantkit.errors`; errors in config and headers are reported before any weight is read.
     """
 
     engine_name = "quantkit"
@@ -104,15 +104,15 @@ class LLM(Prompts):
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Continue prompts, computed together.
+        """Generate completions of one or several prompts, computed together.
 
         Args:
-            prompts: a text, token ids, or several of either.
-            params: for all, or one per prompt; None = greedy, 128 tokens.
+            prompts: a text, token ids, or a list of either.
+            params: one for all prompts, or one per prompt; None = greedy, 128 tokens.
         Returns:
-            one completion per prompt, in order.
+            One completion per prompt, in order.
         Raises:
-            RequestError: see `Engine.add`; nothing is computed then.
+            RequestError: see `Engine.add`; nothing has been computed in this case.
         """
         asked = [self._ids(prompt) for prompt in _several(prompts)]
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)

@@ -1,4 +1,4 @@
-"""Prompts as token ids: what every engine asks of a checkpoint's tokenizer and chat template."""
+"""Conversion of prompts to token ids with a checkpoint's tokenizer and chat template, for every engine."""
 
 import threading
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _CUT_TOKENS = 8
 
 
 class Prompts:
-    """A checkpoint's tokenizer, where it has one that can be used.
+    """A checkpoint's tokenizer, if it has a usable one.
 
     Args:
         path: directory of the checkpoint.
@@ -57,13 +57,13 @@ class Prompts:
             self._lock.release()
 
     def check_length(self, text: str, most: int) -> None:
-        """Refuse a text that has more tokens than may be; only about as many are made to find out.
+        """Refuse a text with more tokens than allowed, encoding no more of it than necessary.
 
         Args:
-            text: of any length.
-            most: tokens.
+            text: text of any length.
+            most: most tokens allowed.
         Raises:
-            RequestError: it has more.
+            RequestError: the text has more tokens.
         """
         if len(text) <= 4 * most:
             return
@@ -82,11 +82,11 @@ class Prompts:
         return self._tokenized(text, add_special_tokens=False)
 
     def chat_text(self, messages: Messages, **variables: Any) -> str:
-        """A conversation in the model's chat template, ready for the answer.
+        """Return a conversation in the model's chat template, ready for the answer.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
-            variables: what else the template may use, such as `tools`.
+            variables: further variables of the template, such as `tools`.
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
         """

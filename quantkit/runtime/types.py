@@ -1,4 +1,4 @@
-"""Input and output of the engine: how to answer a request, and its result."""
+"""Input and output of the engine: parameters of a request, and its result."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ _MOST_PENALTY = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScoring:
-    """Questions of a request about tokens that are given instead of drawn.
+    """What a request asks about given tokens, as opposed to sampled ones.
 
     A worked example, prompt [a, b, c, d], num_tokens 2, continuations (x, y): the answer has the log-probabilities of
     c after ab, of d after abc, of x and of y after abcd.
 
     Args:
-        num_tokens: log-probabilities of so many of the last prompt tokens; fewer than the prompt has.
-        continuations: tokens that might follow the prompt, each scored.
-        top: at each scored prompt token also this many likeliest tokens.
-        logits: whole rows of logits, after every prompt token. They are computed from the model as it is now: nothing
-            is taken from the prefix cache or given to it.
-        chunk_size: prompt tokens per step at most; 1 takes the decode path, which reads all other tokens from the
-            cache. None = as many as a step takes.
+        num_tokens: how many of the last prompt tokens to return log-probabilities for; must be less than the prompt
+            length.
+        continuations: tokens that might follow the prompt, each scored separately.
+        top: number of likeliest tokens to return at each scored prompt token.
+        logits: whether to return full rows of logits after every prompt token. They are always computed anew: the
+            prefix cache is neither read nor written.
+        chunk_size: most prompt tokens per step; 1 uses the decode path, which reads all earlier tokens from the cache.
+            None = as many as a step takes.
     Raises:
-        RequestError: nothing is asked, or a number is out of range.
+        RequestError: nothing is requested, or a number is out of range.
     """
 
     num_tokens: int = 0
@@ -56,22 +57,22 @@ class PromptScoring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Choice of one request's tokens, and its end. Greedy by default. Fields with a flag are options.
+    """How to choose a request's tokens, and when to end it. Greedy by default. Fields with a flag are options.
 
     Args:
-        max_tokens: None = until the context is full; 0 only with `scoring`.
-        top_k: None = all.
-        repetition_penalty: multiplies negative logits; of tokens in prompt and output.
-        presence_penalty: of tokens in the output.
-        frequency_penalty: subtracted once for every time a token is in the output.
+        max_tokens: most new tokens; None = until the context is full; 0 only with `scoring`.
+        top_k: keep only this many likeliest tokens; None = all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
+        presence_penalty: subtracted from the logit of each token that is in the output.
+        frequency_penalty: subtracted from a token's logit once for every time the token is in the output.
         seed: None = derived from the engine's seed and the request's number.
-        stop: one text or several; they and what follows are not part of the output.
-        stop_token_ids: tokens that end the output, besides the model's own.
-        json_schema: JSON text; the output is JSON of this schema, unless its length ends it before.
-        logprobs: log-probabilities of the chosen and of this many most likely tokens; None = none.
-        scoring: what is asked about the prompt itself; None = nothing.
+        stop: one stop text or several; the output ends before the first one.
+        stop_token_ids: tokens that end the output, in addition to the model's own.
+        json_schema: JSON text; the output is JSON of this schema unless it is cut off by its length.
+        logprobs: return log-probabilities of the chosen token and of this many likeliest tokens; None = none.
+        scoring: what to score in the prompt itself; None = nothing.
     Raises:
-        RequestError: a value of the wrong type or out of range.
+        RequestError: a value has the wrong type or is out of range.
     """
 
     max_tokens: int | None = setting(128, "New tokens, at most.", flag="--max-tokens", minimum=1)

@@ -1,7 +1,7 @@
-"""vLLM as one Python object with the face that evaluation, benchmark and `generate` ask ours through: `--engine vllm`.
+"""vLLM behind the interface that evaluation, benchmark and `generate` use for the bundled engine: `--engine vllm`.
 
-Nothing of vLLM is rewritten: settings that are not shared go in as its own (`--engine-option tensor_parallel_size=2`),
-numbers come out of its requests. Importing this module needs no vLLM; making a `VllmLLM` does.
+vLLM runs unmodified. Settings that only vLLM has are passed with `--engine-option tensor_parallel_size=2`. Importing
+this module does not need vLLM; creating a `VllmLLM` does.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
 
     Args:
         path: model directory or hub id; None = the demo model.
-        options: vLLM's own settings; they win over what follows from `settings`.
-        settings: of `EngineConfig`, those that vLLM has too: dtype, kv_cache, max_length, memory, max_sequences.
+        options: vLLM's own settings; they override values derived from `settings`.
+        settings: fields of `EngineConfig` that vLLM also has: dtype, kv_cache, max_length, memory, max_sequences.
     Raises:
         InputError: vLLM is not installed.
-        RequestError: a setting that vLLM does not have.
-        ModelError: vLLM refuses the model; says why.
+        RequestError: vLLM does not have one of the settings.
+        ModelError: vLLM refuses the model; the message says why.
     """
 
     scores_decode = False
@@ -210,10 +210,10 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         chunk_size: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> list[PromptScores]:
-        """Log-probabilities of known continuations; see `LLM.score_tokens`.
+        """Return log-probabilities of given continuations; see `LLM.score_tokens`.
 
         Raises:
-            RequestError: token by token is asked for: vLLM scores prompts in prefills.
+            RequestError: `chunk_size` is 1: vLLM scores prompts only in prefill.
         """
         if chunk_size is not None:
             raise RequestError("vLLM scores prompts in prefills; through decode they are scored by --engine quantkit")
@@ -277,10 +277,10 @@ def import_vllm() -> Any:
 
 
 def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ours under vLLM's names.
+    """Translate quantkit's settings to vLLM's names.
 
     Raises:
-        RequestError: vLLM does not have one, or not that value.
+        RequestError: vLLM lacks a setting or its value.
     """
     defaults = {entry.name: entry.default for entry in fields(EngineConfig)}
     given = {name: value for name, value in settings.items() if value is not None and value != defaults.get(name)}

@@ -1,4 +1,4 @@
-"""The routes: what is asked, checked and handed to the engine, and how a refusal is said."""
+"""The HTTP routes: check requests, submit them to the engine, and report refusals."""
 
 import inspect
 import time
@@ -59,18 +59,18 @@ _ROUTES: dict[str, tuple[str, type[Schema] | None]] = {
 
 @dataclass(eq=False)
 class Server:
-    """State that the routes share. *Mutable*.
+    """State shared by the routes. *Mutable*.
 
     Args:
-        bridge: to the engine.
-        name: that clients call the model.
-        max_prompt: tokens of a prompt at most; None = as many as fit.
-        key: that clients must bring; None = anybody may.
-        log: told of each request in a line; None = not logged.
-        origins: whose pages may ask, beside its own; "*" = all.
-        hosts: names of this server in a request's `Host`; None = any.
-        is_ending: whether requests are refused since the server ends.
-        created: when it was, for clients that show it.
+        bridge: connection to the engine.
+        name: name that clients use for the model.
+        max_prompt: most prompt tokens; None = as many as fit.
+        key: API key that clients must send; None = no key is needed.
+        log: called with one line per request; None = requests are not logged.
+        origins: web origins allowed besides the server's own; "*" = all.
+        hosts: names of this server accepted in the `Host` header; None = any.
+        is_ending: whether the server is shutting down and refuses requests.
+        created: creation time, for clients that show it.
     """
 
     bridge: Bridge
@@ -186,10 +186,10 @@ class Server:
         return llm.encode_filled(text)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Clients may give a template its variables; the template itself and how it is called are the server's.
+        """Refuse template variables whose names the server reserves for itself.
 
         Raises:
-            Refused: one is not the template's.
+            Refused: a name is reserved.
         """
         own = {*inspect.signature(self.bridge.llm.need_tokenizer().apply_chat_template).parameters, "messages"}
         if wrong := sorted(own & variables.keys()):
@@ -207,7 +207,7 @@ class Server:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.bridge.engine.capacity})
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of tokens."""
+        """Return the text of tokens."""
         async with self._opened(request, DetokenizeRequest) as (ask, run):
             size, most = self.bridge.engine.model.vocab_size, max(_SHOWN_TOKENS, self.bridge.engine.capacity)
             if len(ask.tokens) > most:

@@ -1,8 +1,8 @@
-"""Between the asyncio side, which talks to clients, and the one thread that loads the model and computes its steps.
+"""Connection between the asyncio side, which serves clients, and the one thread that loads and runs the model.
 
-What the asyncio side wants (requests, cancellations) goes through one queue; what a step brought goes back in one call
-of the event loop, however many requests it has news of. News that nobody reads yet wait in a mailbox, which holds at
-most the request's own tokens: a client that reads slowly keeps nothing from the others.
+The asyncio side sends requests and cancellations through one queue. The thread returns the outputs of a step, for all
+requests, in one call of the event loop. Unread outputs wait in a mailbox, which holds at most the request's own tokens,
+so a slow client does not delay others.
 """
 
 import asyncio
@@ -79,16 +79,16 @@ class Mailbox:
 
 
 class Bridge:
-    """The computing thread and its door. *Mutable*.
+    """The computing thread and its queue. *Mutable*.
 
     Args:
-        llm: not loaded yet: threads of kernels belong to the thread that loads, which is the one that computes.
-        max_waiting: requests that may wait beside those that are computed.
-        say: told what the operator should know, a line each.
+        llm: model to load; not loaded yet, because the thread that computes must load it.
+        max_waiting: most requests that may wait besides the running ones.
+        say: called with each line for the operator.
     Attributes:
-        failure: what ended the thread, such as a model that cannot be loaded; None = nothing so far.
+        failure: exception that ended the thread, such as a model that cannot be loaded; None = none.
         num_open: prompts that have not ended.
-        most_open: of them, those that wait included.
+        most_open: most prompts that may be open, waiting ones included.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int, say: Callable[[str], None]) -> None:
@@ -138,12 +138,12 @@ class Bridge:
             self._thread.join()
 
     def check_capacity(self, count: int) -> None:
-        """Refuse prompts that would not be taken now.
+        """Refuse prompts if there is no room for them now.
 
         Args:
-            count: of prompts in one request.
+            count: number of prompts in one request.
         Raises:
-            RequestError: there are more than ever fit at once, or too many wait.
+            RequestError: there are more prompts than ever fit at once, or too many requests are waiting.
         """
         if count > self.most_open:
             raise RequestError(f"prompt holds {count} prompts; this server takes {self.most_open} at once")

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API, as its client sees it: ours, vLLM, llama-server."""
+"""Client of a server with OpenAI's API: quantkit, vLLM, llama-server."""
 
 import contextlib
 import json
@@ -25,9 +25,9 @@ class Remote:
     """A server; open it with `async with`.
 
     Args:
-        url: `http://host:port`, with `/v1` at its end or without.
-        key: to be sent; None = the environment's, if there is one.
-        model: to be asked; None = the first that is served.
+        url: `http://host:port`, with or without `/v1` at its end.
+        key: API key; None = taken from the environment, if set there.
+        model: model to use; None = the first that the server offers.
     """
 
     def __init__(self, url: str, *, key: str | None = None, model: str | None = None) -> None:
@@ -69,13 +69,13 @@ class Remote:
         return str(served[0]["id"])
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Parts of a streamed answer.
+        """Yield the parts of a streamed answer.
 
         Args:
-            path: such as `/v1/completions`.
-            body: of the request; model and stream are added.
+            path: path of the endpoint, such as `/v1/completions`.
+            body: body of the request, without model and stream, which are added.
         Raises:
-            RequestError: the server refuses it, fails, or goes away.
+            RequestError: the server refuses the request, fails or disconnects.
         """
         asked = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         try:

@@ -1,7 +1,7 @@
-"""Requests of clients: OpenAI's, and the sampling fields that vLLM and llama.cpp added to them.
+"""Request bodies: OpenAI's fields, and the sampling fields that vLLM and llama.cpp added.
 
-Every field that is not here is refused by name, and so is a value that would have to be ignored. Defaults are OpenAI's,
-which draws where quantkit's command line is greedy.
+The server refuses unknown fields by name, and values that it would have to ignore. Defaults are OpenAI's: it samples,
+whereas quantkit's command line is greedy.
 Source: https://platform.openai.com/docs/api-reference
 """
 
@@ -200,7 +200,7 @@ class TextPart(Schema):
 
 
 class JsonSchema(Schema):
-    """A named schema."""
+    """A named JSON schema."""
 
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -209,7 +209,7 @@ class JsonSchema(Schema):
 
 
 class ResponseFormat(Schema):
-    """Form of an answer."""
+    """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -229,7 +229,7 @@ class ResponseFormat(Schema):
 
 
 class ChatRequest(Sampling):
-    """A conversation to be answered."""
+    """A request to answer a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None

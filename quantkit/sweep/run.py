@@ -1,8 +1,13 @@
-"""Recipes times models: each pair is compressed and verified by a trial of its own, and the results are compared.
+"""Run every recipe on every model: one trial compresses and verifies each pair, and a page compares the results.
 
-Everything is in one folder, which every worker must see: `<model>-<recipe>/` is a checkpoint with its report,
-`trials/<name>.json` what is known of the trial, written as it ends, `trials/<name>.log` what it said, `sweep.html` the
-comparison. A sweep that was interrupted goes on; recipes and models may be added to one that is done.
+All output is in one folder, which every worker must be able to read and write:
+
+    <model>-<recipe>/    the checkpoint with its report
+    trials/<name>.json   the record of the trial, written when the trial ends
+    trials/<name>.log    the log of the trial
+    sweep.html           the comparison
+
+Running a sweep again continues it if it was interrupted; recipes and models may be added to a finished sweep.
 """
 
 import os
@@ -98,7 +103,7 @@ class _Sweep:
     progress: Progress
 
     def run(self) -> tuple[TrialRecord, ...]:
-        """Run what is not done, and write the page."""
+        """Run the trials that are not done, and write the page that compares all."""
         records = {record.name: record for record in self._planned()}
         left = [record for record in records.values() if record.report is None]
         if len(left) < len(records):
@@ -116,7 +121,7 @@ class _Sweep:
         return tuple(records.values())
 
     def _planned(self) -> list[TrialRecord]:
-        """A record for each pair: what is kept of it, or a new one."""
+        """Return a record for each pair: the saved one, or a new one."""
         kept = {path.stem: _read(path) for path in sorted((self._folder / "trials").glob("*.json"))}
         threads = self.options.threads or next((old.identity.get("threads") for old in kept.values()), None)
         threads = threads or max(1, available_cores() // self.options.jobs)

@@ -1,8 +1,8 @@
-"""Commands of quantkit that need nothing of each other, as children of this process or of workers of Ray.
+"""Run independent quantkit commands as child processes, of this process or of Ray workers.
 
-A trial is commands in turn, each with what it leaves; one whose work is there is not run again, so that a trial which
-was interrupted, or lost its worker, goes on. A command that is refused or crashes ends its trial with a reason, and
-raises nothing. The same commands run with the same number of threads wherever they run, so their results are the same.
+A trial is a sequence of commands, each with an output path. A command whose output exists is not run again, so a trial
+that was interrupted or lost its worker continues. If a command fails, its trial ends with a reason and raises nothing.
+The number of threads is the same on every machine, so the results are too.
 """
 
 from __future__ import annotations
@@ -227,11 +227,11 @@ def _import_ray() -> Any:
 
 
 def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] = lambda _: None) -> Outcome:
-    """Run one trial here.
+    """Run one trial on this machine.
 
     Args:
-        trial: whose folders this machine must see.
-        started: told of each child.
+        trial: the trial; this machine must have its folders.
+        started: called with each child process.
     """
     began = time.perf_counter()
     unseen = next((folder for folder in (trial.folder, trial.log.parent) if not folder.is_dir()), None)
@@ -255,7 +255,7 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
 def _run(
     command: Command, trial: Trial, log: TextIO, started: Callable[[subprocess.Popen[str]], object]
 ) -> tuple[int, str]:
-    """Exit code and reason of one command; a gate that did not hold is no reason."""
+    """Run one command and return its exit code and reason; a failed gate counts as success if the output exists."""
     process = subprocess.Popen(
         [*python(QUANTKIT), *command.arguments, "--json"],
         stdin=subprocess.DEVNULL,

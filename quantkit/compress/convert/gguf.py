@@ -1,7 +1,7 @@
-"""One GGUF file of a checkpoint: our codes carried over exactly, or the values of an ordinary model rounded to a type.
+"""Write a checkpoint as one GGUF file: copy codes exactly, or round the weights of an unquantized model to a GGUF type.
 
-Tensors are written one at a time and every one is read back: bytes against their digest, and codes against the source.
-Source: llama.cpp `convert_hf_to_gguf.py`; types of a whole file as in `llama-quantize`.
+Tensors are written one at a time. Every tensor is read back and compared with its digest, and codes with the source.
+Source: llama.cpp `convert_hf_to_gguf.py`; file types as in `llama-quantize`.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ _CHUNK_VALUES = 1 << 22
 
 
 Typed = list[tuple[ExportedTensor, Block]]
-"""Tensors with their types."""
+"""Tensors with their block types."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +222,7 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
 
 
 def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
-    """Blocks of a quantized linear, checked to hold the very same codes, or values where zero points are merged."""
+    """Encode a quantized linear as GGUF blocks, and check that they decode to the same values."""
     rows = interleave(torch.arange(tensor.shape[0]), tensor.interleave)
     weight = source.weight(tensor.module).take_rows(rows)
     with located(tensor.module):

@@ -1,4 +1,4 @@
-"""A checkpoint as a list of GGUF tensors and entries: what becomes what, decided from headers and config.json."""
+"""Map a checkpoint to GGUF tensors and metadata, from its headers and config.json."""
 
 import math
 from dataclasses import dataclass
@@ -48,10 +48,10 @@ class ExportedTensor:
 
 
 def find_gguf_model(source: Source) -> ModelDescription:
-    """The model of a checkpoint, whose family has names in GGUF.
+    """Return the description of a checkpoint's model, whose family must have GGUF names.
 
     Raises:
-        ModelError: GGUF names of it are not known here, or it needs what a GGUF file made here cannot say.
+        ModelError: quantkit knows no GGUF names for the model, or the model has a setting that GGUF cannot store.
     """
     config, where = source.reader.config, str(source.reader.path)
     classes = config.get("architectures") or []
@@ -144,10 +144,10 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
 
 
 def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor]:
-    """Every tensor of the file in its order.
+    """Return all tensors of the GGUF file in order.
 
     Raises:
-        ModelError: the checkpoint has a module that the family does not name.
+        ModelError: the checkpoint has a module without a GGUF name.
     """
     family, tensors = model.family, []
     outer, of_layer = _outer_names(family), _layer_names(model)

@@ -1,7 +1,7 @@
-"""A tokenizer.json as the entries of a GGUF file: tokens, merges or scores, special tokens, chat template. Torch-free.
+"""Convert a tokenizer.json to GGUF metadata: tokens, merges or scores, special tokens and chat template.
 
-Two kinds are known: byte-level BPE ("gpt2"), whose way of splitting text llama.cpp must know by name, and BPE with byte
-fallback made from SentencePiece ("llama"), whose merges become scores: the earlier the merge, the higher the score.
+Two kinds are supported. Byte-level BPE ("gpt2"): llama.cpp must know the pre-tokenizer by name. BPE with byte fallback,
+converted from SentencePiece ("llama"): merges become scores, higher for earlier merges.
 Source: llama.cpp `convert_hf_to_gguf.py` (get_vocab_base_pre), `src/llama-vocab.cpp`.
 """
 
@@ -86,7 +86,7 @@ def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[
 def _tokens(
     folder: Path, vocab: Mapping[str, int], added: Mapping[int, Any], num_rows: int, *, byte_tokens: bool
 ) -> tuple[list[str], list[int]]:
-    """Text and type of every row of the embedding."""
+    """Return the token text and token type for every row of the embedding."""
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
     byte = re.compile("<0x..>" if byte_tokens else "(?!)", re.DOTALL)
     rows = [(number, token, _BYTE if byte.fullmatch(token) else _NORMAL) for token, number in vocab.items()]

@@ -1,6 +1,6 @@
-"""Convert one checkpoint to another, one decoder layer in memory at a time; read the result back and compare it.
+"""Convert a checkpoint to another format, one decoder layer in memory at a time; read the result back and compare it.
 
-A directory is written under another name and renamed when all has been checked, so there is never half an output.
+The output is written under a temporary name and renamed after all checks, so it never exists in part.
 """
 
 from collections import Counter
@@ -66,16 +66,16 @@ def convert(
     """Write the codes of a checkpoint in another format.
 
     Args:
-        checkpoint: directory in any readable format; for "gguf" also of an ordinary model.
+        checkpoint: directory in any supported format; for "gguf", also of an unquantized model.
         to: name of the format to write.
-        output: directory to create, a file for "gguf".
-        type_name: for "gguf" and an ordinary model, what its matrices are rounded to: see `gguf.TYPES`.
+        output: directory to create; for "gguf", a file.
+        type_name: for "gguf" and an unquantized model, the type to round its matrices to; see `gguf.TYPES`.
         overwrite: replace an existing checkpoint there.
-        progress: called before each layer with layers done, layers in all, and the layer's name.
+        progress: called before each layer with the number of finished layers, the number of layers, and its name.
     Raises:
-        SchemeError: the format would lose something; says what and which formats would not.
+        SchemeError: the format cannot store the checkpoint exactly; says why, and which formats can.
         ModelError, CheckpointError: the checkpoint cannot be read.
-        OutputError: the output is taken or cannot be written.
+        OutputError: the output exists already or cannot be written.
     """
     source, output = open_source(Path(checkpoint)), Path(output)
     check_apart(output, source.reader.path)

@@ -1,6 +1,6 @@
-"""A quantized checkpoint to convert from: which modules hold codes, under which scheme, and their decoded weights.
+"""Source checkpoint of a conversion: its quantized linears, their schemes and their weights.
 
-Headers are read at once, tensors one linear at a time. Shapes: N outputs, K inputs, G scales per row.
+Headers are read first, tensors one linear at a time. Shapes: N outputs, K inputs, G scales per row.
 """
 
 import re
@@ -76,10 +76,10 @@ def open_source(path: Path) -> Source:
     """Read the headers of a checkpoint.
 
     Args:
-        path: its directory.
+        path: directory of the checkpoint.
     Raises:
-        ModelError, CheckpointError: not a checkpoint, damaged, or of a format that is not known.
-        SchemeError: of a known format, but a kind that cannot be decoded.
+        ModelError, CheckpointError: it is not a checkpoint, is damaged, or has an unknown format.
+        SchemeError: the format is known, but quantkit cannot decode this variant.
     """
     reader = CheckpointReader(path)
     modules = by_module(reader.names)

@@ -1,4 +1,4 @@
-"""Whether a format can hold what a checkpoint has, known before the first tensor is written, and what can if not."""
+"""Check, before any tensor is written, whether a format can store a checkpoint; if not, find formats that can."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -60,7 +60,7 @@ def target_for(source: Source, format_: Format) -> Target:
 
 
 def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
-    """Return the error for a format that cannot hold a checkpoint: the reason, and the formats that can."""
+    """Return the error for a format that cannot store a checkpoint: the reason, and the formats that can."""
     others = [other for other in REGISTRY.all().values() if other not in (refused, source.format)]
     holding = [other for other in others if _works(source, other)]
     codes = ", ".join(other.name for other in holding if other.keeps_codes)
@@ -157,10 +157,10 @@ def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format)
 
 
 def _storable(scale: Tensor, format_: Format) -> Tensor:
-    """Convert scales to a dtype that the format takes, without loss.
+    """Convert scales exactly to a dtype that the format supports.
 
     Raises:
-        SchemeError: none of them holds all values.
+        SchemeError: no such dtype can store all values.
     """
     if scale.dtype in format_.scale_dtypes:
         return scale
@@ -176,7 +176,7 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
 
 
 def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
-    """Linears that engines fuse have one scheme, and a head tied to the embedding is not quantized."""
+    """Check that linears which engines fuse have one scheme, and that a head tied to the embedding is unquantized."""
     config = source.reader.config
     try:
         family = find(config)

@@ -1,4 +1,4 @@
-"""Size of the KV pool in pages, decided before it is allocated, and the longest sequence it allows."""
+"""Number of pages in the KV pool, chosen before allocation, and the longest sequence that it allows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,15 +56,15 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
 
 
 def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: int) -> KVBudget | None:
-    """Tokens that the cache keeps of each sequence; None where no sequence can have more.
+    """Return the KV budget per sequence; None if no sequence can exceed it.
 
     Args:
         config: settings.
-        model_length: tokens of one sequence, as far as the model can.
-        num_pages: of the pool.
-        window: of the widest layer with a sliding window; 0 = none has one.
+        model_length: the most tokens per sequence that the model supports.
+        num_pages: pages in the pool.
+        window: size of the widest sliding window; 0 = no layer has one.
     Raises:
-        RequestError: it is too small for what is never evicted, or the pool is too small for it.
+        RequestError: the budget is smaller than the tokens that are never evicted, or too large for the pool.
     """
     length = config.context_length(model_length)
     tokens = config.budget_tokens(length)

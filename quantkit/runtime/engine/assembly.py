@@ -1,4 +1,4 @@
-"""An engine out of a loaded model; and, before it is loaded, how many tokens will fit: layouts, pool size, caches."""
+"""Assembly of an engine from a loaded model; before loading, a prediction of how many tokens will fit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,20 +126,20 @@ def build_engine(
     tokenizer: Any = None,
     identity: str = "",
 ) -> Engine:
-    """An engine with its caches.
+    """Build an engine with its caches.
 
     Args:
-        model: to run.
+        model: model to run.
         config: settings.
-        draft: proposes tokens; None with a controller = n-grams do.
-        controller: says how many; None = no speculation.
+        draft: model that proposes tokens; None with a controller = propose from n-grams.
+        controller: chooses the number of draft tokens; None = no speculation.
         tokenizer: see `Engine`.
-        identity: of the model, for the prefix cache.
+        identity: identity of the model, for the prefix cache.
     Raises:
-        SchemeError: an unknown KV type.
-        RequestError: the pool does not hold what was asked for, the draft has another vocabulary, or the model keeps
-            its keys and values itself and a KV type is asked for.
-        ResourceError: the memory is not there.
+        SchemeError: the KV type is unknown.
+        RequestError: the pool is too small for the settings, the draft model has another vocabulary, or a KV type is
+            given for a model that keeps its own keys and values.
+        ResourceError: memory is too small.
     """
     if not model.paged and config.kv_cache != "auto":
         raise RequestError(f"kv_cache {config.kv_cache!r} is only for models that run natively; leave it out")
@@ -172,10 +172,10 @@ def build_engine(
 
 
 def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
-    """Refuse a budget where it would free nothing.
+    """Refuse a KV budget if eviction would free nothing.
 
     Raises:
-        RequestError: the message says why.
+        RequestError: the message says why eviction would free nothing.
     """
     if not any(isinstance(layout, KVLayout) for layout in layouts):
         kept = "a state of one size per sequence" if layouts else "its keys and values itself"

@@ -1,7 +1,7 @@
-"""The engine: requests in, tokens and scores out, one step at a time. Continuous batching over a paged cache.
+"""The engine: computes tokens and scores for requests, step by step, with continuous batching over a paged cache.
 
-A step: propose drafts -> schedule -> forward -> score prompts, choose tokens -> accept, publish full pages, end what
-has ended. It belongs to one thread; a server calls it from its own.
+A step: propose drafts -> schedule -> forward -> score prompts, choose tokens -> accept tokens, publish full pages,
+finish requests. Only one thread may call an engine.
 """
 
 import time
@@ -44,14 +44,14 @@ class Engine:
 
     Args:
         model: to run.
-        cache: its keys and values; None when the model keeps its own (then pages only count tokens).
+        cache: KV cache; None if the model keeps its own (pages then only count tokens).
         config: settings.
-        num_pages: of the cache.
-        tokenizer: a transformers tokenizer, for texts and stop texts; None = tokens only.
-        proposer: guesses tokens; None = no speculation.
-        controller: says how many; needed with a proposer.
-        identity: of model and KV format, for the prefix cache.
-        budget: of each sequence; None = nothing is evicted.
+        num_pages: pages in the cache.
+        tokenizer: a transformers tokenizer, for texts and stop texts; None = the engine handles tokens only.
+        proposer: proposes draft tokens; None = no speculation.
+        controller: chooses the number of draft tokens; required with a proposer.
+        identity: identity of model and KV format, for the prefix cache.
+        budget: KV budget of each sequence; None = no eviction.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Engine:
         return number
 
     def check(self, prompt_ids: Many[int], params: SamplingParams) -> list[int]:
-        """The tokens of a prompt that `add` would take; any thread may ask.
+        """Return the prompt's tokens if `add` would accept the request; any thread may call this.
 
         Raises:
             RequestError: see `add`.

@@ -1,8 +1,8 @@
-"""Known tokens scored by requests: what is taken out of a step's logits, and one request for all texts that share it.
+"""Scoring of given tokens: collection of scores from a step's logits, and grouping of texts that share a computation.
 
-Texts that are equal but for their last token, or for where scoring begins, are computed once; full pages of a common
-beginning are computed once too, see `scheduler`. With a quantized cache what is scored reads everything before it from
-the cache, as generating it would.
+Texts that differ only in their last token or in where scoring starts are computed once. Full pages of a common prefix
+are also computed once; see `scheduler`. With a quantized cache, scored tokens read earlier tokens from the cache, as in
+generation.
 """
 
 from collections.abc import Iterable
@@ -51,10 +51,10 @@ class ScoringInput:
 
 
 def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
-    """One input per distinct beginning, neighbours with a common one side by side.
+    """Return one input per distinct token list; inputs with a common prefix are adjacent.
 
     Raises:
-        RequestError: more or fewer tokens of a text are to be scored than can be.
+        RequestError: a text has too few or too many tokens to score.
     """
     inputs: dict[tuple[int, ...], ScoringInput] = {}
     for number, text in enumerate(texts):

@@ -1,20 +1,20 @@
-"""Speculative decoding: guess tokens, verify them in one forward, keep those that would have come anyway.
+"""Speculative decoding: propose draft tokens, verify them in one forward pass, keep those that the model chooses
+itself.
 
-Acceptance is exact and needs no case for sampling: at every position the target model's own token is chosen as it
-would be without drafts (see `sampling`: the draw depends on seed and position only), and a draft is kept while it
-equals that token. So the output with speculation is the output without it, greedy or sampled, token for token, and
-switching it on and off by measured times cannot change a result. This is speculative sampling (Leviathan et al. 2023)
-with the draws of draft and target coupled through common random numbers instead of independent ones; a draft model
-that races with the same variates is accepted with probability at least (1 - d) / (1 + d), d the total variation
-distance (Daliri et al. 2025, Coupling without Communication and Drafter-Invariant Speculative Decoding).
+Acceptance is exact, for greedy decoding and for sampling. At every position, the target model's token is chosen as it
+would be without drafts (see `sampling`: the draw depends only on seed and position). Drafts are kept as long as they
+equal these tokens. So speculation never changes the output, even if measured times switch it on and off. This is
+speculative sampling (Leviathan et al. 2023) with common random numbers for draft and target instead of independent
+ones. A draft drawn with the same variates is accepted with probability at least (1 - d) / (1 + d), where d is the total
+variation distance (Daliri et al. 2025, Coupling without Communication and Drafter-Invariant Speculative Decoding).
 
-With a quantized KV cache the model itself differs a little: tokens of one step see each other unquantized, so a guess
-is judged with fresher neighbours than it would have had alone, and the texts may part.
+With a quantized KV cache the output may differ: tokens of one step see each other unquantized, so verifying several
+drafts in one step rounds differently from computing them one by one.
 
-`SpeculationController` decides by measured step times whether speculation pays, and with how many drafts. Verification
-of k drafts is free where a step is bound by reading weights and is not where it is bound by arithmetic: large batches,
-low-bit weights, CPUs. What a step yields and costs is therefore measured with and without drafts for each size of
-batch, and the number of drafts with the most tokens per second is used, 0 included.
+`SpeculationController` uses measured step times to choose the number of drafts. Verifying k drafts costs nothing extra
+if a step is bound by reading weights, but does if it is bound by arithmetic: large batches, low-bit weights, CPUs. So
+the controller measures tokens and time of steps with and without drafts for each batch size, and uses the number of
+drafts (or 0) that gives the most tokens per second.
 """
 
 from collections import defaultdict, deque
@@ -162,10 +162,10 @@ def _useful(sequence: Sequence, count: int) -> int:
 
 
 def check_draft(vocab_size: int, target: int) -> None:
-    """Refuse a draft model that knows other tokens; the sizes are compared.
+    """Refuse a draft model with another vocabulary size.
 
     Raises:
-        RequestError: they differ.
+        RequestError: the sizes differ.
     """
     if vocab_size != target:
         raise RequestError(

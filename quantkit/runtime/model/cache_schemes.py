@@ -1,4 +1,4 @@
-"""Number types of each layer's keys and values: as the user says, else as the checkpoint says."""
+"""Number types of each layer's keys and values: as the user asks, or else as the checkpoint says."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ class StoredCache:
 
 
 def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCache:
-    """Read a checkpoint's settings of the KV cache; of tensors only scales are read.
+    """Read a checkpoint's KV cache settings; of its tensors, only the scales are read.
 
     Args:
-        reader: of the checkpoint.
-        config: of its model.
+        reader: reader of the checkpoint.
+        config: config of the model.
     Raises:
-        CheckpointError: a scale is missing, is no positive number, or there are not as many as heads.
+        CheckpointError: a scale is missing or not positive, or the number of scales is wrong.
     """
     count = config.num_layers
     try:

@@ -1,6 +1,6 @@
-"""From a model directory to a model that runs: everything is checked before the first weight is read.
+"""Loading a model directory for running: everything is checked before the first weight is read.
 
-Weights are laid out layer by layer, so memory never holds two copies of the model.
+Weights are converted layer by layer, so memory never holds two copies of the model.
 """
 
 from pathlib import Path
@@ -55,15 +55,15 @@ def load_model(
 
     Args:
         path: directory with config.json and safetensors.
-        dtype: of the computation: float32, bfloat16, float16 (for short fp32, bf16, fp16), or auto, which is the
-            checkpoint's own where this device is fast in it.
-        device: where it runs.
-        head_dtype: int8 or int4 rounds the output head at load; None leaves it as it is.
-        backend: native; transformers, for any other causal language model; auto takes the first that can.
+        dtype: dtype of the computation: float32, bfloat16, float16 (short: fp32, bf16, fp16), or auto: the checkpoint's
+            dtype if the device is fast in it.
+        device: target device.
+        head_dtype: int8 or int4 quantizes the output head at load; None leaves it unchanged.
+        backend: native; transformers, for any causal language model; auto prefers native.
     Raises:
-        ModelError, CheckpointError: the directory holds no model, or one that contradicts itself.
-        ResourceError: it is too large.
-        InputError: an unknown dtype or backend.
+        ModelError, CheckpointError: the directory holds no model, or an inconsistent one.
+        ResourceError: the model does not fit in memory.
+        InputError: the dtype or backend is unknown.
     """
     reader = CheckpointReader(Path(path))
     device = torch.device(device)
