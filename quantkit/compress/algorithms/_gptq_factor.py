@@ -1,4 +1,4 @@
-"""Factor of a Hessian (K, K) that GPTQ's loop reads, computed in the memory of one square."""
+"""Cholesky factor of a Hessian (K, K) for GPTQ's loop, computed in the memory of one (K, K) matrix."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Factor(NamedTuple):
     diagonal: Tensor
 
     def hessian(self, rows: slice) -> Tensor:
-        """(R, K) rows of H, a copy."""
+        """Return a copy of some rows (R, K) of H."""
         copied = torch.empty(rows.stop - rows.start, len(self.lower), device=self.lower.device)
         _transpose(self.lower[: rows.stop, rows], copied[:, : rows.stop])
         own = copied[:, rows].tril_(-1)
@@ -93,7 +93,7 @@ def _factorise(matrix: Tensor) -> bool:
 
 
 def _copy_upper(lower: Tensor, upper: Tensor) -> None:
-    """Give a square, above its diagonal, what another one, or itself, has below."""
+    """Copy the values below the diagonal of `lower` to above the diagonal of `upper`, transposed."""
     for start in range(0, len(lower), _COPIED):
         stop = start + _COPIED
         _transpose(lower[stop:, start:stop], upper[start:stop, stop:])

@@ -1,7 +1,7 @@
-"""Plain rounding with ranges that calibration has chosen: what a code step costs the linear's outputs, not its weights.
+"""Round to nearest with calibrated ranges, which minimise the error of the linear's outputs instead of its weights.
 
-The quickest use of calibration data: no solver, no folding. Without this step plain rounding takes the ranges of least
-squared weight error, and needs no data. It leaves ranges behind, not codes. AWQ chooses its ranges in the same way.
+This is the fastest use of calibration data: no solver, no folding. Without this step, rounding uses the ranges with the
+least squared weight error and needs no data. The step chooses ranges, not codes; AWQ chooses ranges in the same way.
 Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 """
 
@@ -58,12 +58,12 @@ class InputStatistics:
 
 
 def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, known: bool = False) -> None:
-    """Leave the ranges of linears that lose least of their outputs; see `search_parameters`.
+    """Choose the ranges of linears with the least output error; see `search_parameters`.
 
     Args:
-        layer: gets the ranges.
-        seen: of their inputs, by relative name of a linear with a scheme; where their owner is at least.
-        known: they are in every process, any of which may then search.
+        layer: the layer that gets the ranges.
+        seen: input statistics by relative name of each linear, at least in the linear's owner process.
+        known: whether every process has the statistics, so that any process may search.
     """
 
     def search(name: str) -> Ranges:
@@ -88,7 +88,7 @@ class RtnStep(Step):
     """
 
     def apply(self, layer: LayerContext) -> None:
-        """Leave ranges behind; see `Step.apply`."""
+        """Choose ranges for all linears; see `Step.apply`."""
         sets = layer.pending()
         seen = layer.observe({names[0]: InputStatistics(layer, names[0]) for _, names in sets})
         search_ranges(layer, {name: seen[names[0]] for _, names in sets for name in names})

@@ -1,4 +1,4 @@
-"""Errors of a linear, of its inputs and outputs, and the record of what its codes cost."""
+"""Quantization errors of a linear's weight, and the record of a quantized linear."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ERROR_BLOCK = 1 << 21
 
 
 def row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Rows of a weight (N, K) to work on at once."""
+    """Yield blocks of rows of a weight (N, K) that fit into memory."""
     step = max(1, _ERROR_BLOCK // width)
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def weight_error(weight: Tensor, decoded: Callable[[slice], Tensor]) -> float:
-    """||W - D|| / ||W||; a block of rows at a time.
+    """Return ||W - D|| / ||W||, computed a block of rows at a time.
 
     Args:
-        weight: (N, K).
-        decoded: makes these rows of D.
+        weight: (N, K) W.
+        decoded: returns these rows of D, the decoded weight.
     """
     wrong = total = 0.0
     for rows in row_blocks(*weight.shape):
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 
 def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearRecord:
-    """The record of a linear that is about to get its codes.
+    """Return the record of a linear that is about to get its codes.
 
     Args:
-        layer: with the weight that they stand for.
-        name: relative name.
+        layer: the layer, which still has the unquantized weight.
+        name: relative name of the linear.
         weight: codes and scales.
     Raises:
         SchemeError: a scale is not finite.
@@ -81,7 +81,7 @@ def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearR
 
 
 def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[[slice], Tensor]:
-    """A function that gives rows of a linear's weight, rounded to its scheme in the covering range.
+    """Return a function that gives rows of a linear's weight, rounded to nearest with absmax ranges.
 
     Args:
         layer: with the scheme.

@@ -27,7 +27,7 @@ Mode = Literal["ram", "disk"]
 
 
 class ActivationStore:
-    """Hidden states before one layer; `advance` turns them into those before the next.
+    """Inputs (hidden states) of one layer; `advance` replaces them by the inputs of the next layer.
 
     Args:
         folder: where states are saved; one sub-folder per layer. None keeps nothing on disk (memory mode only).
@@ -44,7 +44,7 @@ class ActivationStore:
 
     @classmethod
     def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> "ActivationStore":
-        """The states that an interrupted run saved before `layer`.
+        """Load the states that an interrupted run saved before `layer`.
 
         Raises:
             ResumeError: a file is missing or not what was written.
@@ -59,12 +59,12 @@ class ActivationStore:
 
     @property
     def in_memory(self) -> bool:
-        """Whether states are at hand, not read from disk each time."""
+        """Whether states are kept in memory instead of being read from disk each time."""
         return self._mode == "ram"
 
     @property
     def beside(self) -> Path | None:
-        """Place to keep what is computed of the states on the way to the next layer, if there is one."""
+        """Folder for data that is computed from the states until the next layer; None = nothing is kept on disk."""
         return None if self._folder is None else self._folder / "beside"
 
     @property
@@ -88,12 +88,12 @@ class ActivationStore:
         self._keep(batches, f"layer {self._layer}", self._layer + 1)
 
     def forget_previous(self) -> None:
-        """Delete the files of the layer before; to be called once progress has been recorded."""
+        """Delete the files of the previous layer; call this after progress has been recorded."""
         for folder in (self._folder / str(self._layer - 1), self._folder / "beside") if self._folder else ():
             shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, batches: Iterator[tuple[int, Batch]], source: str, layer: int) -> None:
-        """Take each batch as it comes as the states before a layer, in memory in place of the batch before."""
+        """Store each batch as it arrives, in memory in place of the batch of the previous layer."""
         digests: dict[int, str] = {}
         for number, states in batches:
             require_finite(states_of(states), source)
@@ -128,11 +128,11 @@ def check_saved(path: Path, digest: str) -> None:
 
 
 def require_finite(states: Tensor, source: str) -> Tensor:
-    """Hidden states as they are.
+    """Return hidden states after checking that all are finite.
 
     Args:
         states: of any shape.
-        source: what made them, for the message.
+        source: the part of the model that computed them, for the message.
     Raises:
         CheckpointError: one of them is not a number, or infinite.
     """

@@ -97,23 +97,23 @@ class LayerContext:
         return self.stream.store
 
     def linear(self, name: str) -> nn.Linear:
-        """The linear with this relative name."""
+        """Return the linear with this relative name."""
         module = self.block.get_submodule(name)
         assert isinstance(module, nn.Linear), f"{name} is not a linear"
         return module
 
     def weight(self, name: str) -> Tensor:
-        """(N, K) weight of a linear, the layer's own: writing to it changes the layer."""
+        """Return the (N, K) weight of a linear; writing to it changes the layer."""
         return self.linear(name).weight.data
 
     def pending(self) -> list[tuple[LinearSet, tuple[str, ...]]]:
-        """Sets that still have linears to quantize, each with those linears."""
+        """Return the sets that still have linears to quantize, each with these linears."""
         left = {n for n in self.schemes if n not in self.chosen.quantized and not self._is_under_calibrated(n)}
         todo = [(group, tuple(n for n in group.linears if n in left)) for group in self.sets]
         return [(group, names) for group, names in todo if names]
 
     def _is_under_calibrated(self, name: str) -> bool:
-        """Whether a linear belongs to an expert that saw too little for any step to work on."""
+        """Whether a linear belongs to an expert that saw too few tokens for any step."""
         expert = find_expert(name)
         if expert is None or self.data.all_tokens or not self.data.tokens_per_expert:
             return False
@@ -270,7 +270,7 @@ class LayerContext:
         return WeightGrid(self.schemes[name].weight, self.scale_dtype[name], self._tensor_largest(name))
 
     def round(self, names: Sequence[str]) -> None:
-        """Give linears their nearest codes, in the ranges that a step has left, else in those that a search finds."""
+        """Round linears to nearest, with the ranges that a step chose, else with searched ranges."""
 
         def rounded(name: str) -> tuple[QuantizedTensor, LinearRecord]:
             weight, grid = self.weight(name), self.grid(name)
@@ -282,7 +282,7 @@ class LayerContext:
             self._put(name, weight, record)
 
     def finish(self) -> None:
-        """Round what no step has quantized."""
+        """Round the linears that no step has quantized."""
         names = [name for group in self.sets for name in group.linears if name in self.schemes]
         self.round([name for name in names if name not in self.chosen.quantized])
 
@@ -297,7 +297,7 @@ class LayerContext:
             self._put(name, weight, record)
 
     def owner(self, name: str) -> int:
-        """The process that keeps the statistics of a linear's set."""
+        """Return the process that keeps the statistics of a linear's set."""
         return self.owners.get(self.set_key(name), 0)
 
     def by_owners(self, names: Sequence[str], compute: Callable[[str], T]) -> list[T]:
@@ -307,7 +307,7 @@ class LayerContext:
         return share_out(names, compute, owners=[self.owner(name) for name in names])
 
     def known(self, observers: Mapping[str, T]) -> dict[str, T]:
-        """Observers as their owners have them, in every process."""
+        """Return each observer as its owner has it, in every process."""
         names = list(observers)
         return dict(zip(names, self.by_owners(names, observers.__getitem__), strict=True))
 
@@ -331,7 +331,7 @@ class LayerContext:
         return torch.cat([affine.largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
     def sharing(self, name: str) -> list[str]:
-        """Linears that share tensor-wide scales: those of a set and module with equal numbers, which engines fuse."""
+        """Return linears that share a tensor scale: those of one set and module with one scheme, which engines fuse."""
         module, scheme = name.rpartition(".")[0], self.schemes[name].weight
         inside = [other for other in self._set(name).linears if other.rpartition(".")[0] == module]
         return [other for other in inside if other in self.schemes and self.schemes[other].weight == scheme]
@@ -346,7 +346,7 @@ class LayerContext:
             outputs[group.source] = outputs.get(group.source, 1.0) * rows
 
     def set_key(self, name: str) -> str:
-        """The first linear of the set that a linear belongs to, by which the set's data are kept."""
+        """Return the first linear of a linear's set, which is the key for the set's data."""
         return self._set(name).linears[0]
 
     def _set(self, name: str) -> LinearSet:
@@ -356,13 +356,13 @@ class LayerContext:
     def quantized_inputs(
         self, names: Iterable[str], quantize: Callable[..., Tensor] = fake_quantize_inputs
     ) -> Iterator[None]:
-        """While open, linears with a scheme see their inputs as the runtime will quantize them.
+        """While open, quantize the inputs of linears as the runtime will, if their schemes say so.
 
-        Inputs with a calibrated scale are left as they are until it is known, which is when all linears have codes.
+        An input with a calibrated scale is quantized only once the scale is known, after all linears have codes.
 
         Args:
-            names: of these linears.
-            quantize: called as `fake_quantize_inputs`.
+            names: relative names of the linears.
+            quantize: called with the arguments of `fake_quantize_inputs`.
         """
         with ExitStack() as hooks:
             for name in names:

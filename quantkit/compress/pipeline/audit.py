@@ -19,7 +19,7 @@ _BESIDE = (".bias", "_shape")  # of a linear's tensors: no part of its quantized
 
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
-    """No scale is zero, NaN or infinite, and no code is outside its type."""
+    """Check that no scale is zero, NaN or infinite, and that no code is outside its type."""
     scale = weight.scale.float()
     if not bool(((scale != 0) & torch.isfinite(scale)).all()):
         raise AuditError(f"{prefix}: a scale is zero or not finite")
@@ -31,9 +31,9 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
 
 
 def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:
-    """Check that a weight takes what it takes densely packed, and little more.
+    """Check that the stored size of a weight is its densely packed size plus a small overhead.
 
-    More are words that are not filled, an order of the inputs, and zero points stored though they are constant.
+    The overhead is for words that are not full, a group index, and constant zero points that the format stores.
     """
     (rows, width), groups, bits = weight.shape, weight.scale.shape[1], weight.scheme.dtype.bits
     planned = weight.stored_bytes + (0 if weight.input_scale is None else weight.input_scale.nbytes)
@@ -47,7 +47,7 @@ def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_b
 def audit_checkpoint(
     folder: Path, plan: Plan, records: Sequence[LayerRecord], towers: Sequence[LinearRecord] = ()
 ) -> None:
-    """Every target is quantized, everything else is as it was, and the size is what was planned.
+    """Check that every planned linear is quantized, everything else is unchanged, and sizes are as planned.
 
     Args:
         folder: the assembled checkpoint.

@@ -40,7 +40,7 @@ _CAPACITY_BYTES = 640 << 20
 
 
 class _Rounding(NamedTuple):
-    """A layer in the making: records of its linears to come, and its file, which is written when they are there."""
+    """A layer that is being quantized: futures of its linears, and of its file, which is written after them."""
 
     number: int
     linears: list[Future[LayerChoices]]
@@ -69,7 +69,7 @@ def round_layers(run: CompressionRun, threads: int) -> None:
 def _round_own(
     run: CompressionRun, todo: Sequence[int], threads: int
 ) -> Generator[tuple[LayerRecord, str, str, list[str]]]:
-    """Layers in order, each with its file, the file's SHA-256 and the names of the tensors in it."""
+    """Yield layers in order, each with its file, the file's SHA-256 and the names of its tensors."""
     started, pending = time.perf_counter(), deque[_Rounding]()
     with ThreadPoolExecutor(_num_workers(run.plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
         try:
@@ -112,7 +112,7 @@ def _start(run: CompressionRun, index: int, workers: ThreadPoolExecutor, writer:
 
 
 def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
-    """Linears of a layer to round at once: each alone, but for those that share a scale of the whole tensor."""
+    """Yield the linears of a layer to round together: each alone, except linears that share a tensor scale."""
     schemes = plan.layers[index]
     for group in plan.sets(index):
         parts: dict[object, list[str]] = {}
@@ -160,7 +160,7 @@ def round_linears(
 
 
 def _block(weights: Mapping[str, Tensor]) -> nn.Module:
-    """A module with these linears and nothing else."""
+    """Return a module that has only these linears."""
     block = nn.Module()
     for name, weight in weights.items():
         owner, (*parents, leaf) = block, name.split(".")
@@ -174,7 +174,7 @@ def _block(weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a layer that are not quantized, as the source has them."""
+    """Yield the unquantized tensors of a layer as in the source."""
     prefix, known = f"{plan.skeleton.layer_name(index)}.", plan.skeleton.layer_tensors(index)
     quantized = {f"{name}.weight" for name in plan.layers[index]}
     for name in plan.reader.names:
@@ -184,7 +184,7 @@ def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[LayerRecord, str, str, list[str]]:
-    """Wait for a layer; what it came to."""
+    """Wait for a layer, and return its record and its file."""
     plan, listener = run.plan, run.listener
     name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
     listener.layer_started(layer.number, name)

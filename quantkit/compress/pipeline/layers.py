@@ -1,4 +1,4 @@
-"""All layers of runs with calibration data, one after another, each on what the layers before it hand on."""
+"""Quantize the layers of runs with calibration data in order, each on the outputs of the layers before it."""
 
 import copy
 import time
@@ -34,7 +34,7 @@ from quantkit.results import CacheRecord, LayerRecord
 
 @contextmanager
 def _phase(listener: Listener, seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Tell who listens, and measure how long it takes."""
+    """While open, a phase of the layer runs: tell the listener, and add its duration to `seconds`."""
     listener.phase(name)
     started = time.perf_counter()
     yield
@@ -49,8 +49,8 @@ def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mod
     """Quantize, check, write and record all layers that are not done, each on what the layers before it hand on.
 
     Args:
-        runs: one, or several that differ in their weights alone and feed each layer what it is fed in the original.
-        samples: of all of them.
+        runs: one run, or several that differ only in their weights and use `calibration.inputs: original`.
+        samples: calibration samples of all runs.
         mode: see `ActivationStore`.
     """
     done = [len(run.state.records) for run in runs]
@@ -130,12 +130,12 @@ def _run_layer(
 
 
 def _first_output(layer: LayerContext, name: str) -> Tensor | None:
-    """First output of the layer, of the first sequence, in the process that writes."""
+    """Return the layer's output for the first sequence, in the process that writes."""
     return require_finite(layer.forward(layer.store[0][:1]), name) if is_writer() else None
 
 
 def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None:
-    """Codes of every linear, then scales of its input and of the KV cache, which depend on the codes."""
+    """Choose the codes of every linear, then the scales of inputs and of the KV cache, which depend on the codes."""
     recipe = plan.recipe
     for label, step in recipe.steps.items():
         with phase(label):
@@ -180,7 +180,7 @@ def _layer_context(
 
 
 def _owners(plan: Plan, index: int) -> dict[str, int]:
-    """The process of each set of a layer, by what it costs to solve it, unless a step needs all in one."""
+    """Assign each set of a layer to a process by its cost, unless a step needs one process for all."""
     if any(step.on_one_process for step in plan.recipe.steps.values()):
         return {}
     shapes, sets = plan.skeleton.linear_shapes(index), plan.sets(index)

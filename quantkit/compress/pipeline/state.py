@@ -1,4 +1,4 @@
-"""The folder of an unfinished run: what it was started with, and which layers are done.
+"""State of an unfinished run in its work folder: its identity, and the finished layers.
 
 `<output>.partial/` (see `output.staging`) holds `checkpoint/`, which becomes the output, the hidden states before
 the next layer, and `progress.json`. A layer counts as done once `progress.json` names it, and that file is replaced
@@ -25,7 +25,7 @@ from quantkit.safety.untrusted import read_object
 
 @dataclass(kw_only=True, slots=True)
 class RunState(Record):
-    """Progress of one run, as `progress.json` has it. *Mutable*.
+    """Progress of one run, saved in `progress.json`. *Mutable*.
 
     Args:
         identity: everything that decides the result, as plain data.
@@ -53,7 +53,7 @@ class RunState(Record):
         states: Sequence[str] = (),
         held_out: Sequence[str] = (),
     ) -> None:
-        """Count a layer as done; before this is saved, its shard and the states after it must be on disk."""
+        """Record a finished layer; its shard and the states after it must be on disk before this is saved."""
         self.records += (record,)
         self.shards[shard] = digest
         self.weight_map |= dict.fromkeys(names, shard)
@@ -74,12 +74,12 @@ class CompressionRun:
     """One compression on its way to a directory.
 
     Args:
-        plan: what is to be done.
-        samples: calibration data, if the plan needs any.
-        state: what has been done.
-        work: where.
-        listener: told what happens.
-        resumed: layers that an earlier run had done.
+        plan: plan of the run.
+        samples: calibration samples, if the plan needs any.
+        state: progress of the run.
+        work: work folder.
+        listener: called on progress.
+        resumed: number of layers that an earlier run finished.
     """
 
     plan: Plan
@@ -96,7 +96,7 @@ class CompressionRun:
 
 
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
-    """The state of a new or interrupted run.
+    """Load the state of an interrupted run, or create that of a new one.
 
     Args:
         work: of this run.
@@ -129,7 +129,7 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
 
 
 def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
-    """Whether an earlier run gave the output its name but was killed before it could tidy up; that is done now.
+    """Whether an earlier run renamed its output but was killed before it cleaned up; clean up now.
 
     Args:
         stage: of the output.
