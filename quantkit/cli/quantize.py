@@ -202,7 +202,7 @@ def _times(result: CompressionResult) -> str:
 def _worst(result: CompressionResult) -> Table:
     four = "{:.4f}".format
     return Table(
-        title="worst linears by relative error, and that of plain rounding",
+        title="worst linears by relative error, and that of round-to-nearest",
         columns=(*(Column("linear"), Column("weights"), Column("error", four), Column("rounded", four), Column("of")),),
         rows=tuple(
             # Activations, behind the comma, are not part of this error.
