@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import shutil
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,14 @@ def check(program: str) -> dict[str, Any]:
     return {"imported": True}
 
 
+def check_all(names: Iterable[str], pools: ExitStack) -> dict[str, Future[dict[str, Any]]]:
+    """Begin to `check` each part; one that ends its process, as a segmentation fault does, fails alone."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["quantkit.runtime.llm", "transformers"])  # what takes long, once for all
+    opened = {name: pools.enter_context(ProcessPoolExecutor(1, mp_context=context)) for name in names}
+    return {name: pool.submit(check, name) for name, pool in opened.items()}
+
+
 def main() -> None:
     """Write machine.json."""
     arguments = parse()
@@ -47,11 +57,8 @@ def main() -> None:
         gemm_teraflops=gemm_rate(256 if arguments.tiny else 8192, arguments.device) / 1e12,
         l2_megabytes=results.meta.get("l2_bytes", 0) / 2**20,
     )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["quantkit.runtime.llm", "transformers"])  # what takes long, once for all
-    with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
-        checks = {program: pool.submit(check, program) for program in programs()}
-        for program, checked in checks.items():
+    with ExitStack() as pools:
+        for program, checked in check_all(programs(), pools).items():
             results.attempt(checked.result, program=program)
     results.finish()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -38,6 +40,20 @@ def test_families_that_fail_are_rows(evals, tmp_path, monkeypatch):
     assert smoke.verdict(torch.device("cpu"), "ops") == {"verdict": "right"}
     with pytest.raises(AssertionError, match="SIGSEGV"):
         smoke.verdict(torch.device("cpu"), "attention")
+
+
+def test_a_part_whose_import_ends_its_process_fails_alone(evals, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "part_dies.py").write_text("import os\nos.kill(os.getpid(), 9)")
+    (tmp_path / "part_lacks.py").write_text("import no_such_library")
+    (tmp_path / "part_good.py").write_text("NEEDS = ('json',)")
+    with contextlib.ExitStack() as pools:
+        checks = evals("machine").check_all(["part_dies", "part_lacks", "part_good"], pools)
+        with pytest.raises(BrokenProcessPool):
+            checks["part_dies"].result(100)
+        with pytest.raises(ImportError, match=r"no_such_library.*wheels\.sh"):
+            checks["part_lacks"].result(100)
+        assert checks["part_good"].result(100) == {"imported": True}
 
 
 def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
