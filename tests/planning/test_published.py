@@ -198,7 +198,7 @@ def test_sliding_windows_bound_the_cache():
     assert [layer.attention.window for layer in gpt.layers[:4]] == [128, None, 128, None]
 
 
-# With zero points that are packed like the codes.
+# With zero points that are packed like the codes: 4 + (16 + 4) / 64 and 2 + (16 + 2) / 64 bits per weight.
 W4_64, W2_64 = (WeightForm(name=f"W{b}", bits=b, group_size=64, symmetric=False) for b in (4, 2))
 # Llama-3.1-8B on an H200 whose copies reach 4.3 TB/s: bytes per token, floor, tokens per second (derived figures of
 # the project's kernel notes).
