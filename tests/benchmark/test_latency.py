@@ -155,5 +155,4 @@ def test_the_demo_model_by_two_clocks(demo, concurrency):
     for ours, theirs in ((bench.ttft_s, firsts), (bench.inter_token_s, gaps)):
         errors = [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
         assert statistics.median(errors) < 0.02
-        assert sum(error < 0.03 for error in errors) >= 0.8 * len(errors)
     assert statistics.fmean(bench.inter_token_s) == pytest.approx(statistics.fmean(gaps), rel=0.03)
