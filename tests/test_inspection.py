@@ -167,7 +167,7 @@ def test_what_cannot_be_inspected(tmp_path):
     with pytest.raises(ModelError, match="no such model directory"):
         inspect(tmp_path / "nothing")
     write(tmp_path, dense_tensors(), {"quantization_config": {"quant_method": "hqq"}})
-    with pytest.raises(CheckpointError, match="method 'hqq', which no known format reads; known: awq, bitsandbytes"):
+    with pytest.raises(CheckpointError, match="method 'hqq' is not supported; supported: awq, bitsandbytes"):
         inspect(tmp_path)
     write(tmp_path, dense_tensors(), {})
     (tmp_path / "quantkit.json").write_text("{")

@@ -97,7 +97,7 @@ async def _timed(
             times.append(time.perf_counter())
     count = int(usage.get("completion_tokens", len(times)))
     if count != new_tokens or not times:
-        raise RequestError(f"{remote.url} made {count} tokens instead of {new_tokens}, so its time would mislead")
+        raise RequestError(f"{remote.url} generated {count} tokens instead of {new_tokens}, so its time would mislead")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return RequestTiming(
         request_id=number,

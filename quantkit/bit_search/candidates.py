@@ -63,13 +63,13 @@ def base_groups(base: Recipe) -> int | str:
     weights = base.source.get("weights")
     if weights is None:
         raise RecipeError(
-            f"recipe {base.name!r} has no weights to search numbers for; start from one such as gptq-int4"
+            f"recipe {base.name!r} quantizes no weights; start from a recipe that does, such as gptq-int4"
         )
     given: Any = weights["group_size"]
     size: int | str = given["size"] if isinstance(given, dict) else given
     if isinstance(size, str) and size != "channel":
         raise RecipeError(
-            f"recipe {base.name!r} has weights.group_size {size}, and candidates have groups of inputs; "
+            f"recipe {base.name!r} has weights.group_size {size}, which a search cannot vary; "
             "set weights.group_size to a number or 'channel'"
         )
     return size
@@ -168,10 +168,12 @@ def usable(
         GateFailure: even the smallest choice needs more than `bits`; says how many.
     """
     if base.source["overrides"]:
-        raise RecipeError(f"recipe {base.name!r} has overrides, which a search decides; take them out, or use ignore")
+        raise RecipeError(
+            f"recipe {base.name!r} has overrides, which a search writes itself; remove them or use ignore"
+        )
     if FORMATS.load(base.format).suffix:
         raise RecipeError(
-            f"a {base.format} file is not run by quantkit, so nothing can be measured; search with another format"
+            f"quantkit cannot run {base.format} files, so a search cannot measure them; use a recipe of another format"
         )
     kept: dict[Candidate, dict[str, LinearScheme]] = {}  # and the scheme of each linear under it
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
@@ -183,7 +185,7 @@ def usable(
             plan = build_plan(model, uniform(base, candidate), _NOWHERE, device)
             same = [other.name for other, linears in kept.items() if linears == plan.linears]
             if same:
-                notes.append(f"left out {candidate.name}: with this model's widths it is {same[0]}")
+                notes.append(f"left out {candidate.name}: for this model's widths it is the same as {same[0]}")
                 continue
             sizes = _sizes(plan)
             # A format may hold a scheme alone and not beside another one: the first block is tried among the others.
@@ -200,7 +202,7 @@ def usable(
         least = {name: min(size, least.get(name, size)) for name, (_, size) in sizes.items()}
         weights = sum(count for count, _ in sizes.values())
     if not kept:
-        raise RecipeError(f"none of the candidates can be used: {refused}")
+        raise RecipeError(f"none of the candidates can be used; the last one failed with: {refused}")
     _require(bits, 8 * sum(least.values()) / weights, [candidate.name for candidate in kept])
     return tuple(kept), tuple(notes)
 
@@ -209,9 +211,9 @@ def _require(bits: float | None, least: float, names: list[str]) -> None:
     """Refuse a target below the smallest choice."""
     if bits is not None and bits < least:
         raise GateFailure(
-            f"bits<={bits:g} cannot be reached: the smallest of the candidates ({', '.join(names[:4])}"
+            f"bits<={bits:g} cannot be reached: the smallest candidates (of {', '.join(names[:4])}"
             f"{', ...' if len(names) > 4 else ''}) take {least:.3f} bits per weight, scales included; "
-            "ask for more, or give smaller --candidates"
+            "raise --bits, or give smaller --candidates"
         )
 
 

@@ -53,8 +53,8 @@ def within_budget(
     if choice is None:
         least = sum(min(o.cost for o in group) for group in options)
         raise GateFailure(
-            f"the smallest choice takes {least:.0f} bytes, {least / budget:.2f} times what is allowed; "
-            "ask for more, or give smaller candidates"
+            f"the smallest choice takes {least:.0f} bytes, {least / budget:.2f} times the budget; "
+            "raise the target, or give smaller --candidates"
         )
     best = groups.kl(choice)
     for number in range(rounds):
@@ -91,7 +91,7 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
         # 0.99 aims slightly below the target, since a choice above it does not count.
         limit *= 0.99 * kl / measured
     if best is None:
-        raise GateFailure(f"no choice reaches a KL of {kl:g}; allow more, or give larger candidates")
+        raise GateFailure(f"no choice reaches a KL of {kl:g}; raise the target, or give --candidates with more bits")
     return best
 
 
@@ -179,7 +179,7 @@ class Judge:
         compared = compare_evaluations(evaluate(llm, asked), self._answers)
         overall = next((c.recovery for c in compared if c.subject == ALL_TASKS), None)
         if overall is None:
-            raise DataError("the suite 'quick' has no task that gives a recovery here; search for --kl instead")
+            raise DataError("no task of the suite 'quick' gives a recovery for this model; use --kl as the target")
         return overall
 
     def first_kl(self, coarse: LLM, kl: float) -> float:

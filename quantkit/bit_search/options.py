@@ -85,7 +85,7 @@ class SearchTarget:
     def __post_init__(self) -> None:
         given = [value for name in _CONDITIONS if (value := getattr(self, name)) is not None]
         if len(given) != 1 or not 0 < given[0] < math.inf:  # nan is neither
-            raise InputError("a search needs one target above zero: bits, a size, a KL or a recovery")
+            raise InputError("a search needs exactly one target, above zero: --bits, --size, --kl or --recovery")
 
     @property
     def text(self) -> str:

@@ -116,7 +116,7 @@ def open_outputs(output: Path, options: SearchOptions) -> Iterator[Outputs]:
         OutputError: a path holds something that quantkit did not make, is a link, or another process writes it.
     """
     if output.suffix not in (".yaml", ".yml"):
-        raise OutputError(f"output {output} is the recipe to write; give a name that ends in .yaml")
+        raise OutputError(f"output {output} must be a recipe file; give a name that ends in .yaml")
     with ExitStack() as stack:
         recipe = stack.enter_context(open_stage(output, "search", overwrite=options.overwrite, check=check_regular))
         model = None

@@ -116,7 +116,7 @@ class _Search:
         engine["threads"] = state.threads
         torch.set_num_threads(state.threads)
         if state.resumed:
-            progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
+            progress(f"reusing {state.resumed} measurements of an earlier search in {work}")
         self.runner = TrialRunner(
             model=model,
             source=identity["source"],
@@ -139,7 +139,7 @@ class _Search:
         if target.num_bytes is not None:
             left = target.num_bytes - measured.rest_bytes
             if left <= 0:
-                raise GateFailure(f"the parts that are never compressed take {measured.rest_bytes} bytes; ask for more")
+                raise GateFailure(f"tensors that are never compressed take {measured.rest_bytes} bytes; raise --size")
             return self.verify(within_budget(measured, left, progress=progress))
         judge = None if target.recovery is None else Judge(original=self.original, goal=target.recovery)
         kl = target.kl if judge is None else judge.first_kl(*self._coarsest())
@@ -287,8 +287,8 @@ def _candidates(
     name = recipe.source["weights"]["dtype"]
     if find_dtype(name).kind == "float":
         raise RecipeError(
-            f"recipe {recipe.name!r} stores {name} weights, and a search chooses among integers unless told; "
-            f"give --candidates, such as {name},int8, or start from a recipe of integers such as gptq-int4"
+            f"recipe {recipe.name!r} stores {name} weights, but the default candidates are integer types; "
+            f"give --candidates, such as {name},int8, or start from an integer recipe such as gptq-int4"
         )
     return usable(model, recipe, default_candidates(group), options.device, bits)
 
@@ -302,12 +302,12 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
         name, content = "demo", read_named_text("demo", ())
     else:
         name, content = "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8")
-        notes = ("Sensitivities are measured on quantkit's own calibration text; give one of yours with --text.",)
+        notes = ("Sensitivities are measured on quantkit's own calibration text; give your own text with --text.",)
     if options.max_tokens < 1:
-        raise InputError(f"max_tokens {options.max_tokens} is not a number of tokens; give at least 1")
+        raise InputError(f"max_tokens is {options.max_tokens}; give at least 1")
     windows = fixed_windows(original, content, max_tokens=2 * options.max_tokens)
     if not windows:
-        raise DataError(f"text {name!r} has no window; give a longer one")
+        raise DataError(f"text {name!r} is too short for one window; give a longer text")
     return name, windows, notes
 
 

@@ -81,7 +81,7 @@ class TrialRunner:
             same = False
         if not same:
             raise ResumeError(
-                f"{output} is not what {recipe.name!r} makes of this model; give another --work, "
+                f"{output} is not the output of recipe {recipe.name!r} for this model; give another --work, "
                 "or start over with --no-resume"
             )
         return CompressionResult.from_dict(made)
@@ -186,7 +186,7 @@ def measure_groups(
         rest = made.output_bytes - sum(map(_stored_bytes, linears.values()))
         gc.collect()  # free the candidate's model, which reference cycles hold, before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
-        raise ModelError(f"{original.path}: the candidates have no fused groups in common; is everything ignored?")
+        raise ModelError(f"{original.path}: the candidates have no fused groups in common; check ignore in the recipe")
     measured_groups = [
         MeasuredGroup(
             layer=group[0].layer,

@@ -73,7 +73,7 @@ class _Source:
         if not weights and self.scheme.default is not None:
             raise CheckpointError(
                 f"{reader.path}: config.json says {self.format.name}, but no weight has tensors of that format; "
-                "config.json and weights do not belong together"
+                "copy the config.json that belongs to these weights"
             )
         hidden = {name for parts in weights.values() for name in parts.values()}
         tensors = {name: reader.info(name) for name in reader.names if name not in hidden and not is_cache_scale(name)}
@@ -81,7 +81,7 @@ class _Source:
             if name.endswith(".weight") and info.dtype not in FLOAT_DTYPES and len(info.shape) > 1:
                 raise CheckpointError(
                     f"{reader.path}: {name} holds codes ({info.kind}) without {self.format.scale_name or 'scales'} "
-                    "beside it; the download may be incomplete, or config.json is of another model"
+                    "beside it; download the checkpoint again, with its config.json"
                 )
         return tensors | {name: self._encoded(name, parts) for name, parts in weights.items()}
 
@@ -123,7 +123,9 @@ class _Source:
         if linear is None:  # the names of wrappers may differ between files and config.json
             known = {self.scheme.default, *(rule.linear for rule in self.scheme.rules)} - {None}
             if len(known) != 1:
-                raise CheckpointError("has codes, but config.json does not say which; copy the original config.json")
+                raise CheckpointError(
+                    "is quantized, but config.json has no scheme for it; copy the original config.json"
+                )
             (linear,) = known
         assert linear is not None
         return linear
@@ -133,14 +135,15 @@ class _Source:
     ) -> tuple[int, int]:
         if self.format.scale_name and self.format.scale_name not in infos:
             raise CheckpointError(
-                f"has {', '.join(sorted(infos))}, but no {self.format.scale_name}; the download may be incomplete, "
-                "or config.json is of another model"
+                f"has {', '.join(sorted(infos))}, but no {self.format.scale_name}; "
+                "download the checkpoint again, with its config.json"
             )
         shapes = {local: info.shape for local, info in infos.items()}
         shape = self.format.shape(shapes, scheme, lambda local: self.reader.tensor(parts[local]))
         if shape is None:
             raise CheckpointError(
-                f"{', '.join(sorted(infos))} are not a weight of the format {self.format.name}; download it again"
+                f"tensors {', '.join(sorted(infos))} do not form a valid {self.format.name} weight; "
+                "download the checkpoint again"
             )
         return shape
 
@@ -150,7 +153,9 @@ def _stacked(infos: Mapping[str, TensorInfo]) -> int:
     sizes = {local: info.shape[:1] for local, info in infos.items()}
     if len(set(sizes.values())) > 1 or () in sizes.values() or (0,) in sizes.values():
         listed = ", ".join(f"{local} {infos[local].shape}" for local in sorted(infos))
-        raise CheckpointError(f"parts of one stack of experts have different numbers of them: {listed}")
+        raise CheckpointError(
+            f"parts of one stack of experts differ in the number of experts: {listed}; download it again"
+        )
     return next(iter(sizes.values()))[0]
 
 

@@ -53,7 +53,9 @@ class EncodedInfo(TensorInfo):
         weight = self._codes(self.scheme, read)
         if weight.scheme != self.scheme.weight:
             stored, said = weight.scheme.describe(), self.scheme.weight.describe()
-            raise SchemeError(f"{self.where} is stored in {stored}, config.json says {said}")
+            raise SchemeError(
+                f"{self.where} is stored as {stored}, but config.json says {said}; copy the original config.json"
+            )
         return weight
 
     def values(self, read: Read) -> Tensor:
@@ -89,5 +91,5 @@ class EncodedInfo(TensorInfo):
             weight = self.decoder({name: read(part) for name, part in self.parts.items()}, scheme)
             shape = self.shape[::-1] if self.transposed else self.shape
             if weight.shape != shape:
-                raise CheckpointError(f"decodes to {weight.shape}, its tensors were of {shape}; download it again")
+                raise CheckpointError(f"decodes to shape {weight.shape}, expected {shape}; download it again")
             return weight

@@ -117,8 +117,8 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
         raise ModelError(_no_weights(folder))
     if single not in files and len(files) > 1:
         raise CheckpointError(
-            f"{folder} has {len(files)} safetensors files ({files[0].name}, ...) but no {INDEX_NAME} to say which "
-            f"belong together; add the index, or keep one file called {SINGLE_NAME}"
+            f"{folder} has {len(files)} safetensors files ({files[0].name}, ...) but no {INDEX_NAME} "
+            f"that lists them; add the index, or keep one file named {SINGLE_NAME}"
         )
     file = single if single in files else files[0]
     return read_header(file), (file,), None
@@ -141,7 +141,9 @@ def metadata_files(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
     for path in files:
         if (size := path.stat().st_size) > MAX_TEXT_BYTES:
-            raise CheckpointError(f"{path} has {byte_size(size)}, no tokenizer or licence has so many; move it away")
+            raise CheckpointError(
+                f"{path} has {byte_size(size)}, too much for a tokenizer or licence file; move it away"
+            )
     return files
 
 
@@ -163,8 +165,8 @@ def _no_weights(folder: Path) -> str:
     for pattern in _PICKLES:
         if pickles := sorted(folder.glob(pattern)):
             return (
-                f"{folder} has no safetensors files, only {pickles[0].name}; pickle is never loaded, because it can "
-                "run code; convert to safetensors with transformers where you trust the file: "
+                f"{folder} has no safetensors files, only {pickles[0].name}; quantkit never loads pickle files, "
+                "which can run code; if you trust the file, convert it to safetensors with transformers: "
                 "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
             )
     if any(folder.glob("*.gguf")):
@@ -176,13 +178,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     """Return the file name of each tensor in the index; names with folders are refused."""
     weight_map = read_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
+        raise CheckpointError(f"{index} has no 'weight_map' with tensors; download or copy it again")
     for tensor, name in weight_map.items():
         # Paths are refused here; links are checked when the folder is opened.
         if not isinstance(name, str) or not _is_shard_name(name):
             raise CheckpointError(
                 f"{index} says that tensor {shorten(tensor)} is in {shorten(name)}; "
-                "only a safetensors file of the same folder can be named there"
+                "only a safetensors file in the same folder is allowed"
             )
     return weight_map
 
@@ -206,7 +208,7 @@ def _indexed_tensors(folder: Path, weight_map: dict[str, str]) -> tuple[dict[str
         if tensor not in headers[name]:
             raise CheckpointError(
                 f"{folder / name} does not hold tensor {shorten(tensor)}, although {INDEX_NAME} says so; "
-                "index and files are of different downloads: download or copy them again"
+                "index and files are from different downloads: download or copy them again"
             )
     tensors = {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
     return tensors, tuple(folder / name for name in sorted(counts))

@@ -141,7 +141,7 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) ->
     for name, kind in kinds.items():
         if not kind:
             raise CheckpointError(
-                f"tensor {name!r} has dtype {tensors[name][0]}, which safetensors cannot hold; cast it first"
+                f"tensor {name!r} has dtype {tensors[name][0]}, which safetensors cannot store; cast it first"
             )
     order = sorted(tensors, key=lambda name: (_RANKS[kinds[name]], name))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
@@ -166,8 +166,8 @@ def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
         raise CheckpointError(f"{path} is truncated: it has {file_bytes} bytes; download or copy it again")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path} says its header has {length} bytes, over the limit of {MAX_HEADER_BYTES}; "
-            "it is not a safetensors file or it is damaged: download or copy it again"
+            f"{path}: the header length is {length} bytes, over the limit of {MAX_HEADER_BYTES}; "
+            "the file is damaged or not a safetensors file; download or copy it again"
         )
     if _LENGTH_BYTES + length > file_bytes:
         raise CheckpointError(

@@ -106,7 +106,9 @@ class ModelReader(CheckpointReader):
         start, _, step = part.outputs.indices(weight.shape[0])
         rows = weight.scheme.block_rows
         if rows not in (1, None) and (step != 1 or start % rows):
-            raise SchemeError(f"{name} begins inside a block of {rows} outputs of {part.stored}")
+            raise SchemeError(
+                f"{name} starts inside a block of {rows} outputs of {part.stored}, so its codes cannot be kept"
+            )
         return weight.take_rows(torch.arange(weight.shape[0])[part.outputs])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:

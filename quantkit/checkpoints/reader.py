@@ -118,11 +118,10 @@ class CheckpointReader:
             CheckpointError: it does not; names the tensor and the shapes.
         """
         if name in self._tensors and (stored := self._tensors[name].shape) != shape:
-            raise CheckpointError(f"{self.path}: tensor {name} has shape {stored}, config.json says {shape}")
+            raise CheckpointError(f"{self.path}: tensor {name} has shape {stored}, but config.json says {shape}")
         if required and name not in self._tensors:
             raise CheckpointError(
-                f"{self.path}: tensor {name} {shape} is missing; the download may be incomplete, or config.json "
-                "is of another model"
+                f"{self.path}: tensor {name} {shape} is missing; download the checkpoint again, with its config.json"
             )
 
     def tensor(self, name: str) -> Tensor:
@@ -229,7 +228,9 @@ class CheckpointReader:
         """
         for path, stamp in self._stamps.items():
             if _stamp(path) != stamp:
-                raise CheckpointError(f"{path} changed while it was read; start over, quantize with --no-resume")
+                raise CheckpointError(
+                    f"{path} changed while it was read; run the command again, `quantize` with --no-resume"
+                )
 
 
 def value_chunks(value: Tensor, size: int = CHUNK_BYTES) -> Iterator[memoryview]:

@@ -48,7 +48,7 @@ def check_pointers(folder: Path) -> None:
     """
     if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(
-            f"{folder} holds a model and adapter_config.json, which would load another; merge the adapter, or remove it"
+            f"{folder} has a model and an adapter_config.json, which loads another one; merge it or remove it"
         )
     try:
         settings = read_object(folder / "tokenizer_config.json", ModelError)
@@ -92,7 +92,7 @@ def _check_entry(path: Path, shown: Path, root: Path, blobs: Path | None) -> Non
         target = Path(os.path.realpath(path))
         if not (target.is_relative_to(root) or (blobs is not None and target.parent == blobs)):
             raise ModelError(
-                f"{shown} is a link to {target}, outside the model's folder; put the file itself in its place, "
+                f"{shown} is a link to {target}, outside the model's folder; replace it with the file itself, "
                 "or give the folder that holds the files"
             )
     try:

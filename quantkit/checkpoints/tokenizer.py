@@ -50,7 +50,7 @@ def load_tokenizer(folder: Path) -> Any:
     # For instance, a step that inserts text, repeated thirty times, turns a line into gigabytes.
     if not ends_well(partial(_try_out, tokenizer), seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
         raise ModelError(
-            f"{folder}: its tokenizer fails on a line of text, or takes more than {_TIMEOUT_S:.0f} s or 1 GiB for it; "
+            f"{folder}: its tokenizer fails on a line of text, or needs over {_TIMEOUT_S:.0f} s or 1 GiB for it; "
             "download or copy it again"
         )
     return tokenizer

@@ -51,7 +51,7 @@ class RotatedReader(ModelReader):
             self.names = tuple(sorted(self._tensors))
             self.config = {**self.config, "tie_word_embeddings": False}
             size = self.info(self._head).num_bytes / 1e6
-            note = f"the output head, tied to the embedding in the source, gets {size:.1f} MB of its own"
+            note = f"the output head is tied to the embedding in the source; its own weights add {size:.1f} MB"
             self.notes = (*self.notes, note)
         self._stream = random_rotation(self.info(self._embedding).shape[1], seed)
         rotates_heads = heads and len(parts.qkv) == 3
@@ -113,7 +113,9 @@ class RotatedReader(ModelReader):
         width = describe(self.config, self._family, f"{self.path}/config.json").head_dim
         name = f"{self._family.layers}.0.{self._family.parts.qkv[-1]}.weight"
         if name in self._tensors and self.info(name).shape[0] % width:
-            raise ModelError(f"{self.path}: {name} has {self.info(name).shape[0]} rows, not heads of {width}; mend it")
+            raise ModelError(
+                f"{self.path}: {name} has {self.info(name).shape[0]} rows, not heads of {width}; correct config.json"
+            )
         return width
 
     def _check(self, path: Path | str) -> None:
@@ -126,7 +128,7 @@ class RotatedReader(ModelReader):
         elif parts.attention_norm or parts.output_norm or not parts.input_norm or not parts.mlp_norm:
             reason = "a norm stands between a linear and the residual stream"
         elif parallel or names.experts is not None:
-            reason = "attention and MLP side by side, and experts, are not offered"
+            reason = "parallel attention and MLP, and experts, are not supported"
         else:
             known = {*self._readers, parts.input_norm, parts.mlp_norm, parts.output, parts.down}
             if names.qk_norm is not None:
@@ -136,10 +138,10 @@ class RotatedReader(ModelReader):
             for name in self.names:
                 match = layer.match(name)
                 if name not in outside and (match is None or match.group(1) not in known):
-                    reason = f"it is not known what {name} does to the residual stream"
+                    reason = f"quantkit does not know how {name} uses the residual stream"
                     break
         if reason is not None:
-            raise ModelError(f"{path}: the step rotate cannot take this model: {reason}; leave the step out")
+            raise ModelError(f"{path}: the step rotate does not support this model: {reason}; leave the step out")
 
 
 def _outputs(rotation: Rotation, value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from quantkit.errors import InputError, ResourceError, first_line
 from quantkit.machine.cores import available_cores
 
-RESUME = "give the same command again to go on, with any number of processes"
+RESUME = "run the same command again to continue, with any number of processes"
 START = timedelta(minutes=30)
 """Time in which all processes of a job must connect: people and schedulers start them one after another."""
 
@@ -107,9 +107,9 @@ def _meet() -> Any:
     except (RuntimeError, OSError, ValueError) as error:
         text = first_line(error)
         if not _TIMED_OUT.search(text):  # such as a port in use or an unknown host
-            raise InputError(f"the processes cannot meet by MASTER_ADDR and MASTER_PORT: {text}") from error
+            raise InputError(f"the processes cannot connect with MASTER_ADDR and MASTER_PORT: {text}") from error
         minutes = START.total_seconds() / 60
-        text = f"not all processes of this job came together within {minutes:.0f} minutes ({text})"
+        text = f"not all processes of this job connected within {minutes:.0f} minutes ({text})"
         raise ResourceError(f"{text}; {RESUME}") from error
     store.set_timeout(_PATIENCE)
     return store

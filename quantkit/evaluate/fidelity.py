@@ -86,7 +86,7 @@ def fixed_windows(
     windows = tuple((*bos, *ids[start : start + num_text]) for start in starts)
     windows = tuple(each for each in windows if len(each) > 1)
     if not windows or num_text < 1:
-        raise DataError(f"the text has {len(ids)} tokens, too few to compare distributions on; give a longer one")
+        raise DataError(f"the text has only {len(ids)} tokens; give a longer text to compare distributions on")
     return windows
 
 
@@ -152,7 +152,8 @@ def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
     """Refuse two models with different vocabulary sizes."""
     if llm.vocab_size != original.vocab_size:
         raise ModelError(
-            f"{llm.path} predicts {llm.vocab_size} tokens, the original {original.path} {original.vocab_size}; "
+            f"{llm.path} has a vocabulary of {llm.vocab_size} tokens, the original {original.path} of "
+            f"{original.vocab_size}; "
             "give the model that the checkpoint was made from"
         )
 

@@ -95,12 +95,10 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None) -> 
     """
     ours, theirs = llm.model, original.model
     if not (isinstance(ours, NativeModel) and isinstance(theirs, NativeModel)):
-        raise ModelError(
-            f"{llm.path}: a sensitivity map needs models that run natively, and this one runs by transformers"
-        )
+        raise ModelError(f"{llm.path}: a sensitivity map needs the native backend, but this model uses transformers")
     # In another arithmetic a swapped group carries rounding of its own into the KL.
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
-        raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
+        raise ModelError(f"{llm.path} and {original.path} differ in dtype or layers; load both in the same way")
     sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), ours.config.family.layers, moved)
     return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 

@@ -71,7 +71,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             count = None if batch_size in (None, "auto", 1, "1") else int(str(batch_size).removeprefix("auto:"))
             self.llm = load_llm(pretrained, **({"max_sequences": count, **settings} if count else settings))
         if self.llm.tokenizer is None:
-            raise RequestError(f"{self.llm.path} has no usable tokenizer; tasks are text, so they need one")
+            raise RequestError(f"{self.llm.path} has no usable tokenizer, which tasks need")
         self.tokenizer = self.llm.tokenizer
         self.add_bos_token = add_bos_token
         self.batch_size = self.llm.engine.config.max_sequences
@@ -185,8 +185,8 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         for context, continuation in pairs:
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise RequestError(
-                    f"a continuation has {len(continuation)} tokens after {len(context)} of context; at least one of "
-                    f"each is needed, and {self.max_length} fit"
+                    f"a request has {len(context)} tokens of context and {len(continuation)} of continuation; it needs "
+                    f"at least one of each, and at most {self.max_length} of continuation"
                 )
             # One token more than the context holds: the last one is scored but never read.
             ids = (context + continuation)[-(self.max_length + 1) :]
@@ -222,7 +222,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 def _device(name: str | None) -> str | None:
     """Resolve lm-eval's default device cuda:0 to an available device, as HFLM does."""
     if name is not None and str(name).startswith("cuda") and not torch.cuda.is_available():
-        logging.getLogger("lm_eval").warning("device %s is not there; computing on the CPU", name)
+        logging.getLogger("lm_eval").warning("device %s is not available; computing on the CPU", name)
         return "cpu"
     return name
 

@@ -70,14 +70,15 @@ def long_context(
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong or not depths:
-        raise DataError(f"depth {wrong[0] if wrong else None!r} of a long-context test must be 0 to 1")
+        raise DataError(f"depth {wrong[0] if wrong else None!r} of a long-context test is not between 0 and 1")
     if llm.tokenizer is None:
-        raise DataError(f"{llm.path} has no usable tokenizer; a long-context test is text, so it needs one")
+        raise DataError(f"{llm.path} has no usable tokenizer, which a long-context test needs")
     longest = llm.capacity - ANSWER_TOKENS
     fitting = sorted({length for length in lengths if length <= longest})
     if not fitting:
         raise DataError(
-            f"no length of {', '.join(map(str, lengths))} tokens fits: {llm.path} holds {longest} beside the answer"
+            f"none of the lengths {', '.join(map(str, lengths))} fits: {llm.path} has room for {longest} prompt tokens "
+            "after reserving the answer"
         )
     name, write = ("passkey", write_passkey) if ledgers is None else ("ledger", ledger_writer(ledgers))
     return tuple(

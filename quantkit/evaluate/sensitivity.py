@@ -189,7 +189,7 @@ def sensitivity_map(
     measured = SensitivityMap(data=data, num_tokens=len(whole.kl), records=records, total_kl=whole.mean)
     if goal is None or goal.reached(whole):
         return measured
-    progress("sensitivity map: searching the fewest bytes that mend it")
+    progress("sensitivity map: searching for the smallest change that meets the gates")
     return replace(measured, proposal=propose(groups, measured, probe.measure, goal, ignored))
 
 

@@ -38,8 +38,7 @@ def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | 
         return None
     method = described.get("quant_method") if isinstance(described, Mapping) else described
     raise CheckpointError(
-        f"{where}: quantization_config is of method {method!r}, which no known format reads; "
-        f"known: {', '.join(REGISTRY.names())}"
+        f"{where}: quantization method {method!r} is not supported; supported: {', '.join(REGISTRY.names())}"
     )
 
 

@@ -44,8 +44,8 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
     if len(members) > 1 and has_zero_points:
         # Whatever wrote it, transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read it; see below.
         raise SchemeError(
-            "zero points beside weights of another scheme do not load in transformers: set weights.symmetric=true, "
-            "or give all linears the same numbers (ignoring some is fine), or set format=dense"
+            "transformers cannot load weights with zero points together with weights of another scheme; set "
+            "weights.symmetric=true, or give all linears one scheme (ignoring some is fine), or set format=dense"
         )
     groups = {
         f"group_{number}": _group(scheme, [_LINEAR] if len(members) == 1 else names)
@@ -100,13 +100,13 @@ def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
     if not targets and parsed.kv_cache_scheme is not None:
         return Scheme(default=None)
     if not targets:
-        raise SchemeError("quantization_config has no config_groups with targets: nothing says how weights are stored")
+        raise SchemeError("quantization_config has no config_groups with targets, so the storage of weights is unknown")
     default = targets.pop(_LINEAR, None)
     # The class "Linear" is missing here: what no target names is not quantized.
     rules = [] if default is not None else [Rule(pattern="*", linear=None)]
     for target in sorted(targets, key=lambda name: (name.startswith("re:"), name), reverse=True):
         if "." not in target and target[:1].isupper():
-            raise SchemeError(f"quantization_config targets the class {target!r}; only {_LINEAR!r} can be decoded")
+            raise SchemeError(f"quantization_config targets class {target!r}; the only supported class is {_LINEAR!r}")
         rules.append(Rule(pattern=_pattern(target), linear=targets[target]))
     # What is ignored is ignored whatever targets it, and our last rule wins.
     rules += [Rule(pattern=_pattern(name), linear=None) for name in parsed.ignore or ()]
@@ -162,24 +162,22 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
         parsed = QuantizationConfig.model_validate(fields)
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
-        raise SchemeError(f"quantization_config is not one that compressed-tensors accepts: {reason}") from error
+        raise SchemeError(f"compressed-tensors rejects quantization_config: {reason}") from error
     # Only what the file says counts: the classes have defaults of their own for the format and the status.
     formats = [parsed.format] if "format" in section and parsed.config_groups else []
     formats += [group.format for group in parsed.config_groups.values() if group.format is not None]
     for name in map(_plain, formats):
         if name not in READABLE:
-            raise SchemeError(f"compressed-tensors format {name!r} cannot be decoded; can be: {', '.join(READABLE)}")
+            raise SchemeError(f"compressed-tensors format {name!r} is not supported; supported: {', '.join(READABLE)}")
     status = _plain(parsed.quantization_status)
     if "quantization_status" in section and status != "compressed":
-        raise SchemeError(
-            f"quantization_status is {status!r}, so the weights are not stored quantized: nothing to decode"
-        )
+        raise SchemeError(f"quantization_status is {status!r}, so the checkpoint holds no compressed weights to decode")
     sparsity = section.get("sparsity_config") or {}
     sparse = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if sparse != "dense":
-        raise SchemeError(f"sparsity_config has format {sparse!r}; sparse checkpoints cannot be decoded")
+        raise SchemeError(f"sparsity_config has format {sparse!r}; sparse checkpoints are not supported")
     if section.get("transform_config"):
-        raise SchemeError("transform_config is not empty; checkpoints with transforms (rotations) cannot be decoded")
+        raise SchemeError("transform_config is not empty; checkpoints with transforms (rotations) are not supported")
     return parsed
 
 
@@ -196,20 +194,20 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
     """
     weights, inputs = group.weights, group.input_activations
     if weights is None or group.output_activations is not None:
-        raise SchemeError(f"config group {name!r} has no weights or quantizes outputs; it cannot be decoded")
+        raise SchemeError(f"config group {name!r} has no weights or quantizes outputs; this is not supported")
     strategy = _plain(weights.strategy)
     if strategy not in ("tensor", "channel", "group", "block", "tensor_group") or weights.dynamic:
         raise SchemeError(
-            f"config group {name!r} has weights of strategy {strategy!r}; only tensor, channel, group, block and "
-            "tensor_group can be decoded"
+            f"config group {name!r}: weight strategy {strategy!r} is not supported; supported: tensor, channel, "
+            "group, block, tensor_group"
         )
     if weights.actorder is not None and _plain(weights.actorder) in ("group", "dynamic"):
-        raise SchemeError(f"config group {name!r} has actorder 'group'; groups in activation order cannot be decoded")
+        raise SchemeError(f"config group {name!r}: actorder 'group' (groups in activation order) is not supported")
     block, rows = weights.block_structure, 1 if strategy != "tensor" else None
     group_size = weights.group_size if strategy in ("group", "tensor_group") else None
     if strategy == "block":
         if not block or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-            raise SchemeError(f"config group {name!r} has block_structure {block!r}; expected rows and columns")
+            raise SchemeError(f"config group {name!r} has block_structure {block!r}; expected [rows, columns]")
         rows, group_size = block
     weight = WeightScheme(
         dtype=_dtype(name, weights), group_size=group_size, symmetric=weights.symmetric, block_rows=rows
@@ -228,9 +226,9 @@ def _activation(name: str, inputs: QuantizationArgs) -> ActivationScheme:
     per_token, static = strategy == "token" and inputs.dynamic is True, strategy == "tensor" and not inputs.dynamic
     if not inputs.symmetric or not (local or grouped or per_token or static):
         raise SchemeError(
-            f"config group {name!r} has input activations of strategy {strategy!r}, dynamic={inputs.dynamic}, "
-            f"symmetric={inputs.symmetric}; can be computed: symmetric ones, dynamic per token or group, static per "
-            "tensor"
+            f"config group {name!r}: input activations with strategy {strategy!r}, dynamic={inputs.dynamic}, "
+            f"symmetric={inputs.symmetric} are not supported; supported: symmetric, either dynamic per token or group, "
+            "or static per tensor"
         )
     return ActivationScheme(
         dtype=dtype,
@@ -249,7 +247,7 @@ def _dtype(name: str, args: QuantizationArgs) -> DType:
         if dtype.group is None or (dtype.group == args.group_size and (bits == 4 or args.scale_dtype == torch.uint8)):
             return dtype
     known = ", ".join(DTYPES)
-    raise SchemeError(f"config group {name!r} has {kind} numbers of {bits} bits; only these can be decoded: {known}")
+    raise SchemeError(f"config group {name!r}: {bits}-bit {kind} is not supported; supported: {known}")
 
 
 def _pattern(target: str) -> str:

@@ -59,10 +59,10 @@ def find_layout(scheme: LinearScheme) -> str:
     if multiplied and activation.dtype == INT8 and activation.group_size is None:
         return INTEGER
     name = activation.dtype.name
-    hint = f"; {name} activations go with {name} weights" if activation.dtype.kind == "float" else ""
+    hint = f"; {name} activations require {name} weights" if activation.dtype.kind == "float" else ""
     raise SchemeError(
-        f"{activation.describe()} activations do not go with {weight.describe()}; set weights.dtype to int8 with "
-        "weights.group_size 'channel' (int8 activations) or to symmetric int4 (int8 or fp8 activations, dynamic), "
+        f"{activation.describe()} activations cannot be combined with {weight.describe()}; set weights.dtype to int8 "
+        "with weights.group_size 'channel' (int8 activations) or to symmetric int4 (dynamic int8 or fp8 activations), "
         f"or leave activations out{hint}"
     )
 
@@ -78,17 +78,17 @@ def _check_float(scheme: LinearScheme) -> None:
         )
     if activation is not None and activation.dtype != weight.dtype:
         raise SchemeError(
-            f"{activation.dtype.name} activations do not go with {name} weights; "
+            f"{activation.dtype.name} activations cannot be combined with {name} weights; "
             f"set activations.dtype to {name} or leave activations out"
         )
     if not is_scaled_by_floats and MICROSCALING[name] not in library_formats():
         raise SchemeError(
-            f"{name} needs a newer compressed-tensors, installed: {library_version()}; "
-            "pip install -U compressed-tensors"
+            f"{name} needs a newer compressed-tensors (installed: {library_version()}); "
+            "run pip install -U compressed-tensors"
         )
     if is_scaled_by_floats and activation is not None and activation.group_size and weight.block_rows == 1:
         raise SchemeError(
-            f"activations in groups of {activation.group_size} go with weights in blocks; set weights.group_size to "
+            f"activations in groups of {activation.group_size} require weights in blocks; set weights.group_size to "
             f"{activation.group_size}x{activation.group_size}, or leave activations.group_size out"
         )
 
@@ -102,7 +102,7 @@ def _check_integer(weight: WeightScheme) -> None:
     if 32 % weight.dtype.bits and not packs_densely():
         raise SchemeError(
             f"{weight.dtype.bits}-bit weights need compressed-tensors>={_DENSE_PACKING_SINCE}, which packs them "
-            f"without unused bits; installed: {library_version()}; pip install -U compressed-tensors"
+            f"without unused bits (installed: {library_version()}); run pip install -U compressed-tensors"
         )
 
 
@@ -135,18 +135,18 @@ def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearS
         return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})
     experts = {scheme for layer in layers for linear, scheme in layer.items() if find_expert(linear)}
     if family.experts is not None and not any(layers):
-        return ("transformers does not load experts of which only the KV cache is quantized; quantkit's own LLM does",)
+        return ("transformers cannot load experts if only the KV cache is quantized; quantkit's own LLM can",)
     return _check_experts(experts, loads=family.compressed_experts) if experts else ()
 
 
 def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
     if len(schemes) > 1:
         raise SchemeError(
-            f"weights of {family} are decoded while loading, which transformers does by one scheme: "
-            "give all linears the same numbers (ignoring some is fine), or set format=dense"
+            f"transformers decodes the weights of {family} while loading and supports only one scheme for that; "
+            "give all linears one scheme (ignoring some is fine), or set format=dense"
         )
     if any(scheme.activation is not None for scheme in schemes):
-        return (f"transformers decodes weights of {family} while loading and leaves activations as they are",)
+        return (f"transformers decodes the weights of {family} while loading and does not quantize activations",)
     return ()
 
 
@@ -160,5 +160,5 @@ def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...
     if experts.reason != others.reason:
         return (f"{experts.engine} {experts.release}: {experts.reason}; quantkit's own LLM reads them",)
     if len(schemes) > 1:
-        return ("transformers decodes all experts by one scheme, and these have several; vLLM does not",)
+        return ("transformers decodes all experts by one scheme, but these have several; vLLM supports several",)
     return ()

@@ -75,7 +75,7 @@ def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tenso
         with np.errstate(all="ignore"):
             values = gguf.dequantize(data.reshape(-1, gguf.GGML_QUANT_SIZES[block][1]).numpy(), block)
     except NotImplementedError:
-        raise CheckpointError(f"GGUF type {block.name} cannot be decoded") from None
+        raise CheckpointError(f"GGUF type {block.name} is not supported") from None
     return torch.from_numpy(values).view(*shape)
 
 
@@ -92,9 +92,7 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         SchemeError: a scale is not exact in float16, or groups are in activation order.
     """
     if weight.group_index is not None:
-        raise SchemeError(
-            "its groups are in activation order, which gguf cannot store; set steps.gptq.act_order=weight"
-        )
+        raise SchemeError("gguf cannot store groups in activation order; set steps.gptq.act_order=weight")
     block, rows = Block[symmetric_block], weight.shape[0]
     if block == Block.MXFP4:
         exponents = encode_microscaling(weight)["weight_scale"].view(-1, 1)
@@ -149,6 +147,7 @@ def _exact_half(scale: Tensor) -> Tensor:
     # Compared in float64, which holds every value of both types.
     if not torch.equal(half.to(torch.float64), scale.to(torch.float64)) or not bool(torch.isfinite(half).all()):
         raise SchemeError(
-            "a scale does not fit float16, in which gguf stores scales, without rounding; quantize with --format gguf"
+            "gguf stores scales in float16, and a scale of this weight is not exact in float16; "
+            "quantize with --format gguf"
         )
     return half

@@ -35,7 +35,7 @@ _INT32, _UINT32 = (-(2**31), 2**31 - 1), (0, 2**32 - 1)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]").search
 # GGML_MAX_NAME, which counts C's final zero, and GGML_MAX_DIMS.
 _MAX_NAME, _MAX_DIMS = 64, 4
-_DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
+_DAMAGED = "the file is damaged or not a GGUF file; download or copy it again"
 
 # Value types by number: struct code of the fixed ones.
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -147,12 +147,12 @@ def write_gguf_file(
     writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))  # twice, it says so on a stream
     for key, value in entries.items():
         if not _fits(value):
-            raise CheckpointError(f"{key} {shorten(value)} does not fit into a GGUF file; correct the model's files")
+            raise CheckpointError(f"{key} {shorten(value)} cannot be stored in a GGUF file; correct the model's files")
         kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for name, (block, shape) in tensors.items():
         if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
-            raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} does not fit into GGUF")
+            raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} cannot be stored in a GGUF file")
         # Not uint8, for which the writer would take the shape to be in bytes; the type itself is `raw_dtype`.
         writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes(block, shape), raw_dtype=block)
     try:
@@ -190,7 +190,7 @@ class _Cursor:
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.left:
-            raise self.error(f"{what} takes {count} bytes, {self.left} are left")
+            raise self.error(f"{what} takes {count} bytes, but only {self.left} are left")
         return self._file.read(count)
 
     def unpack(self, code: str, what: str) -> Any:
@@ -205,7 +205,7 @@ class _Cursor:
         """Read a count of items and check that so many items of at least `least_bytes` each fit into the rest."""
         value = int(self.unpack("Q", what))
         if value * least_bytes > self.left:
-            raise self.error(f"{what} is {value}, more than the {self.left} bytes left can hold")
+            raise self.error(f"{what} is {value}, more than fit into the {self.left} bytes left")
         return value
 
     def error(self, text: str) -> CheckpointError:
@@ -214,11 +214,11 @@ class _Cursor:
 
 def _read(cursor: _Cursor) -> GGUFFile:
     if cursor.take(4, "the magic") != _MAGIC:
-        raise cursor.error("it does not begin with GGUF")
+        raise cursor.error("the file does not begin with GGUF")
     version = cursor.unpack("I", "the version")
     # Version 1 counts in 32 bits where later ones have 64.
     if version not in (2, 3):
-        raise cursor.error(f"version {version} is not known; 2 and 3 are")
+        raise cursor.error(f"GGUF version {version} is not supported; supported: 2, 3")
     # The least that one takes: a name's length, dimensions, type and offset; of an entry length, type and one byte.
     num_tensors = cursor.count("the number of tensors", 24)
     num_entries = cursor.count("the number of entries", 13)
@@ -229,13 +229,13 @@ def _read(cursor: _Cursor) -> GGUFFile:
     infos = [_read_info(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20:
-        raise cursor.error(f"general.alignment is {alignment!r}")
+        raise cursor.error(f"general.alignment is {alignment!r}, which is not supported")
     start = cursor.position + -cursor.position % alignment
     tensors: dict[str, GGUFTensor] = {}
     for name, info in infos:
         end = start + info.offset + info.num_bytes
         if end > cursor.size:
-            raise cursor.error(f"tensor {name!r} ends at byte {end}, the file has {cursor.size}: it is truncated")
+            raise cursor.error(f"tensor {name!r} ends at byte {end}, but the truncated file has {cursor.size} bytes")
         if name in tensors:
             raise cursor.error(f"two tensors have the name {name!r}")
         tensors[name] = replace(info, offset=start + info.offset)
@@ -273,7 +273,8 @@ def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     # 2^60 elements of 8 bytes are the end of signed 64-bit offsets.
     if math.prod(shape) > 1 << 60 or (shape and shape[-1] % block_values(block)):
         raise cursor.error(
-            f"tensor {name!r} has shape {shape}, not a multiple of the {block_values(block)} of {block.name}"
+            f"tensor {name!r} has shape {shape}; its last dimension is not a multiple of the {block_values(block)} "
+            f"values in a {block.name} block"
         )
     offset = cursor.unpack("Q", f"the offset of {name!r}")
     return name, GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=num_bytes(block, shape))

@@ -100,12 +100,12 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
     if given is None and algorithm is None:
         return None
     if not isinstance(given, Mapping):
-        raise SchemeError(f"a KV cache of {given or algorithm!r} is not known")
+        raise SchemeError(f"KV cache type {given or algorithm!r} is not supported; supported: FP8 with fixed scales")
     strategy, dynamic = given.get("strategy") or "tensor", bool(given.get("dynamic"))
     if given.get("type") != "float" or given.get("num_bits") != 8 or dynamic or strategy not in tuple(_FIXED):
         raise SchemeError(
-            f"kv_cache_scheme says {given.get('num_bits')}-bit {given.get('type')} with strategy {strategy!r}, "
-            f"dynamic={dynamic}; known are 8-bit floats with fixed scales, strategy tensor or attn_head"
+            f"kv_cache_scheme with {given.get('num_bits')}-bit {given.get('type')}, strategy {strategy!r}, "
+            f"dynamic={dynamic} is not supported; supported: 8-bit float, strategy tensor or attn_head, dynamic=False"
         )
     return (_FIXED[strategy],) * num_layers
 
@@ -129,19 +129,19 @@ def read_scales(
         if stored is not None:
             scales.append(_checked(stored, tensor(stored), num_heads))
     if len(scales) == 1:
-        raise CheckpointError(f"{attention} has a fixed scale for only one of keys and values; download it again")
+        raise CheckpointError(f"{attention} has scales for only one of keys and values; download the checkpoint again")
     return (scales[0], scales[1]) if scales else None
 
 
 def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
     if not isinstance(entry, Mapping) or entry.get("version") != VERSION:
         version = entry.get("version") if isinstance(entry, Mapping) else entry
-        raise SchemeError(f"{CONFIG_KEY} has version {version!r}, and {VERSION} is what can be read; update quantkit")
+        raise SchemeError(f"{CONFIG_KEY} has version {version!r}; supported: {VERSION}. Update quantkit")
     layers = entry.get("layers") or {}
     if not isinstance(layers, Mapping):
-        raise SchemeError(f"{CONFIG_KEY}.layers is {layers!r}; expected layers by number")
+        raise SchemeError(f"{CONFIG_KEY}.layers is {layers!r}; expected an object keyed by layer number")
     if unknown := sorted(layers.keys() - set(map(str, range(num_layers)))):
-        raise SchemeError(f"{CONFIG_KEY}.layers names layer {unknown[0]!r}, and there are {num_layers}")
+        raise SchemeError(f"{CONFIG_KEY}.layers names layer {unknown[0]!r}, but the model has {num_layers} layers")
     default = scheme_from_dict(entry)
     return tuple(
         scheme_from_dict(layers[str(index)]) if str(index) in layers else default for index in range(num_layers)
@@ -151,10 +151,10 @@ def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
 def _checked(name: str, stored: Tensor, num_heads: int) -> Scales:
     values = stored.float().flatten().tolist()
     if len(values) not in (1, num_heads):
-        raise CheckpointError(f"{name} has {len(values)} values; expected one, or one for each of {num_heads} heads")
+        raise CheckpointError(f"{name} has {len(values)} values; expected 1, or one per head ({num_heads})")
     if not all(0 < value < float("inf") for value in values):
         raise CheckpointError(
-            f"{name} is {values[0]:.4g}: a scale of the KV cache must be a positive number; "
+            f"{name} is {values[0]:.4g}, but a scale of the KV cache must be positive; "
             "download the checkpoint again, or choose another KV type with --kv-cache"
         )
     # Three dimensions are one scale per head, also where there is but one head.

@@ -42,7 +42,7 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
     stored = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
     if scheme.dtype.scale == "e8m0":
         if stored.dtype != torch.uint8:
-            raise CheckpointError(f"tensor 'weight_scale' is {stored.dtype}, exponents are uint8")
+            raise CheckpointError(f"tensor 'weight_scale' is {stored.dtype}; expected uint8 exponents")
         return QuantizedTensor(codes=codes, scale=powers_of_two(stored), zero_point=None, scheme=scheme)
     outer = take(tensors, "weight_global_scale", (1,)).float()
     scale = stored.float() / outer
@@ -67,13 +67,13 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
         exponents = torch.log2(weight.scale.to(torch.float64)) + _BIAS
         # 255 stands for NaN in E8M0.
         if not torch.equal(exponents.round(), exponents) or bool(((exponents < 0) | (exponents > 254)).any()):
-            raise SchemeError(f"{name} has powers of two as scales, these are not")
+            raise SchemeError(f"{name} stores powers of two as scales, but this weight has other scales")
         return {**tensors, "weight_scale": exponents.to(torch.uint8)}
     if weight.global_scale is None:
-        raise SchemeError(f"{name} has scales of two levels, this weight has one")
+        raise SchemeError(f"{name} needs a global scale and one scale per group, but this weight has no global scale")
     local = (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
     if not torch.equal(local.float() / weight.global_scale, weight.scale):
-        raise SchemeError(f"{name} has 8-bit scales under a common one, these are others")
+        raise SchemeError(f"{name} stores 8-bit scales times a global scale, but this weight has other scales")
     return {**tensors, "weight_scale": local, "weight_global_scale": weight.global_scale}
 
 

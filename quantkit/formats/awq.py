@@ -53,7 +53,7 @@ class AWQFormat(Format):
             raise SchemeError("awq stores zero points; set weights.symmetric=false, or format=gptq")
         if shape[0] % 8:
             raise SchemeError(
-                f"awq packs outputs in eights, this linear has {shape[0]}; "
+                f"awq needs a multiple of 8 outputs, but this linear has {shape[0]}; "
                 "add it to ignore, or set format=compressed-tensors"
             )
 
@@ -63,7 +63,10 @@ class AWQFormat(Format):
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         if weight.group_index is not None or weight.zero_point is None:
-            raise SchemeError("awq needs zero points and groups in order; set steps.gptq.act_order=weight")
+            raise SchemeError(
+                "awq needs zero points and cannot store groups in activation order; "
+                "set weights.symmetric=false and steps.gptq.act_order=weight"
+            )
         check_scale(weight.scale)
         return {
             "qweight": _pack(weight.codes.t()),  # (K, N / 8)
@@ -78,7 +81,7 @@ class AWQFormat(Format):
         zero = _unpack(take(tensors, "qzeros", (groups, rows // 8)).to(torch.int32))
         if scheme.weight.symmetric and bool((zero != 0).any()):
             raise CheckpointError(
-                "config.json says zero_point is false, but 'qzeros' has values other than 8; set it to true"
+                "quantization_config.zero_point is false, but 'qzeros' has values other than 8; set zero_point to true"
             )
         return QuantizedTensor(
             codes=_unpack(words),
@@ -92,7 +95,7 @@ class AWQFormat(Format):
         if len(weights) > 1:
             listed = ", ".join(sorted(weight.describe() for weight in weights))
             raise SchemeError(
-                f"awq has one scheme for all linears, not {listed}; set format=gptq-v2 or make them equal"
+                f"awq supports one scheme for all linears, not {listed}; set format=gptq-v2 or use one scheme"
             )
         return {
             "quant_method": self.method,
@@ -109,12 +112,12 @@ class AWQFormat(Format):
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if str(section.get("version", "gemm")).lower() != "gemm":
             raise SchemeError(
-                f"quantization_config.version is {section['version']!r}; of AWQ only 'gemm' can be decoded"
+                f"quantization_config.version {section['version']!r} is not supported; supported for AWQ: 'gemm'"
             )
         # AutoRound and old files have names of their own.
         bits = section.get("bits", section.get("w_bit", 4))
         if bits != 4:
-            raise SchemeError(f"quantization_config.bits is {bits!r}; of AWQ only 4 bits can be decoded")
+            raise SchemeError(f"quantization_config.bits {bits!r} is not supported; supported for AWQ: 4")
         weight = WeightScheme(
             dtype=INT4,
             group_size=read_group_size(section.get("group_size", section.get("q_group_size", -1))),

@@ -99,7 +99,7 @@ class Format(ABC):
         """
         if family.transposed and not self.holds_transposed:
             raise SchemeError(
-                f"{family.hf_names[0]} keeps its linears as Conv1D, which readers of {self.name} do not find: "
+                f"{family.hf_names[0]} stores its linears as Conv1D, which {self.name} loaders do not support; "
                 f"set format to one of {writable(lambda other: other.holds_transposed)}"
             )
         return ()
@@ -127,8 +127,7 @@ class Format(ABC):
             SchemeError: the format does not implement this method.
         """
         raise SchemeError(
-            f"the {self.name} format does not say how many bytes a weight takes; "
-            f"give {type(self).__name__} a method linear_bytes"
+            f"the {self.name} format cannot count the bytes of a weight; implement {type(self).__name__}.linear_bytes"
         )
 
     def beside_bytes(self, scheme: LinearScheme, scale_bytes: int) -> int:
@@ -183,7 +182,7 @@ class Format(ABC):
         decoded = self.decode(tensors, scheme) if self.keeps_codes else weight
         for part in _NUMBERS:
             if not identical(getattr(decoded, part), getattr(weight, part)):
-                raise AuditError(f"{module}: {part} decodes to other values than were encoded")
+                raise AuditError(f"{module}: decoding the stored {part} does not return the encoded values")
 
     def config(
         self,
@@ -251,18 +250,19 @@ class Format(ABC):
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         """Return the scheme that a `quantization_config` in this format describes."""
-        raise NotImplementedError(f"{self.name} reads no config")
+        raise NotImplementedError(f"format {self.name} cannot read quantization_config")
 
     def _check_activations(self, scheme: LinearScheme) -> None:
         if scheme.activation is not None and not self.holds_activations:
             raise SchemeError(
-                f"the {self.name} format has no place for {scheme.activation.describe()} activations; "
+                f"the {self.name} format does not support {scheme.activation.describe()} activations; "
                 f"leave activations out, or write with --format {writable(lambda other: other.holds_activations)}"
             )
 
     def _read_only(self) -> SchemeError:
         return SchemeError(
-            f"checkpoints of {self.name} are read, not written; set format to one of {writable(lambda _: True)}"
+            f"quantkit can read {self.name} checkpoints but not write them; "
+            f"set format to one of {writable(lambda _: True)}"
         )
 
 
@@ -297,12 +297,12 @@ def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None
         CheckpointError: the tensor is missing or has another shape.
     """
     if name not in tensors:
-        raise CheckpointError(f"quantized linear has no tensor {name!r}, only {', '.join(sorted(tensors)) or 'none'}")
+        raise CheckpointError(f"quantized linear has no tensor {name!r}; it has {', '.join(sorted(tensors)) or 'none'}")
     tensor = tensors[name]
     if shape is not None and tuple(tensor.shape) != shape:
         raise CheckpointError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)}, its scheme needs {shape}; "
-            "config.json and weights do not belong together, or another version of the format's library packed them"
+            f"tensor {name!r} has shape {tuple(tensor.shape)}, but its scheme needs {shape}; config.json does not "
+            "match the weights, or an unsupported version of the format's library packed them"
         )
     return tensor
 
@@ -316,8 +316,8 @@ def take_matrix(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) ->
     tensor = take(tensors, name, None)
     if tensor.ndim != 2 or tensor.dtype != dtype:
         raise CheckpointError(
-            f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, not a matrix of {dtype} as config.json says; "
-            "the checkpoint contradicts itself: download it again"
+            f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, but config.json requires a matrix of {dtype}; "
+            "download the checkpoint again"
         )
     return tensor
 
@@ -330,7 +330,7 @@ def take_one(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """
     value = take(tensors, name, None).reshape(-1)
     if value.numel() != 1:
-        raise CheckpointError(f"tensor {name!r} has {value.numel()} values, expected one for the whole weight")
+        raise CheckpointError(f"tensor {name!r} has {value.numel()} values; expected one for the whole weight")
     return value
 
 

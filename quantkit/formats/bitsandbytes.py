@@ -76,7 +76,7 @@ def _decode_4bit(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     packed = take(tensors, "weight", None).contiguous().view(-1).view(torch.uint8)
     table = take(tensors, "weight.quant_map", (16,)).float()
     if packed.numel() * 2 != rows * width or width < 1:
-        raise CheckpointError(f"tensor 'weight' has {packed.numel()} bytes, its quant_state says ({rows}, {width})")
+        raise CheckpointError(f"tensor 'weight' has {packed.numel()} bytes, but its quant_state says ({rows}, {width})")
     codes = table[torch.stack([packed >> 4, packed & 15], dim=1).long()].view(rows, width)
     # The largest size that divides a row and a block, so that no group crosses the border of either.
     size = math.gcd(width, block)
@@ -95,7 +95,7 @@ def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     shape = state.get("shape")
     sizes = [*shape, state.get("blocksize")] if isinstance(shape, list) else []
     if len(sizes) != 3 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
-        raise CheckpointError(f"tensor {name!r} says {shorten(state)}; it needs a shape of two and a blocksize")
+        raise CheckpointError(f"tensor {name!r} is {shorten(state)}; expected a shape [rows, columns] and a blocksize")
     return state
 
 

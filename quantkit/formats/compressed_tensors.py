@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quantkit.models.family import Family
 
 _NO_GROUP_ORDER = (
-    "groups in activation order cannot be stored: compressed-tensors removed them; "
+    "compressed-tensors no longer supports groups in activation order; "
     "set act_order: weight, or write with --format dense"
 )
 
@@ -103,7 +103,7 @@ class CompressedTensorsFormat(Format):
         if scheme.activation is None or not _has_input_scale(scheme):
             return tensors
         if weight.input_scale is None:
-            raise SchemeError(f"{scheme.activation.describe()} activations need a calibrated scale, there is none")
+            raise SchemeError(f"{scheme.activation.describe()} activations need a calibrated scale, but there is none")
         return {**tensors, _input_name(scheme.activation): weight.input_scale.contiguous()}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
@@ -131,15 +131,15 @@ def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
     weight, activation = scheme.weight, scheme.activation
     if weight.block_rows is not None and shape[0] % weight.block_rows:
         raise SchemeError(
-            f"weights.group_size: blocks of {weight.block_rows} outputs do not divide {shape[0]}; engines join linears "
-            "block by block: add this linear to ignore, or set 'channel'"
+            f"weights.group_size: blocks of {weight.block_rows} outputs do not divide the {shape[0]} outputs of this "
+            "linear, so engines cannot fuse it with others; add it to ignore, or set 'channel'"
         )
     if activation is not None and activation.group_size is not None and shape[1] % activation.group_size:
-        raise SchemeError(f"activations.group_size {activation.group_size} does not divide {shape[1]} inputs")
+        raise SchemeError(f"activations.group_size {activation.group_size} does not divide the {shape[1]} inputs")
     in_blocks = weight.group_size is not None and weight.block_rows != 1
     if in_blocks and activation is not None and activation.group_size != weight.group_size:
         raise SchemeError(
-            f"engines multiply blocks of {weight.group_size} inputs with activations in groups of as many: "
+            f"engines need activation groups as large as weight blocks ({weight.group_size} inputs); "
             f"set activations.group_size to {weight.group_size}"
         )
 
@@ -161,7 +161,7 @@ def _input_name(activation: ActivationScheme) -> str:
 def _input_scale(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     scale = take(tensors, name, None).reshape(-1)
     if scale.numel() != 1 or not bool(torch.isfinite(scale.float()).all()) or not bool((scale.float() > 0).all()):
-        raise CheckpointError(f"tensor {name!r} is {scale.tolist()[:3]}, expected one positive number")
+        raise CheckpointError(f"tensor {name!r} is {scale.tolist()[:3]}; expected one positive number")
     return scale
 
 

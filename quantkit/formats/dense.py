@@ -33,7 +33,7 @@ class DenseFormat(Format):
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         raise SchemeError(
-            "the dense format holds values, not codes, so it cannot be decoded; read 'weight' as it is, "
+            "the dense format stores dequantized values, so codes cannot be decoded; read 'weight' directly, "
             "or write with --format compressed-tensors"
         )
 

@@ -78,8 +78,8 @@ class FineGrainedFP8(Format):
         sizes_known = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
         if (not sizes_known and block is not None) or inputs not in ("dynamic", "static"):
             raise SchemeError(
-                f"quantization_config has weight_block_size {block!r} and activation_scheme {inputs!r}; can be "
-                "decoded: two sizes or null, and 'dynamic' or 'static'"
+                f"quantization_config: weight_block_size {block!r} with activation_scheme {inputs!r} is not supported; "
+                "supported: two sizes or null, with 'dynamic' or 'static'"
             )
         activation = ActivationScheme(dtype=FP8, granularity="tensor", dynamic=False)
         if inputs == "dynamic":

@@ -69,16 +69,16 @@ class GGUFFormat(CompressedTensorsFormat):
         weight = scheme.weight
         if weight.dtype.name not in (_SYMMETRIC if weight.symmetric else _ASYMMETRIC) or weight.block_rows != 1:
             raise SchemeError(
-                f"gguf holds int2, int3 and int4, symmetric int5, int6 and int8, and mxfp4, not {weight.describe()}; "
-                "set weights.dtype=int4, or weights.dtype=int8 with weights.symmetric=true"
+                "gguf holds int2 to int4 (with or without zero points), int5, int6 and int8 (symmetric only) and "
+                f"mxfp4; not {weight.describe()}. Set weights.dtype=int4, or int8 with weights.symmetric=true"
             )
         super().check(scheme, shape)
         values = 256 if self.symmetric_block(weight) == "Q6_K" else 32
         if shape[1] % values or weight.group_width(shape[1]) % values:
             sizes = "32, 64, 128 or channel" if values == 32 else "256 or channel, or weights.dtype to int5 or int8"
             raise SchemeError(
-                f"gguf has a scale per {values} inputs, {weight.describe()} of {shape[1]} inputs does not fit; "
-                f"set weights.group_size to {sizes}, or add this linear to ignore"
+                f"gguf stores one scale per {values} inputs, so {weight.describe()} with {shape[1]} inputs does not "
+                f"fit; set weights.group_size to {sizes}, or add this linear to ignore"
             )
 
     def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:

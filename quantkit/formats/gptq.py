@@ -72,12 +72,12 @@ class GPTQFormat(Format):
         for what, size in (("outputs", shape[0]), ("inputs", shape[1])):
             if size % 32:
                 raise SchemeError(
-                    f"{self.name} loaders want {what} in multiples of 32, this linear has {size}; "
+                    f"{self.name} loaders need a multiple of 32 {what}, but this linear has {size}; "
                     "add it to ignore, or set format=compressed-tensors"
                 )
         if self.zero_offset and not weight.symmetric:
             raise SchemeError(
-                f"{self.name} stores zero points minus one, so a zero point of 0 does not fit; "
+                f"{self.name} stores zero points minus 1, so a zero point of 0 does not fit; "
                 "set format=gptq-v2, or weights.symmetric=true"
             )
 
@@ -96,8 +96,8 @@ class GPTQFormat(Format):
         stored = zero.to(weight.codes.device) - self.zero_offset
         if bool((stored < 0).any()) or bool((stored >= 1 << bits).any()):
             raise SchemeError(
-                f"a zero point of {int(zero.min())} to {int(zero.max())} cannot be stored minus {self.zero_offset} "
-                f"in {bits} bits; use format gptq-v2"
+                f"format {self.name} stores zero points minus {self.zero_offset}, and zero points of {int(zero.min())} "
+                f"to {int(zero.max())} minus {self.zero_offset} do not fit into {bits} bits; use format gptq-v2"
             )
         group = weight.group_index
         if group is None:
@@ -113,7 +113,7 @@ class GPTQFormat(Format):
         bits, half = scheme.weight.dtype.bits, -int(scheme.weight.dtype.minimum)
         words = take_matrix(tensors, "qweight", torch.int32)
         if words.shape[0] * 32 % bits:
-            raise CheckpointError(f"tensor 'qweight' has {words.shape[0]} rows of words, which {bits} bits do not fill")
+            raise CheckpointError(f"tensor 'qweight' has {words.shape[0]} rows, not a whole number of {bits}-bit codes")
         index = tensors.get("g_idx")
         width, rows = _num_inputs(words.shape[0], bits, None if index is None else index.shape), words.shape[1]
         groups = scheme.weight.num_groups(width)
@@ -156,8 +156,7 @@ class GPTQFormat(Format):
         version = section.get("checkpoint_format") or section.get("format") or "gptq"
         if version not in _PACKINGS.values():
             raise SchemeError(
-                f"quantization_config.checkpoint_format is {version!r}, a layout of one kernel; "
-                "can be decoded: 'gptq', 'gptq_v2'"
+                f"quantization_config.checkpoint_format {version!r} is not supported; supported: 'gptq', 'gptq_v2'"
             )
         return bool(version == self.version)
 
@@ -168,7 +167,8 @@ class GPTQFormat(Format):
         dynamic = section.get("dynamic") or {}
         if not isinstance(dynamic, Mapping):
             raise SchemeError(
-                f"quantization_config.dynamic is a {type(dynamic).__name__}, not an object of expressions"
+                "quantization_config.dynamic must be a JSON object whose keys are regular expressions, "
+                f"not a {type(dynamic).__name__}"
             )
         # GPTQModel takes the first expression that matches, a Scheme the last.
         for expression, changes in reversed(list(dynamic.items())):
@@ -193,7 +193,7 @@ def check_scale(scale: Tensor) -> None:
     """
     if scale.dtype not in HALF_DTYPES:
         raise SchemeError(
-            f"scales are {scale.dtype}, but GPTQ and AWQ loaders take 16 bits and would round them; quantize with this "
+            f"scales are {scale.dtype}, but GPTQ and AWQ loaders would round them to 16 bits; quantize with this "
             "format from the start, or keep format compressed-tensors"
         )
 
@@ -225,7 +225,9 @@ def _weight(section: Mapping[str, Any], changes: Any) -> WeightScheme:
     fields = {**section, **changes} if isinstance(changes, Mapping) else section
     bits, symmetric = fields.get("bits"), fields.get("sym", True)
     if type(bits) is not int or bits not in _BITS:
-        raise SchemeError(f"quantization_config.bits is {bits!r}; can be decoded: {', '.join(map(str, _BITS))}")
+        raise SchemeError(
+            f"quantization_config.bits {bits!r} is not supported; supported: {', '.join(map(str, _BITS))}"
+        )
     if type(symmetric) is not bool:
         raise SchemeError(f"quantization_config.sym is {symmetric!r}; expected true or false")
     return WeightScheme(
@@ -275,8 +277,8 @@ def _zero_point(zero: Tensor, scheme: WeightScheme) -> Tensor | None:
     if scheme.symmetric:
         if bool((zero != 0).any()):
             raise CheckpointError(
-                "config.json says that weights are symmetric, but 'qzeros' has other zero points than "
-                f"{-int(scheme.dtype.minimum)}; set sym to false in its quantization_config, or download it again"
+                "config.json says that weights are symmetric, but 'qzeros' has zero points other than "
+                f"{-int(scheme.dtype.minimum)}; set quantization_config.sym to false, or download the checkpoint again"
             )
         return None
     return zero.to(torch.int8).contiguous()

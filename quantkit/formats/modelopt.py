@@ -46,7 +46,7 @@ class ModelOpt(Format):
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if "pre_quant_scale" in tensors:
-            raise SchemeError("inputs are multiplied by 'pre_quant_scale' here, which cannot be decoded into a weight")
+            raise SchemeError("tensor 'pre_quant_scale' scales the inputs, which is not supported")
         weight = scheme.weight
         stored = take_matrix(tensors, "weight", FP8.storage if weight.dtype == FP8 else torch.uint8)
         if weight.dtype == INT4:
@@ -55,7 +55,9 @@ class ModelOpt(Format):
             return _decode_nvfp4(tensors, stored, weight)
         scale = take(tensors, "weight_scale", None).float().reshape(-1, 1)
         if scale.shape[0] not in (1, stored.shape[0]):
-            raise CheckpointError(f"'weight_scale' has {scale.shape[0]} values for {stored.shape[0]} outputs")
+            raise CheckpointError(
+                f"'weight_scale' has {scale.shape[0]} values; expected {stored.shape[0]}, one per output"
+            )
         scale = scale.expand(stored.shape[0], 1).contiguous()
         return QuantizedTensor(codes=stored, scale=scale, zero_point=None, scheme=weight)
 
@@ -75,7 +77,7 @@ def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
     """Return the scheme of a whole model or of one linear; `where` names the entry in messages."""
     name = str(fields.get("quant_algo"))
     if name not in _ALGORITHMS:
-        raise SchemeError(f"{where} is {name!r}; of ModelOpt can be decoded: {', '.join(_ALGORITHMS)}")
+        raise SchemeError(f"{where} {name!r} is not supported; supported for ModelOpt: {', '.join(_ALGORITHMS)}")
     weight, size = _ALGORITHMS[name], fields.get("group_size")
     if type(size) is int and size > 0 and weight.group_size is not None:
         weight = WeightScheme(dtype=weight.dtype, group_size=size)
@@ -85,7 +87,7 @@ def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
 def _layer_rules(layers: Any) -> tuple[Rule, ...]:
     """Return one rule per linear name, for a model with several schemes."""
     if not isinstance(layers, Mapping) or not all(isinstance(fields, Mapping) for fields in layers.values()):
-        raise SchemeError(f"quantized_layers of a {_MIXED} model describes no linear; copy its config again")
+        raise SchemeError(f"quantized_layers of a {_MIXED} model is not an object of linears; download it again")
     return tuple(
         Rule(pattern=str(name), linear=_linear_scheme(fields, f"quant_algo of {name}"))
         for name, fields in layers.items()

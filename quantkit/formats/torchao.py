@@ -50,7 +50,7 @@ class TorchAO(Format):
         kind = section.get("quant_type")
         kind = kind.get("default") if isinstance(kind, Mapping) else None
         if not isinstance(kind, Mapping) or not isinstance(kind.get("_data"), Mapping):
-            raise SchemeError(f"quantization_config.quant_type is {kind!r}; can be decoded: {_KNOWN}")
+            raise SchemeError(f"quantization_config.quant_type {kind!r} is not supported; supported: {_KNOWN}")
         linear = _linear(str(kind.get("_type")), kind["_data"])
         return Scheme(default=linear, rules=ignored_rules(section, "modules_to_not_convert"))
 
@@ -71,14 +71,16 @@ def _linear(kind: str, data: Mapping[str, Any]) -> LinearScheme:
             weight = WeightScheme(dtype=DTYPES[name], group_size=_group_size(data), symmetric=symmetric)
             return LinearScheme(weight=weight)
         kind = f"{kind} of {name} in {packing}"
-    raise SchemeError(f"torchao's {kind} cannot be decoded; can be: {_KNOWN} (unpacked)")
+    raise SchemeError(f"cannot decode torchao's {kind}; supported (unpacked only): {_KNOWN}")
 
 
 def _group_size(data: Mapping[str, Any]) -> int | None:
     """Return the group size of a granularity; None for one scale per row."""
     granularity = data.get("granularity")
     if not isinstance(granularity, Mapping) or granularity.get("_type") not in ("PerRow", "PerAxis", "PerGroup"):
-        raise SchemeError(f"torchao's granularity {granularity!r} cannot be decoded; can be: PerRow, PerAxis, PerGroup")
+        raise SchemeError(
+            f"torchao's granularity {granularity!r} is not supported; supported: PerRow, PerAxis, PerGroup"
+        )
     if granularity["_type"] != "PerGroup":
         return None
     inner = granularity.get("_data")

@@ -83,7 +83,9 @@ class ImageStem:
             reader.check_shape(stored, tuple(value.shape))
             new = _rows(reader, stored, used, dtype) if name in tables else reader.tensor(stored)
             if new.is_floating_point() and name not in tables and not torch.isfinite(new).all():
-                raise CheckpointError(f"{reader.path}: tensor {name} holds NaN or infinite values")
+                raise CheckpointError(
+                    f"{reader.path}: tensor {name} holds NaN or infinite values; download the checkpoint again"
+                )
             set_stored(model, name, new, dtype, device)
             if name in tables:
                 owner = model.get_submodule(name.rpartition(".")[0])
@@ -111,9 +113,9 @@ class ImageStem:
         except _Called as call:
             arguments: dict[str, Any] = call.args[0]
         except Exception as error:  # whatever a model raises on inputs that it was not made for
-            raise ModelError(f"the model does not run on a text with images: {self._reason(error)}") from error
+            raise ModelError(f"the model fails on a text with images: {self._reason(error)}") from error
         else:
-            raise ModelError("the model's forward does not call its language model where there are images")
+            raise ModelError("the model's forward does not call its language model for a text with images")
         finally:
             hook.remove()
         return self._kept(arguments)
@@ -149,7 +151,7 @@ def _check_plain(value: Any, name: str) -> None:
     elif isinstance(value, (tuple, list)):
         items = iter(value)
     elif value is not None and not isinstance(value, (Tensor, bool, int, float, str)):
-        raise ModelError(f"the language model is called with {name}, a {type(value).__name__}, which cannot be kept")
+        raise ModelError(f"argument {name} of the language model is a {type(value).__name__}, which cannot be saved")
     for item in items:
         _check_plain(item, name)
 
@@ -181,4 +183,6 @@ def _rows(reader: CheckpointReader, name: str, used: Tensor, dtype: torch.dtype)
 def _check_rows(used: Tensor, _: nn.Module, args: tuple[Any, ...]) -> None:
     unread = ~torch.isin(args[0].cpu(), used)
     if unread.any():
-        raise ModelError(f"the model puts token {int(args[0].cpu()[unread][0])} in the place of another one")
+        raise ModelError(
+            f"the model replaces a token with token {int(args[0].cpu()[unread][0])}, whose embedding was not read"
+        )

@@ -157,7 +157,9 @@ class HfLoader:
         with _raised_as(CannotLoad, Exception):
             rules = Renaming.of(self._model[0], self._model[1])
         if rules is None or plain is None:
-            raise ModelError("this version of transformers does not say how it renames tensors")
+            raise ModelError(
+                "this version of transformers does not expose its renaming rules; install transformers 5 or later"
+            )
         self._rules, self._plain = rules, plain
         self.touches_weights = bool(section) and _touches_weights(self._model[0])
 
@@ -185,7 +187,7 @@ class HfLoader:
             if expected is None:
                 problems.unexpected.append(name)
                 if stored.module:
-                    problems.modules[stored.module] = "it has no place for it"
+                    problems.modules[stored.module] = "the model has no tensor for it"
             elif destination.pattern is not None:
                 groups.setdefault(destination.target, {})[name] = destination
             elif stored.shape is not None and stored.shape != expected:
@@ -230,11 +232,11 @@ class HfLoader:
         expected = self._plain.convert(target, joined, dense) if joined else {target: next(iter(dense.values()))}
         for name, value in expected.items():
             if name not in made or made[name].shape != value.shape:
-                return "it does not come out in the shape that the model has"
+                return "its converted shape differs from the model's"
             if torch.equal(made[name], value):  # a vocabulary's matrix as it was: in float32 it is large
                 continue
             if (made[name].float() - value.float()).norm() > _TOLERANCE * value.float().norm():
-                return "it comes out with other numbers"
+                return "its converted values are wrong"
         return _Made.by_rule(target, made)
 
     def _tied(self, reached: set[str]) -> list[str]:
@@ -338,6 +340,6 @@ def with_tower_names(family: Family, reader: CheckpointReader) -> Family:
         return family
     renaming = Renaming.of(build_model(reader))
     if renaming is None:
-        raise ModelError("quantizing what stands beside the language model needs transformers 5 or later")
+        raise ModelError("quantizing modules outside the language model needs transformers 5 or later")
     names = find_stored_names(renaming, reader, f"{family.backbone}.")
     return replace(family, stored_names=names, stored_prefix=None, stored_head=None)

@@ -142,7 +142,9 @@ class Skeleton:
         for name in self._linear_names(index):
             weight = self._weight(index, name)
             if weight is None:
-                raise ModelError(f"{self.layer_name(index)} has no linear {name!r}; is the config right?")
+                raise ModelError(
+                    f"{self.layer_name(index)} has no linear {name!r}; check the architecture in config.json"
+                )
             shapes[name] = (weight.shape[0], weight.shape[1])
         return shapes
 
@@ -318,7 +320,9 @@ class Skeleton:
         beside = {path: value.clone() for path, value in tensors_beside(recorder.arguments, usual).items()}
         absent = () if before.inputs is None else tuple(tensors_missing(recorder.arguments, usual))
         if inside := [path for path in absent if "/" in path]:
-            raise ModelError(f"{self.layer_name(index)} is not given {inside[0]} where there are images")
+            raise ModelError(
+                f"{self.layer_name(index)} does not receive {inside[0]} for texts with images, which is not supported"
+            )
         return replace(before, hidden=recorder.hidden, beside=beside, absent=absent)
 
     def _embedding(self) -> nn.Module:

@@ -134,12 +134,14 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.rope_dim and (self.has_residual or self.scheme.rotation != "none"):
             what = "rotated keys" if self.scheme.rotation != "none" else f"{self.scheme.key.describe()} keys"
-            raise SchemeError(f"latent attention keeps no {what}, which are its values too; use bf16, fp8 or int8")
+            raise SchemeError(
+                f"latent attention does not support {what}, because its keys are also its values; use bf16, fp8 or int8"
+            )
         sides = (("keys", self.scheme.key, KEY_SCHEMES), ("values", self.scheme.value, VALUE_SCHEMES))
         for what, scheme, known in sides:
             if scheme.dtype is not None and scheme not in known:
                 names = ", ".join(other.describe() for other in known)
-                raise SchemeError(f"no KV cache keeps {what} as {scheme.describe()}; use {names}")
+                raise SchemeError(f"a KV cache cannot store {what} as {scheme.describe()}; use {names}")
             if scheme.dtype is INT4 and self.head_dim % 2:
                 raise SchemeError(f"int4 {what} need an even number of channels, not {self.head_dim}; use int8")
 
@@ -301,7 +303,7 @@ def kv_scheme(name: str) -> KVScheme:
     """
     if name not in KV_TYPES:
         raise SchemeError(
-            f"unknown KV cache type {name!r}{suggestion(name, KV_TYPES)}; there are: {', '.join(KV_TYPES)}"
+            f"unknown KV cache type {name!r}{suggestion(name, KV_TYPES)}; supported: {', '.join(KV_TYPES)}"
         )
     return _SCHEMES.get(name, _UNQUANTIZED.scheme)
 

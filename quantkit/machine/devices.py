@@ -35,7 +35,7 @@ def pick_device(name: str | torch.device) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise InputError(f"device {str(name)!r} is not there: {count} CUDA devices found; use cpu or auto")
+        raise InputError(f"device {str(name)!r} does not exist: {count} CUDA devices found; use cpu or auto")
     return device
 
 

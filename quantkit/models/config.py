@@ -56,7 +56,7 @@ class NotNative(ModelError):
     """
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"config.json: {what} is not computed natively; use backend='transformers'")
+        super().__init__(f"config.json: {what} is not supported by the native backend; use backend='transformers'")
 
 
 class ConfigReader:
@@ -152,7 +152,7 @@ class ConfigReader:
         """
         value = self._required(key, default)
         if not isinstance(value, str):
-            raise self._wrong(key, value, "a name")
+            raise self._wrong(key, value, "a string")
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
@@ -174,7 +174,7 @@ class ConfigReader:
     def _required(self, key: str, default: Any) -> Any:
         value = self.get(key)
         if value is None and default is None:
-            raise ModelError(f"{self.where}: {key!r} is missing; copy the original config.json again, or add it")
+            raise ModelError(f"{self.where}: {key!r} is missing; add it, or download the original config.json again")
         return default if value is None else value
 
     def _wrong(self, key: str, value: Any, expected: str) -> ModelError:

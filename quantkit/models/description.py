@@ -186,12 +186,12 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
         kv_heads = 1
     if latent is None and read.get("head_dim") is None and hidden % heads:
         raise ModelError(
-            f"{read.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
-            "head_dim; mend it"
+            f"{read.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is "
+            "missing; correct them"
         )
     if heads % kv_heads:
         raise ModelError(
-            f"{read.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; mend it"
+            f"{read.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; correct it"
         )
     windows, sparse = windows_by_layer(read, family), experts_by_layer(read, family)
     return {
@@ -217,7 +217,7 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
 def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
     count, chosen = read.count("num_experts"), read.count("num_experts_per_tok")
     if chosen > count:
-        raise ModelError(f"{read.where}: num_experts_per_tok {chosen} exceeds the {count} experts; mend it")
+        raise ModelError(f"{read.where}: num_experts_per_tok {chosen} exceeds the {count} experts; correct it")
     width, shared = read.count(data.width, default=read.get("intermediate_size")), None
     if data.shared_up:
         key = data.shared_width
@@ -241,8 +241,8 @@ def _groups(read: ConfigReader, data: Experts, count: int, chosen: int) -> dict[
     kept = read.count("topk_group", default=1) if groups > 1 else 1
     if count % groups or kept > groups or kept * (count // groups) < chosen:
         raise ModelError(
-            f"{read.where}: {chosen} experts of each token cannot come from topk_group {kept} of n_group {groups} with "
-            f"{count} experts in all; mend it"
+            f"{read.where}: cannot choose {chosen} experts per token from topk_group {kept} of n_group {groups} with "
+            f"{count} experts in total; correct these entries"
         )
     return {"num_groups": groups, "chosen_groups": kept, "group_rule": data.groups or "two"}
 

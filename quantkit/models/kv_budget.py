@@ -80,10 +80,10 @@ class KVBudget:
         least = _least_tokens(self.page_size, self.window)
         if self.tokens >= least:
             return
-        window = f" beside the sliding window of {self.window} tokens" if self.window else ""
+        window = f" and a sliding window of {self.window}" if self.window else ""
         raise RequestError(
-            f"kv_budget is {self.tokens} tokens; the first and the newest tokens, which are never evicted, need "
-            f"{least} in pages of {self.page_size}{window}: give {least} or more"
+            f"kv_budget {self.tokens} is too small for the tokens that are never evicted; with pages of "
+            f"{self.page_size} tokens{window}, give at least {least}"
         )
 
     @property

@@ -203,7 +203,7 @@ def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:
         return FP32 if dtype == "float32" else BF16
     if name not in KV_FORMS:
         raise InputError(
-            f"unknown KV cache type {name!r}{suggestion(name, KV_FORMS)}; there are: {', '.join(KV_FORMS)}"
+            f"unknown KV cache type {name!r}{suggestion(name, KV_FORMS)}; supported: {', '.join(KV_FORMS)}"
         )
     return KV_FORMS[name]
 

@@ -53,8 +53,8 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
     model_type = read.get("model_type")
     if family.recurrent is None and (model_type in _STATE_SPACE or read.flag("is_attention_free")):
         raise ModelError(
-            f"{read.where}: {model_type} keeps a state, not a cache of keys and values; "
-            "plan counts attention layers only; give --params for the weights alone"
+            f"{read.where}: {model_type} keeps a state instead of keys and values, but plan supports only attention "
+            "layers; give --params to plan the weights alone"
         )
     rule, types = family.window, _types(read)
     if types is not None and (rule is None or rule.rule != "all"):
@@ -84,8 +84,8 @@ def _checked_types(read: ConfigReader, types: Any, count: int) -> list[str]:
     names = [str(item) for item in types[:count]] if isinstance(types, list) else []
     if len(names) != count:
         raise ModelError(
-            f"{read.where}: layer_types must name one of full_attention, sliding_attention for each of the {count} "
-            f"layers, not for {len(names)}"
+            f"{read.where}: layer_types has {len(names)} entries; expected one (full_attention or sliding_attention) "
+            f"for each of the {count} layers"
         )
     return names
 
@@ -95,8 +95,8 @@ def _window_of_type(read: ConfigReader, name: str) -> int | None:
         return None
     if name not in _WINDOWED:
         raise ModelError(
-            f"{read.where}: layer type {name!r} is not one whose cache plan can count; "
-            "it counts full, sliding, chunked and compressed attention; give --params for the weights alone"
+            f"{read.where}: plan does not support layer type {name!r}; supported: full, sliding, chunked and "
+            "compressed attention. Give --params to plan the weights alone"
         )
     return read.count(_WINDOWED[name])
 
@@ -126,7 +126,7 @@ def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
 def _is_sparse(read: ConfigReader, index: int) -> bool:
     dense = read.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
-        raise ModelError(f"{read.where}: mlp_only_layers is {shorten(dense)}, not a list of layers; correct it")
+        raise ModelError(f"{read.where}: mlp_only_layers is {shorten(dense)}, not a list of layer numbers; correct it")
     if index in dense:
         return False
     types = read.get("mlp_layer_types")

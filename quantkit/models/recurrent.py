@@ -86,7 +86,7 @@ class Recurrent:
         groups, heads = read.count(self.key_heads), read.count(self.value_heads)
         if heads % groups:
             raise ModelError(
-                f"{read.where}: {self.value_heads} {heads} is not a multiple of {self.key_heads} {groups}; mend it"
+                f"{read.where}: {self.value_heads} {heads} is not a multiple of {self.key_heads} {groups}; correct them"
             )
         return StateShape(
             key_heads=groups,

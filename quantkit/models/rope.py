@@ -81,19 +81,19 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     )
     if theta <= 0 or not 0 <= partial <= 1:
         raise ModelError(
-            f"config.json: rope_theta {theta} must be above 0 and partial_rotary_factor {partial} from 0 to 1; mend it"
+            f"config.json: rope_theta {theta} must be above 0 and partial_rotary_factor {partial} from 0 to 1"
         )
     width = int(head_dim * partial)
     if family.width is not None and read.get("partial_rotary_factor") is None:
         width = config.count(family.width, default=width)
     if width < 2 or width % 2 or width > head_dim:
-        raise ModelError(f"config.json: {width} of {head_dim} channels of a head would be rotated; must be even, >= 2")
+        raise ModelError(f"config.json: rotary width {width} must be even and from 2 to head_dim {head_dim}")
     kind = read.text("rope_type", default="default")
     kind = _OTHER_NAMES.get(kind, kind)
     if family.fixed_alpha and kind == "dynamic" and read.get("alpha") is not None:
         kind, theta = "default", theta * _alpha(read) ** (width / max(1, width - 2))
     if kind not in get_args(Kind):
-        raise NotNative(f"rope_type {kind!r} (there are: {', '.join(get_args(Kind))})")
+        raise NotNative(f"rope_type {kind!r} (supported: {', '.join(get_args(Kind))})")
     settings = _scaling(kind, read, config, width, length)
     if kind == "yarn" and family.attention_factor is not None:
         settings["attention_factor"] = read.number("attention_factor", default=family.attention_factor)
@@ -114,11 +114,11 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
     """Return the dictionary of RoPE entries for these layers; empty if there is none."""
     settings = config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
-        raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; mend it")
+        raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; correct them")
     if any(isinstance(settings.get(kind), Mapping) for kind in family.by_layer):
         settings = settings.get(family.by_layer[local]) or {}
         if not isinstance(settings, Mapping):
-            raise ModelError(f"config.json: RoPE entries of a layer are a {type(settings).__name__}; mend it")
+            raise ModelError(f"config.json: RoPE entries of a layer are a {type(settings).__name__}, not an object")
         return settings
     if local and (family.local_theta is not None or not family.local_scaled):
         return {}  # what is scaled is only the other layers
@@ -170,16 +170,16 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
 def _factor(read: ConfigReader) -> float:
     factor = read.number("factor")
     if factor < 1:
-        raise ModelError(f"config.json, RoPE: factor {factor} is below 1; contexts can only grow")
+        raise ModelError(f"config.json, RoPE: factor {factor} is below 1; correct it to 1 or more")
     if factor > _LARGEST_FACTOR:
-        raise ModelError(f"config.json, RoPE: factor {factor} is over {_LARGEST_FACTOR}; mend it")
+        raise ModelError(f"config.json, RoPE: factor {factor} is above {_LARGEST_FACTOR}; correct it")
     return factor
 
 
 def _alpha(read: ConfigReader) -> float:
     alpha = read.number("alpha")
     if not 0 < alpha <= _LARGEST_FACTOR:
-        raise ModelError(f"config.json, RoPE: alpha {alpha} must be above 0 and at most {_LARGEST_FACTOR}; mend it")
+        raise ModelError(f"config.json, RoPE: alpha {alpha} must be above 0 and at most {_LARGEST_FACTOR}; correct it")
     return alpha
 
 

@@ -29,7 +29,9 @@ def fake_quantize_inputs(values: Tensor, scheme: ActivationScheme, scale: Tensor
         CheckpointError: the scale is missing.
     """
     if scheme.is_calibrated and scale is None:
-        raise CheckpointError(f"{scheme.describe()} activations need a calibrated scale of the input, there is none")
+        raise CheckpointError(
+            f"{scheme.describe()} activations need a calibrated input scale, but the checkpoint has none"
+        )
     if scheme.group_size is not None and values.shape[-1] % scheme.group_size == 0:
         groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
         return _fake_quantize(groups, scheme, scale).flatten(-2)

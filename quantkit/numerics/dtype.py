@@ -83,5 +83,5 @@ def find_dtype(name: str) -> DType:
         SchemeError: there is no such type; the message lists the names.
     """
     if name not in DTYPES:
-        raise SchemeError(f"unknown number type {name!r}{suggestion(name, DTYPES)}; there are: {', '.join(DTYPES)}")
+        raise SchemeError(f"unknown number type {name!r}{suggestion(name, DTYPES)}; supported: {', '.join(DTYPES)}")
     return DTYPES[name]

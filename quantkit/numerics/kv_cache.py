@@ -90,7 +90,9 @@ def find_cache_scheme(side: str, dtype: str, granularity: str) -> CacheScheme:
             return scheme
     valid = [scheme.describe() for scheme in known]
     asked = f"{number.name} per {granularity}"
-    raise SchemeError(f"no KV cache keeps {side} as {asked}{suggestion(asked, valid)}; there are: {', '.join(valid)}")
+    raise SchemeError(
+        f"a KV cache cannot store {side} as {asked}{suggestion(asked, valid)}; supported: {', '.join(valid)}"
+    )
 
 
 def scheme_to_dict(scheme: KVScheme) -> dict[str, Any]:
@@ -114,14 +116,14 @@ def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
         if kept is None:
             return CacheScheme()
         if not isinstance(kept, Mapping) or not all(isinstance(kept.get(key), str) for key in ("dtype", "granularity")):
-            raise SchemeError(f"{name} of the KV cache are {kept!r}; expected dtype and granularity, or null")
+            raise SchemeError(f"KV cache {name} are {kept!r}; expected a mapping with dtype and granularity, or null")
         return find_cache_scheme(name, kept["dtype"], kept["granularity"])
 
     if not isinstance(data, Mapping):
-        raise SchemeError(f"a layer of the KV cache is {data!r}; expected its keys and values")
+        raise SchemeError(f"a layer of the KV cache is {data!r}; expected a mapping with keys and values")
     rotation = data.get("rotation", "none")
     if rotation not in ("none", "hadamard"):
-        raise SchemeError(f"rotation of the KV cache is {rotation!r}; expected none or hadamard")
+        raise SchemeError(f"KV cache rotation {rotation!r} is not supported; supported: none, hadamard")
     return KVScheme(key=side("keys"), value=side("values"), rotation=rotation)
 
 

@@ -71,8 +71,8 @@ def matches(pattern: str, name: str, budget: Budget) -> bool:
         return expression.fullmatch(name, timeout=max(1e-6, min(_MATCH_S, budget.seconds))) is not None
     except (TimeoutError, MemoryError, RecursionError):
         raise SchemeError(
-            f"pattern {shorten(pattern, 100)} takes too long to match {shorten(name)}; write it without repeats "
-            "inside repeats, or name the modules"
+            f"pattern {shorten(pattern, 100)} takes too long to match {shorten(name)}; remove repeats inside repeats, "
+            "or name the modules"
         ) from None
     finally:
         budget.seconds -= time.thread_time() - start
@@ -96,8 +96,8 @@ def check_for_others(config: Mapping[str, Any]) -> None:
         # A repeat can end at any of about 2^6 characters of a name.
         if len(text) > _MAX_LENGTH or re.search(r"\)[*+{]", plain) or 6 * repeats + choices > _MAX_WAYS:
             raise SchemeError(
-                f"quantization_config has {shorten(text, 100)}, which may take for ever to match; "
-                "name the modules, or write it with few repeats and no group that is repeated"
+                f"quantization_config has the expression {shorten(text, 100)}, which may take forever to match; "
+                "name the modules, or use few repeats and no repeated group"
             )
 
 
@@ -118,7 +118,9 @@ def _texts(data: Any, inside: bool) -> Iterator[str]:
 @functools.lru_cache(maxsize=MAX_EXPRESSIONS)
 def _compiled(pattern: str) -> regex.Pattern[str]:
     if len(pattern) > _MAX_LENGTH:
-        raise SchemeError(f"pattern {shorten(pattern)} has {len(pattern)} characters; at most {_MAX_LENGTH} are read")
+        raise SchemeError(
+            f"pattern {shorten(pattern)} has {len(pattern)} characters; at most {_MAX_LENGTH} are allowed"
+        )
     text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
     try:
         # First Python's `re`: a pattern must be valid there, however `regex` reads it.
@@ -134,7 +136,7 @@ def _check_meaning(text: str) -> None:
     """Raise ValueError if `re` and `regex` read the text differently, or if its counts would fill the memory."""
     plain = re.sub(r"\\.", "", text, flags=re.DOTALL)
     if other := _OTHER_MEANING.search(plain):
-        raise ValueError(f"{other[0]!r} means different things to different engines; put a backslash before each")
+        raise ValueError(f"{other[0]!r} means different things to different regex engines; escape it with backslashes")
     counts = (int(most or least or 1) for least, _, most in _COUNT.findall(plain))
     if math.prod(max(1, count) for count in counts) > _MAX_REPEATS:
-        raise ValueError(f"its counts in braces come to more than {_MAX_REPEATS} repeats")
+        raise ValueError(f"the product of its counts in braces is over {_MAX_REPEATS}")

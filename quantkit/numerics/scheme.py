@@ -35,7 +35,9 @@ class WeightScheme:
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 1:
-            raise SchemeError(f"group_size {self.group_size} is not a positive number; use 'channel' for one per row")
+            raise SchemeError(
+                f"group_size {self.group_size} is not a positive number; use 'channel' for one group per row"
+            )
         if self.dtype.group is not None and (self.group_size, self.block_rows) != (self.dtype.group, 1):
             raise SchemeError(
                 f"{self.dtype.name} has a scale per {self.dtype.group} inputs; "
@@ -46,9 +48,9 @@ class WeightScheme:
         if self.block_rows != 1 and not self.symmetric:
             raise SchemeError("a scale shared by several rows allows no zero points: set weights.symmetric=true")
         if self.block_rows is None and self.group_size is not None:
-            raise SchemeError(f"one scale for the tensor has no groups, found group_size {self.group_size}")
+            raise SchemeError(f"group_size {self.group_size} has no effect with one scale for the tensor; leave it out")
         if self.block_rows is not None and self.block_rows < 1:
-            raise SchemeError(f"blocks of {self.block_rows} outputs are not possible; write 128x128")
+            raise SchemeError(f"a block of {self.block_rows} outputs is not possible; write a block such as 128x128")
 
     def fitted(self, in_features: int) -> "WeightScheme":
         """Return the scheme with smaller groups if these divide `in_features` and `group_size` does not."""
@@ -121,7 +123,7 @@ class ActivationScheme:
     def __post_init__(self) -> None:
         if (self.granularity == "tensor") == self.dynamic:
             raise SchemeError(
-                "activations have a scale per token at run time, or a calibrated one per tensor: "
+                "activations have either one scale per token at run time or one calibrated scale per tensor; "
                 "set activations.dynamic=true, or false without a group_size"
             )
         if self.dtype.group is not None and self.group_size != self.dtype.group:
@@ -130,7 +132,9 @@ class ActivationScheme:
                 f"set activations.group_size to {self.dtype.group}, or leave it out"
             )
         if self.group_size is not None and (self.group_size < 1 or not self.dynamic):
-            raise SchemeError(f"activations in groups of {self.group_size} are not possible; set activations.dynamic")
+            raise SchemeError(
+                f"activations in groups of {self.group_size} need a positive group_size and activations.dynamic=true"
+            )
 
     @property
     def is_per_token(self) -> bool:
@@ -201,7 +205,9 @@ class Scheme:
         positions = {rule.pattern: index for index, rule in enumerate(self.rules)}
         expressions = sorted((index for pattern, index in positions.items() if not is_exact(pattern)), reverse=True)
         if len(expressions) > MAX_EXPRESSIONS:
-            raise SchemeError(f"{len(expressions)} patterns are too many; at most {MAX_EXPRESSIONS} are read")
+            raise SchemeError(
+                f"{len(expressions)} patterns with wildcards are too many; at most {MAX_EXPRESSIONS} are allowed"
+            )
         for index in expressions:
             check_pattern(self.rules[index].pattern)
         object.__setattr__(self, "_exact", positions)

@@ -47,7 +47,7 @@ def check_checkpoint(output: Path) -> None:
         OutputError: the path is something else; names a file that quantkit did not write.
     """
     if output.is_symlink() or not output.is_dir():
-        raise _kept(output, "is no directory of its own")
+        raise _kept(output, "is not a directory, or is a link to one")
     entries = sorted(output.iterdir())
     if entries and not _is_ours(output / MANIFEST):
         raise _kept(output, f"has no {MANIFEST} that quantkit wrote")
@@ -92,7 +92,7 @@ def check_regular(output: Path) -> None:
         OutputError: the path is a link, a directory or a device.
     """
     if output.is_symlink() or not output.is_file():
-        raise _kept(output, "is no file of its own")
+        raise _kept(output, "is not a regular file")
 
 
 def _kept(output: Path, reason: str) -> OutputError:
@@ -192,7 +192,7 @@ def open_stage(
     """
     check_path(output, OutputError)
     if output.name in ("", ".."):
-        raise OutputError(f"output {output} has no name of its own; give one, such as {output / 'out'}")
+        raise OutputError(f"output {output} has no file name; give one, such as {output / 'out'}")
     folder = output.with_name(f"{output.name}.partial")
     # Checked before a new folder is made; an existing folder may first have to move back an old output.
     if not os.path.lexists(folder):

@@ -70,8 +70,8 @@ class WorkFolder:
             sync_folder(self.output.parent)
         elif os.path.lexists(self.checkpoint):
             raise OutputError(
-                f"{self.replaced} is what {self.output} was before an interrupted run, and something else is there "
-                "now; move one of the two away"
+                f"{self.replaced} is the old {self.output}, which an interrupted run moved there, but {self.output} "
+                "exists again; move one of the two away"
             )
 
     def check_held(self) -> None:
@@ -81,7 +81,7 @@ class WorkFolder:
             OutputError: somebody removed the folder, or another run uses it.
         """
         if not _is_at(self._descriptor, self.path / MARKER):
-            raise OutputError(f"{self.path} was removed while this run was writing there; run the command again")
+            raise OutputError(f"{self.path} was removed while this run was writing to it; run the command again")
 
     def leave(self) -> None:
         """Delete contents that no later run can use; then, if the folder is empty, delete the marker and the folder."""
@@ -172,7 +172,7 @@ def _create(path: Path, option: str) -> bool:
             raise _link(path, option)
         if not stat.S_ISDIR(mode):
             raise OutputError(
-                f"{path} is a file, but quantkit needs a folder of this name; move it away or choose another {option}"
+                f"{path} is a file, but quantkit needs a folder there; move the file away or choose another {option}"
             )
         names = [entry.name for entry in path.iterdir()]
         if names and (MARKER not in names or not stat.S_ISREG((path / MARKER).lstat().st_mode)):
@@ -207,14 +207,14 @@ def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
 
 def _foreign(path: Path, option: str) -> OutputError:
     return OutputError(
-        f"{path} is where quantkit would work, and this version did not make it; move it away (delete it only if an "
+        f"quantkit needs {path} as a work folder, but this version did not make it; move it away (delete it only if an "
         f"interrupted run of an earlier version left it) or choose another {option}"
     )
 
 
 def _link(path: Path, option: str) -> OutputError:
     return OutputError(
-        f"{path} is a symbolic link, and nothing is written through one; remove it or choose another {option}"
+        f"{path} is a symbolic link, and quantkit does not write through links; remove it or choose another {option}"
     )
 
 

@@ -121,7 +121,7 @@ def writing(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
 def _translated(error: OSError, path: Path, needed_bytes: int | None) -> QuantkitError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         reason = error.strerror or str(error)
-        return OutputError(f"cannot write {path}: {reason}; choose another --output or mend its folder's permissions")
+        return OutputError(f"cannot write {path}: {reason}; choose another --output or change its folder's permissions")
     needed = "" if needed_bytes is None else f"needs {byte_size(needed_bytes)}, "
     limit = "the quota is used up" if error.errno == errno.EDQUOT else f"{byte_size(_free_bytes(path))} free"
     return ResourceError(

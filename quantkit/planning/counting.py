@@ -112,7 +112,7 @@ def _stored_dtype(model: ModelDescription) -> str:
     name = model.entries.text("dtype", default="bfloat16")
     if name not in DTYPE_BYTES and name != "auto":
         raise ModelError(
-            f"{model.entries.where}: dtype {name!r} is not one that plan counts; there are: {', '.join(DTYPE_BYTES)}"
+            f"{model.entries.where}: dtype {name!r} is not supported by plan; supported: {', '.join(DTYPE_BYTES)}"
         )
     return "bfloat16" if name == "auto" else name
 

@@ -175,7 +175,7 @@ def find_shape(model: str | Path | None, shape_file: str | Path | None, params: 
     """
     given = [name for name, value in (("MODEL", model), ("--shape", shape_file), ("--params", params)) if value]
     if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} both say which model is meant; give one of them")
+        raise InputError(f"{' and '.join(given)} both name a model; give one of them")
     if params:
         return from_parameters(params)
     return from_shape_file(shape_file) if shape_file else from_model(model)
@@ -223,7 +223,7 @@ def estimate(
     if engine is not None:
         find_engine(engine)
         if recipe is None:
-            raise RecipeError("--engine asks who reads what a recipe makes; give --recipe too")
+            raise RecipeError("--engine checks the result of a recipe; give --recipe too")
     shape = find_shape(model, shape_file, params)
     length = context or min(DEFAULT_CONTEXT, shape.max_length or DEFAULT_CONTEXT)
     head_form = _head(head, shape)
@@ -256,9 +256,11 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
         if layer.attention.kind in ("dsa", "csa", "hca") or layer.attention.has_rows
     ]
     if refused:
-        raise InputError(f"kv_budget: the bundled runtime evicts nothing of {refused[0]}; leave it out")
+        raise InputError(f"kv_budget: the bundled runtime cannot evict {refused[0]}; leave it out")
     if shape.layers and all(layer.attention.kind == "state" for layer in shape.layers):
-        raise InputError("kv_budget: the model keeps a state of one size per sequence, of which nothing can be evicted")
+        raise InputError(
+            "kv_budget: the model keeps a state of fixed size per sequence, which cannot be evicted; leave it out"
+        )
     eviction = Eviction(budget=parse_budget(budget), policy=policy)
     if (kept := eviction.kept(context)) < context:
         window = max((layer.attention.window or 0 for layer in shape.layers), default=0)

@@ -173,5 +173,5 @@ def _read(path: Path) -> dict[str, Any]:
         return checked_names(read_object(path, ModelError, "correct it or download it again"), str(path))
     data = parse_yaml(read_text(path, ModelError), str(path), ModelError)  # which JSON is, too
     if not isinstance(data, dict):
-        raise ModelError(f"{path} holds no mapping of names to sizes; write it like a config.json")
+        raise ModelError(f"{path} is not a mapping of names to sizes; write it like a config.json")
     return checked_names(data, str(path))

@@ -86,7 +86,7 @@ def _as_current(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return {**_renamed(data), "schema_version": SCHEMA_VERSION}
     if version != SCHEMA_VERSION:
         raise ReportError(
-            f"{where} has schema version {version}, this quantkit reads 1 to {SCHEMA_VERSION}; "
+            f"{where} has schema version {version}, but this quantkit reads 1 to {SCHEMA_VERSION}; "
             "run `quantkit verify` again with this version"
         )
     return data

@@ -166,14 +166,14 @@ def parse_gate(text: str) -> Gate:
         GateError: the text does not have this form, the metric is unknown, or the limit seems to have the wrong unit.
     """
     if len(text) > _MAX_LENGTH:  # spaces alone take the third power of their number
-        raise GateError(f"gate {shorten(text)} has {len(text)} characters; at most {_MAX_LENGTH} are read")
+        raise GateError(f"gate {shorten(text)} has {len(text)} characters; the maximum is {_MAX_LENGTH}")
     match = PATTERN.fullmatch(text)
     if match is None:
-        raise GateError(f"gate {text!r} cannot be read; write a number, a comparison and a limit, e.g. {EXAMPLES}")
+        raise GateError(f"gate {text!r} is not valid; write a metric, a comparison and a limit, e.g. {EXAMPLES}")
     name, subject, sign, written, percent = match.groups()
     if name not in METRICS:
         raise GateError(
-            f"gate {text!r}: no number is called {name!r}{suggestion(name, METRICS)}; there are {', '.join(METRICS)}"
+            f"gate {text!r}: unknown metric {name!r}{suggestion(name, METRICS)}; supported: {', '.join(METRICS)}"
         )
     try:
         limit = float(written)
@@ -184,7 +184,7 @@ def parse_gate(text: str) -> Gate:
         limit /= 100
     metric = METRICS[name]
     if not metric.low <= limit <= metric.high:
-        raise GateError(f"gate {text!r}: {name} is {metric.unit}, so a limit of {limit:g} is probably mistaken")
+        raise GateError(f"gate {text!r}: {name} is {metric.unit}, so the limit {limit:g} is probably wrong")
     # Written anew from what was read, so that equal gates are equal texts.
     plain = f"{name}[{subject}]" if subject else name
     return Gate(text=f"{plain}{sign}{limit:g}", metric=name, subject=subject, operator=sign, limit=limit)

@@ -121,7 +121,7 @@ class JsonSchemas:
             is_quick = False
         if not is_quick:
             raise RequestError(
-                f"json_schema cannot be followed: compiling it takes more than {_TRIAL_SECONDS} s or "
+                f"json_schema is too complex: compiling it takes more than {_TRIAL_SECONDS} s or "
                 f"{_TRIAL_BYTES >> 30} GiB; leave out what is costly, such as a large multipleOf"
             )
 
@@ -143,5 +143,5 @@ class JsonSchemas:
             if problem := matcher.get_error():
                 raise ValueError(problem)
         except Exception as error:  # whatever it raises on a schema or a tokenizer that it does not understand
-            raise RequestError(f"json_schema cannot be followed: {first_line(error)}") from None
+            raise RequestError(f"json_schema is not supported: {first_line(error)}") from None
         return matcher

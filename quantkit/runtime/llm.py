@@ -117,7 +117,9 @@ class LLM(Prompts):
         asked = [self._ids(prompt) for prompt in _several(prompts)]
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)
         if len(each) != len(asked):
-            raise RequestError(f"{len(asked)} prompts with {len(each)} sampling parameters; give one for all or each")
+            raise RequestError(
+                f"{len(asked)} prompts with {len(each)} sampling parameters; give one, or one per prompt"
+            )
         return list(self._run(zip(asked, each, strict=True)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:

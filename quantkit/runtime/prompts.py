@@ -71,7 +71,9 @@ class Prompts:
         for number, start in enumerate(range(0, len(text), size), 1):
             count += len(self._tokenized(text[start : start + size], add_special_tokens=False))
             if count > most + number * _CUT_TOKENS:
-                raise RequestError(f"the prompt has {len(text)} characters, more than {most} tokens; shorten it")
+                raise RequestError(
+                    f"the prompt has {len(text)} characters, which make more than {most} tokens; shorten it"
+                )
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """Return the token ids of a conversation in the chat template, ready for the answer; see `chat_text`."""
@@ -92,7 +94,7 @@ class Prompts:
         """
         tokenizer = self.need_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
-            raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
+            raise RequestError(f"{self.path} has no chat template, so it is not a chat model; give a plain prompt")
         try:
             return render_chat(tokenizer, messages, **{"add_generation_prompt": True, **variables})
         except Exception as error:  # templates are programs and fail in ways of their own

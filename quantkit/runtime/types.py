@@ -52,7 +52,7 @@ class PromptScoring:
         _check_integer("top", self.top, 0, "leave it out for none")
         _check_integer("chunk_size", self.chunk_size, 1, "None for as many as a step takes")
         if not (self.num_tokens or self.continuations or self.logits):
-            raise RequestError("nothing is to be scored; give num_tokens, continuations or logits")
+            raise RequestError("the request scores nothing; give num_tokens, continuations or logits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,11 +115,11 @@ class SamplingParams:
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; give True or False")
         if self.json_schema is not None and self.ignore_eos:
             raise RequestError(
-                "ignore_eos goes on past the end of the JSON that json_schema asks for; give one of them"
+                "ignore_eos does not work with json_schema, whose output ends with the JSON; leave one of them out"
             )
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
         texts = _listed("stop", texts, "a text or a list of texts", _is_text, "a text, not empty")
-        ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token numbers", _is_integer, "a number")
+        ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids", _is_integer, "a number")
         # As tuples: a caller's list could still be changed after it was checked.
         object.__setattr__(self, "stop", texts)
         object.__setattr__(self, "stop_token_ids", ids)

@@ -216,7 +216,9 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
             RequestError: `chunk_size` is 1: vLLM scores prompts only in prefill.
         """
         if chunk_size is not None:
-            raise RequestError("vLLM scores prompts in prefills; through decode they are scored by --engine quantkit")
+            raise RequestError(
+                "vLLM scores prompts only in prefill; use --engine quantkit to score them through decode"
+            )
         rows = self._prompt_rows([text.ids for text in texts], 1)
         if progress is not None:
             progress(len(texts))
@@ -287,7 +289,8 @@ def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(given.keys() - {*_NAMES, "memory"})
     if unknown:
         raise RequestError(
-            f"{', '.join(unknown)} is a setting of quantkit's engine; vLLM's are given as --engine-option NAME=VALUE"
+            f"{', '.join(unknown)} works only with quantkit's engine; leave it out, or set an option of vLLM with "
+            "--engine-option NAME=VALUE"
         )
     arguments: dict[str, Any] = {_NAMES[name]: value for name, value in given.items() if name in _NAMES}
     if "dtype" in given:
@@ -295,8 +298,8 @@ def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "kv_cache" in given:
         if given["kv_cache"] not in _CACHES:
             raise RequestError(
-                f"kv_cache is {given['kv_cache']!r}, which vLLM does not have; it can be {', '.join(_CACHES)}, or one "
-                "of vLLM's by --engine-option kv_cache_dtype=NAME"
+                f"kv_cache is {given['kv_cache']!r}, which vLLM does not support; supported: {', '.join(_CACHES)}, and "
+                "vLLM's own types with --engine-option kv_cache_dtype=NAME"
             )
         arguments["kv_cache_dtype"] = _CACHES[given["kv_cache"]]
     if "memory" in given:

@@ -194,7 +194,7 @@ class Server:
         own = {*inspect.signature(self.bridge.llm.need_tokenizer().apply_chat_template).parameters, "messages"}
         if wrong := sorted(own & variables.keys()):
             field = "chat_template_kwargs"
-            raise Refused(f"{field}.{wrong[0]} is not a variable of the template; leave it out", field)
+            raise Refused(f"{field}.{wrong[0]} is reserved for the server; leave it out", field)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a conversation."""
@@ -211,7 +211,7 @@ class Server:
         async with self._opened(request, DetokenizeRequest) as (ask, run):
             size, most = self.bridge.engine.model.vocab_size, max(_SHOWN_TOKENS, self.bridge.engine.capacity)
             if len(ask.tokens) > most:
-                raise Refused(f"tokens holds {len(ask.tokens)} tokens; this server takes {most} at most", "tokens")
+                raise Refused(f"tokens holds {len(ask.tokens)} tokens; this server accepts at most {most}", "tokens")
             if wrong := [token for token in ask.tokens if not 0 <= token < size]:
                 raise Refused(f"tokens holds {wrong[0]}; the model knows 0 to {size - 1}", "tokens")
             return JSONResponse({"prompt": await run(partial(self.vocabulary.text, ask.tokens))})
@@ -239,7 +239,7 @@ class Server:
 
     def _check_name(self, model: str | None) -> None:
         if model not in (None, self.name):
-            raise Refused(f"model {model[:100]!r} is not served here; {self.name!r} is", "model", status=404)
+            raise Refused(f"model {model[:100]!r} is not served here; use {self.name!r}", "model", status=404)
 
     def _check_ready(self) -> None:
         if self.is_ending or not self.bridge.is_ready:
@@ -273,7 +273,7 @@ class Server:
 
     def _bounded(self, ids: list[int]) -> list[int]:
         if self.max_prompt is not None and len(ids) > self.max_prompt:
-            raise Refused(f"the prompt has {len(ids)} tokens; this server takes {self.max_prompt} at most", "prompt")
+            raise Refused(f"the prompt has {len(ids)} tokens; this server accepts at most {self.max_prompt}", "prompt")
         return ids
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:

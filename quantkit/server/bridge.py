@@ -146,11 +146,11 @@ class Bridge:
             RequestError: there are more prompts than ever fit at once, or too many requests are waiting.
         """
         if count > self.most_open:
-            raise RequestError(f"prompt holds {count} prompts; this server takes {self.most_open} at once")
+            raise RequestError(f"prompt holds {count} prompts; this server accepts {self.most_open} at once")
         if self.num_open + count > self.most_open:
             num_waiting = max(count, self.num_open - self.llm.config.max_sequences)
             retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
-            text = f"{self.num_open} requests are computed or wait, as many as may; try again later"
+            text = f"{self.num_open} requests are running or waiting, which is the limit; try again later"
             raise Refused(text, status=429, retry_after=retry_s)
 
     def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Mailbox:

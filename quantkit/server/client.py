@@ -90,7 +90,9 @@ class Remote:
                         raise RequestError(f"{self.url}: {shorten(part['error'], 500)}")
                     yield part
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise RequestError(f"{self.url} broke off: {type(error).__name__}: {first_line(error)}") from None
+            raise RequestError(
+                f"{self.url} ended the answer early: {type(error).__name__}: {first_line(error)}"
+            ) from None
 
     async def _post(self, path: str, asked: dict[str, Any]) -> aiohttp.ClientResponse:
         """Send a request; repeat it if the server has closed a kept-alive connection."""

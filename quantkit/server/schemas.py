@@ -205,7 +205,7 @@ class JsonSchema(Schema):
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
-    strict: bool = Field(True, description="Not used: answers are always of the schema.")
+    strict: bool = Field(True, description="Not used: answers always follow the schema.")
 
 
 class ResponseFormat(Schema):
@@ -217,7 +217,7 @@ class ResponseFormat(Schema):
     @model_validator(mode="after")
     def _has_what_it_names(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("type json_schema and the field json_schema go together")
+            raise ValueError("give the field json_schema together with type json_schema")
         return self
 
     @property
@@ -247,7 +247,9 @@ class ChatRequest(Sampling):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise Refused("max_tokens and max_completion_tokens are one setting; give one of them", "max_tokens")
+            raise Refused(
+                "max_tokens and max_completion_tokens are the same setting; give only one of them", "max_tokens"
+            )
         count = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if count == 0:
             raise Refused("max_tokens is 0; give at least 1", "max_tokens")

@@ -107,7 +107,7 @@ class _Sweep:
         records = {record.name: record for record in self._planned()}
         left = [record for record in records.values() if record.report is None]
         if len(left) < len(records):
-            self.progress(f"{len(records) - len(left)} of {len(records)} trials taken over from {self._folder}")
+            self.progress(f"reusing {len(records) - len(left)} of {len(records)} trials in {self._folder}")
         trials = [self._trial(record) for record in left]
         for record in left:
             self._write(record)
@@ -133,7 +133,7 @@ class _Sweep:
         names = [record.name for record in planned]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise InputError(f"two trials would be called {twice!r}; give recipes, or folders of models, other names")
+            raise InputError(f"two trials would both be named {twice!r}; rename a recipe or a model folder")
         if not self.options.resume:
             self._forget(names)
             return planned
@@ -187,8 +187,8 @@ class _Sweep:
         is_made = (self._folder / record.name).exists()
         if kept is None and is_made:
             raise ResumeError(
-                f"{self._folder / record.name} is there without a record of how it was made; move it away, or start "
-                "over with --no-resume"
+                f"{self._folder / record.name} exists, but there is no record of how it was made; move it away, or "
+                "start over with --no-resume"
             )
         if kept is None or (kept.report is None and not is_made):
             return record

@@ -174,7 +174,8 @@ def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generat
         try:
             ray.init(address=address or None, log_to_driver=False, logging_level="error")
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise InputError(f"no cluster of Ray at {address or 'this machine'} ({first_line(error)})") from None
+            cluster = address or "this machine"
+            raise InputError(f"cannot connect to Ray at {cluster} ({first_line(error)}); check --on") from None
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         pending = {}
@@ -184,7 +185,7 @@ def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generat
                 pending[_submit(ray, trial, needs)] = trial
             else:
                 # Ray would wait forever for such a machine.
-                reason = f"no machine of the cluster has what it needs: {needs}; give fewer --threads, or a larger one"
+                reason = f"no machine of the cluster has {needs}; give fewer --threads, or add a larger machine"
                 yield Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
         while pending:
             (done, *_), _ = ray.wait(list(pending), num_returns=1)
@@ -236,7 +237,7 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
     began = time.perf_counter()
     unseen = next((folder for folder in (trial.folder, trial.log.parent) if not folder.is_dir()), None)
     if unseen is not None:
-        reason = f"{unseen} is not seen on {platform.node()}: all workers must share the file system of a trial"
+        reason = f"folder {unseen} does not exist on {platform.node()}; all workers must share one file system"
         return Outcome(name=trial.name, exit_code=InputError.exit_code, reason=reason)
     with trial.log.open("a+", encoding="utf-8", errors="replace") as log:
         # Children inherit the lock: after a lost worker, the next attempt waits here until the old child is gone.
@@ -277,7 +278,7 @@ def _run(
     if code < 0:
         name = signal.Signals(-code).name
         if code == -signal.SIGKILL:
-            return ResourceError.exit_code, f"killed ({name}), as where memory runs out; see {trial.log}"
+            return ResourceError.exit_code, f"killed ({name}), probably because memory ran out; see {trial.log}"
         return 1, f"crashed ({name}); see {trial.log}"
     if code in (0, GateFailure.exit_code) and command.made.exists():
         return 0, ""

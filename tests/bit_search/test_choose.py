@@ -73,7 +73,7 @@ def test_a_kl_is_kept_whatever_the_parts_add_up_to(factor):
 
 def test_what_cannot_be_reached_says_so():
     groups = Numbers([1.0, 1.0])
-    with pytest.raises(GateFailure, match=r"the smallest choice takes 4 bytes, 2\.00 times what is allowed"):
+    with pytest.raises(GateFailure, match=r"the smallest choice takes 4 bytes, 2\.00 times the budget"):
         within_budget(groups, 2)
     with pytest.raises(GateFailure, match="no choice reaches a KL of 1e-09"):
         within_kl(groups, 1e-9)
@@ -86,5 +86,5 @@ def test_one_target_is_asked_for():
         "recovery>=99",
     ]
     for wrong in ({}, {"bits": 4.0, "kl": 0.1}, {"bits": 0}, {"bits": float("nan")}):
-        with pytest.raises(InputError, match="one target above zero"):
+        with pytest.raises(InputError, match="exactly one target, above zero"):
             SearchTarget(**wrong)

@@ -170,7 +170,7 @@ def test_a_killed_search_goes_on_and_ends_the_same(searched, tiny_llama, options
     again = search_recipe(
         str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append
     )
-    assert any(line.startswith("13 numbers taken over") for line in lines)
+    assert any(line.startswith("reusing 13 measurements") for line in lines)
     same = ("groups", "search_kl", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
     assert [getattr(again, name) for name in same] == [getattr(result, name) for name in same]
     assert not (tmp_path / "mine.yaml.search").exists()
@@ -235,14 +235,18 @@ def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, 
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match=r"mine is where quantkit would work, .* choose another --work"):
+    with pytest.raises(OutputError, match=r"quantkit needs .*mine as a work folder, .* choose another --work"):
         search_recipe(str(tiny_llama), SearchTarget(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
     assert (mine / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("kv-fp8", "no weights to search"), ("fp8-block", "groups of inputs"), ("nvfp4", "stores nvfp4 weights")],
+    [
+        ("kv-fp8", "quantizes no weights"),
+        ("fp8-block", "which a search cannot vary"),
+        ("nvfp4", "stores nvfp4 weights"),
+    ],
 )
 def test_recipes_without_groups_to_search_are_refused(name, message, tiny_llama, tmp_path):
     with pytest.raises(RecipeError, match=message):
@@ -280,7 +284,7 @@ def test_a_trial_of_something_else_is_not_taken_for_this_one(searched, tiny_llam
         shutil.copytree(copied / "int8-32", trial)
     else:  # cut short
         (trial / "model-00001-of-00003.safetensors").write_bytes(b"x")
-    with pytest.raises(ResumeError, match=f"{name} is not what"):
+    with pytest.raises(ResumeError, match=f"{name} is not the output of recipe"):
         search_recipe(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "x.yaml", work=copied))
 
 
@@ -329,12 +333,12 @@ def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
     asked = read_candidates(["int4:32", "int4:40", "fp8:channel"], 32)
     candidates, notes = usable(str(tiny_llama), base, asked, "cpu")
     assert candidates[0].name == "int4:32"
-    assert "left out int4:40: with this model's widths it is int4:32" in notes
+    assert "left out int4:40: for this model's widths it is the same as int4:32" in notes
     assert [candidate.name for candidate in usable(str(tiny_llama), base, asked[1:2], "cpu")[0]] == ["int4:40"]
-    with pytest.raises(RecipeError, match="none of the candidates can be used"):
+    with pytest.raises(RecipeError, match="none of the candidates can be used; the last one failed with: "):
         usable(str(tiny_llama), base, read_candidates(["int4:24"], 32), "cpu")
     pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
-    with pytest.raises(RecipeError, match="has overrides, which a search decides"):
+    with pytest.raises(RecipeError, match="has overrides, which a search writes itself"):
         usable(str(tiny_llama), pinned, candidates, "cpu")
 
 

@@ -161,22 +161,22 @@ def test_a_layer_is_read_when_it_is_due(tmp_path, monkeypatch):
 
 BROKEN = [
     ("fp8 blocks", "mlp.gate_proj.weight_scale_inv", None, r"gate_proj.weight holds codes .*without weight_scale_inv"),
-    ("fp8 blocks", "mlp.gate_proj.weight", None, r"gate_proj: .*weight_scale_inv are not a weight of the format fp8"),
+    ("fp8 blocks", "mlp.gate_proj.weight", None, r"gate_proj: .*weight_scale_inv do not form a valid fp8 weight"),
     ("fp8 blocks", "mlp.gate_proj.weight_scale_inv", "nan", r"gate_proj: dequantizes to \d+ NaN .*a scale"),
     (
         "fp8 blocks",
         "mlp.gate_proj.weight_scale_inv",
         "narrow",
-        r"weight_scale_inv' has shape \(2, 2\), its scheme needs",
+        r"weight_scale_inv' has shape \(2, 2\), but its scheme needs",
     ),
     ("mxfp4 stacks", "mlp.experts.gate_up_proj_scales", None, r"gate_up_proj: has blocks, but no scales"),
-    ("mxfp4 stacks", "mlp.experts.gate_up_proj_blocks", None, r"scales are not a weight of the format mxfp4"),
+    ("mxfp4 stacks", "mlp.experts.gate_up_proj_blocks", None, r"scales do not form a valid mxfp4 weight"),
     ("mxfp4 stacks", "mlp.experts.gate_up_proj_scales", "nan", r"dequantizes to \d+ NaN or infinite values: a scale"),
     (
         "mxfp4 stacks",
         "mlp.experts.gate_up_proj_scales",
         "narrow",
-        r"different numbers of them: blocks \(4,.*scales \(2,",
+        r"differ in the number of experts: blocks \(4,.*scales \(2,",
     ),
     ("int4 experts", "mlp.experts.1.up_proj.weight_scale", None, r"experts\.1\.up_proj: has .*but no weight_scale"),
     ("int4 experts", "mlp.experts.1.up_proj.weight_scale", "nan", r"experts\.1\.up_proj: dequantizes to \d+ NaN"),
@@ -206,9 +206,9 @@ def test_what_cannot_be_read_is_said(quantized_pair, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(quantized_pair("fp8 blocks")[0], source)
     for section, kind, message in [
-        ({"quant_method": "hqq"}, CheckpointError, "method 'hqq', which no known format reads"),
+        ({"quant_method": "hqq"}, CheckpointError, "method 'hqq' is not supported"),
         ({**FP8, "weight_block_size": [128]}, SchemeError, "weight_block_size"),
-        ({"quant_method": "gptq", "bits": 4}, CheckpointError, "has weight, .* but no scales; .*of another model"),
+        ({"quant_method": "gptq", "bits": 4}, CheckpointError, "has weight, .* but no scales; .*with its config.json"),
     ]:
         edit_config(source, quantization_config=section)
         with pytest.raises(kind, match=message) as error:

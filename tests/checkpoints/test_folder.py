@@ -50,7 +50,7 @@ def test_an_adapter_is_recognised(tmp_path):
 def test_pickle_is_never_loaded(tmp_path, name):
     write_config(tmp_path)
     (tmp_path / name).write_bytes(b"x")
-    fails(tmp_path, ModelError, name, "pickle is never loaded", "convert to safetensors")
+    fails(tmp_path, ModelError, name, "never loads pickle files", "convert it to safetensors")
 
 
 def test_gguf_gets_a_hint(tmp_path):

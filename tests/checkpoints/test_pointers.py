@@ -31,7 +31,7 @@ def test_names_that_other_machines_have_left_there_do_no_harm(tmp_path):
 def test_an_adapter_beside_a_model_is_refused(tmp_path):
     for name in ("config.json", "adapter_config.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ModelError, match=r"adapter_config\.json, which would load another"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json, which loads another"):
         check_folder(tmp_path)
 
 
@@ -40,5 +40,5 @@ def test_planning_follows_no_path_of_an_index(tmp_path):
     index = {"metadata": {}, "weight_map": {"a": "../elsewhere/model.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     for reader in (weight_files, from_model):
-        with pytest.raises(CheckpointError, match="only a safetensors file of the same folder"):
+        with pytest.raises(CheckpointError, match="only a safetensors file in the same folder"):
             reader(model)

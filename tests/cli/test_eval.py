@@ -138,7 +138,7 @@ def test_vllm_computes_where_it_is_asked_to(run, monkeypatch, tmp_path, text_fil
         (("--engine-option", "a=1"), 2, "--engine-option is for --engine vllm"),
         (("--engine", "vllm", "--engine-option", "a"), 2, "--engine-option 'a' has no '='"),
         (("--engine", "vllm", "--engine-option", "a={"), 4, "--engine-option a"),
-        (("--engine", "vllm"), 4, "threads is a setting of quantkit's engine"),
+        (("--engine", "vllm"), 4, "threads works only with quantkit's engine"),
     ],
 )
 def test_options_that_the_engine_does_not_have_are_one_line(run, monkeypatch, args, code, message):

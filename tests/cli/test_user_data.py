@@ -72,7 +72,7 @@ def test_a_folder_of_the_users_where_a_command_would_work_is_kept(call, tmp_path
     for further in ([], ["--overwrite"], [] if "convert" in command else ["--no-resume"]):
         code, error = call(command, *further)
         assert code == 4
-        assert f"{folder} is where quantkit would work" in error
+        assert f"{folder} as a work folder" in error
         assert tree(tmp_path) == before
 
 
@@ -211,8 +211,8 @@ def test_a_page_replaces_nothing_unless_it_is_one_and_asked_for(run, verified, t
         (page, (), "exists already; choose another --output or pass --overwrite"),
         (note, (), "exists already"),
         (note, ("--overwrite",), "was not written by quantkit, so it is not replaced"),
-        (link, ("--overwrite",), "is no file of its own"),
-        (verified, ("--overwrite",), "is no file of its own"),
+        (link, ("--overwrite",), "is not a regular file"),
+        (verified, ("--overwrite",), "is not a regular file"),
     ]:
         for reports in ([verified], [verified, verified]):
             code, _, error = run("report", *reports, "-o", path, *flags)

@@ -124,7 +124,7 @@ def test_what_cannot_be_proven_is_refused_before_compressing(run, tmp_path, monk
     monkeypatch.setattr("quantkit.compress.pipeline.quantize", lambda *_, **__: pytest.fail("compressed"))
     code, _, err = compress(run, tmp_path / "out", "--gate", "kl<=nothing")
     assert code == 4
-    assert "cannot be read" in err
+    assert "is not valid; write a metric" in err
     code, _, err = compress(run, tmp_path / "out.gguf", "--format", "gguf")
     assert code == 4
     assert "convert --to gguf" in err

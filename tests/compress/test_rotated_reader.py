@@ -58,7 +58,7 @@ def test_a_view_is_the_same_whichever_way_it_is_read(tmp_path):
     source = make_model(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
     reader = rotated(source)
     assert "lm_head.weight" in reader and reader.config["tie_word_embeddings"] is False
-    assert any("gets 0.0 MB of its own" in note for note in reader.notes)
+    assert any("its own weights add 0.0 MB" in note for note in reader.notes)
     for name in reader.names:
         whole = reader.tensor(name)
         assert whole.dtype == reader.info(name).dtype and tuple(whole.shape) == reader.info(name).shape
@@ -91,11 +91,11 @@ def test_outliers_are_spread(tmp_path):
         ("cohere", "its norms subtract the mean"),
         ("gemma2", "a norm stands between"),
         ("olmo2", "a norm stands between"),
-        ("qwen3_moe", "experts, are not offered"),
+        ("qwen3_moe", "experts, are not supported"),
     ],
 )
 def test_what_cannot_be_rotated_is_refused(tmp_path, family, reason):
-    with pytest.raises(ModelError, match=f"the step rotate cannot take this model: .*{reason}"):
+    with pytest.raises(ModelError, match=f"the step rotate does not support this model: .*{reason}"):
         rotated(make_model(tmp_path / "source", family))
 
 

@@ -31,13 +31,13 @@ def first_of_two(monkeypatch):
 
 
 def test_a_port_in_use_is_said(first_of_two):
-    with socket.create_server(("", first_of_two)), pytest.raises(InputError, match=f"cannot meet .*{first_of_two}"):
+    with socket.create_server(("", first_of_two)), pytest.raises(InputError, match=f"cannot connect .*{first_of_two}"):
         job._meet()
 
 
 def test_who_does_not_come_is_waited_for_no_longer_than_the_patience(first_of_two, monkeypatch):
     monkeypatch.setattr(job, "START", timedelta(seconds=1))
-    with pytest.raises(ResourceError, match="not all processes of this job came together"):
+    with pytest.raises(ResourceError, match="not all processes of this job connected"):
         job._meet()
 
 
@@ -81,7 +81,7 @@ def test_a_death_ends_all_in_one_line(capfd, monkeypatch, killed, then):
     assert launch(2, python(DIE.format(killed=killed, then=then))) == 5
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert f"rank {killed} was lost: killed, or its machine is gone (signal 9); give the same command again" in said
+    assert f"rank {killed} was lost: killed, or its machine is gone (signal 9); run the same command again" in said
 
 
 def lose():

@@ -82,15 +82,15 @@ def test_what_does_not_fit_is_one_line(llm):
     model = QuantkitLM(llm)
     with pytest.raises(RequestError, match="generates 512 tokens, but the model's context is 512; lower max_gen_toks"):
         model.generate_until(instances("generate_until", [("x", {"max_gen_toks": 512})]))
-    with pytest.raises(RequestError, match="a continuation has 920 tokens after 2 of context"):
+    with pytest.raises(RequestError, match="2 tokens of context and 920 of continuation"):
         model.loglikelihood(instances("loglikelihood", [("x", LONG)]))
-    with pytest.raises(RequestError, match="a continuation has 0 tokens"):
+    with pytest.raises(RequestError, match="2 tokens of context and 0 of continuation"):
         model.loglikelihood(instances("loglikelihood", [("x", "")]))
 
 
 def test_a_model_without_tokenizer_is_refused(tmp_path):
     bare = make_loud_model(tmp_path / "bare", "llama")
-    with pytest.raises(RequestError, match="no usable tokenizer; tasks are text"):
+    with pytest.raises(RequestError, match="no usable tokenizer, which tasks need"):
         QuantkitLM(str(bare), dtype="float32", threads=1)
 
 

@@ -233,9 +233,9 @@ def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth
 
 
 def test_lengths_that_do_not_fit(stranger):
-    with pytest.raises(DataError, match=r"no length of 600, 9000 tokens fits: .* holds 500"):
+    with pytest.raises(DataError, match=r"none of the lengths 600, 9000 fits: .* has room for 500 prompt tokens"):
         long_context(stranger, lengths=[600, 9000])
-    with pytest.raises(DataError, match=r"depth 1\.5 .*must be 0 to 1"):
+    with pytest.raises(DataError, match=r"depth 1\.5 .*is not between 0 and 1"):
         long_context(stranger, lengths=[100], depths=[1.5])
 
 

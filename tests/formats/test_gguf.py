@@ -42,7 +42,7 @@ def test_blocks_mean_what_the_library_reads(name):
 
 
 def test_a_type_without_values_is_not_decoded():
-    with pytest.raises(CheckpointError, match="Q8_K cannot be decoded"):
+    with pytest.raises(CheckpointError, match="Q8_K is not supported"):
         dequantize_blocks(Block.Q8_K, torch.zeros(num_bytes(Block.Q8_K, (256,)), dtype=torch.uint8), (1, 256))
 
 
@@ -107,7 +107,7 @@ REFUSED = [
     (linear("int8", inputs="int8"), (32, 64), "activations"),
     (linear("int5", 32, symmetric=False), (32, 64), "int5 g32 asym"),
     (linear("int6", 64), (32, 512), "256 or channel, or weights.dtype to int5 or int8"),
-    (linear("int6"), (32, 96), "a scale per 256 inputs"),
+    (linear("int6"), (32, 96), "one scale per 256 inputs"),
     (linear("nvfp4"), (32, 64), "not nvfp4 g16"),
 ]
 
@@ -206,7 +206,7 @@ def test_our_bytes_are_those_of_the_library(tmp_path):
 
 
 def test_names_that_gguf_has_no_room_for(tmp_path):
-    with pytest.raises(CheckpointError, match="does not fit into GGUF"):
+    with pytest.raises(CheckpointError, match="cannot be stored in a GGUF file"):
         write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"x" * 64: (Block.F32, (1,))}, [])
 
 
@@ -219,7 +219,7 @@ def test_names_that_gguf_has_no_room_for(tmp_path):
     ids=lambda value: repr(value)[:20],
 )
 def test_values_that_gguf_has_no_room_for(tmp_path, value):
-    with pytest.raises(CheckpointError, match=r"rope\.freq_base .* does not fit into a GGUF file"):
+    with pytest.raises(CheckpointError, match=r"rope\.freq_base .* cannot be stored in a GGUF file"):
         write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama", "rope.freq_base": value}, {}, [])
 
 

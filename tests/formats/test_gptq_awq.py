@@ -200,8 +200,8 @@ REFUSED = [
     ("gptq", linear("fp8"), (32, 64), "weights.dtype"),
     ("gptq", linear("int8", inputs="int8"), (32, 64), "compressed-tensors"),
     ("gptq", linear("int4", 48), (32, 64), "weights.group_size"),
-    ("gptq-v2", linear("int4"), (40, 64), "outputs in multiples of 32, this linear has 40"),
-    ("gptq-v2", linear("int4"), (32, 172), "inputs in multiples of 32, this linear has 172"),
+    ("gptq-v2", linear("int4"), (40, 64), "multiple of 32 outputs, but this linear has 40"),
+    ("gptq-v2", linear("int4"), (32, 172), "multiple of 32 inputs, but this linear has 172"),
     ("awq", linear("int4", 32), (32, 64), "weights.symmetric=false"),
     ("awq", linear("int8", 32, symmetric=False), (32, 64), "weights.dtype=int4"),
     ("awq", linear("int4", 32, symmetric=False), (36, 64), "has 36"),
@@ -245,13 +245,13 @@ def test_contradictory_tensors_are_refused(name):
 
 
 BAD_CONFIGS = [
-    ({"quant_method": "gptq", "bits": 5, "group_size": 32}, "bits is 5"),
+    ({"quant_method": "gptq", "bits": 5, "group_size": 32}, "bits 5 is not supported"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": 1}, "sym is 1"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, "not a regular expression"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": []}, None),
-    ({"quant_method": "awq", "bits": 8}, "bits is 8"),
+    ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
     ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "x"}, "list of names"),
 ]

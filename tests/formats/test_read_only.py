@@ -267,7 +267,7 @@ def test_they_are_not_written(name):
         lambda: format_.config({}, []),
         lambda: format_.encode(None, scheme),
     ):
-        with pytest.raises(SchemeError, match="read, not written"):
+        with pytest.raises(SchemeError, match="but not write them"):
             attempt()
 
 

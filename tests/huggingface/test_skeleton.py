@@ -105,7 +105,7 @@ def test_wrong_shapes_and_missing_tensors_are_named(tmp_path):
         open_skeleton(folder).check_tensors()
     tensors["model.layers.0.input_layernorm.weight"] = norm[:32].contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"has shape \(32,\), config.json says \(64,\)"):
+    with pytest.raises(CheckpointError, match=r"has shape \(32,\), but config.json says \(64,\)"):
         open_skeleton(folder).check_tensors()
 
 

@@ -112,9 +112,9 @@ def test_schemes_survive_plain_data(name):
 
 
 def test_what_no_cache_keeps_is_refused():
-    with pytest.raises(SchemeError, match="no KV cache keeps values as int4 per channel"):
+    with pytest.raises(SchemeError, match="a KV cache cannot store values as int4 per channel"):
         find_cache_scheme("values", "int4", "channel")
-    with pytest.raises(SchemeError, match="rotation of the KV cache is 'random'"):
+    with pytest.raises(SchemeError, match="KV cache rotation 'random' is not supported"):
         scheme_from_dict({"rotation": "random"})
-    with pytest.raises(SchemeError, match="keys of the KV cache are 'int4'; expected dtype and granularity"):
+    with pytest.raises(SchemeError, match="KV cache keys are 'int4'; expected a mapping with dtype and granularity"):
         scheme_from_dict({"keys": "int4"})

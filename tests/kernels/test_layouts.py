@@ -134,7 +134,7 @@ def test_names_of_kv_types():
     assert kv_scheme("int4") == KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN)
     assert kv_dtype("bf16", torch.float32) is torch.bfloat16
     assert kv_dtype("int8", torch.float32) is torch.float32
-    with pytest.raises(SchemeError, match=r"unknown KV cache type 'fp9' \(did you mean 'fp8'\?\); there are: auto"):
+    with pytest.raises(SchemeError, match=r"unknown KV cache type 'fp9' \(did you mean 'fp8'\?\); supported: auto"):
         kv_scheme("fp9")
 
 
@@ -142,6 +142,6 @@ def test_impossible_layouts_are_refused():
     with pytest.raises(SchemeError, match="int4 keys need an even number of channels, not 7; use int8"):
         layout("int4", dim=7)
     with pytest.raises(
-        SchemeError, match="no KV cache keeps values as int4 per channel asymmetric; use int4 per token"
+        SchemeError, match="a KV cache cannot store values as int4 per channel asymmetric; use int4 per token"
     ):
         layout(cache=LayerCache(scheme=KVScheme(value=INT4_CHANNEL)))

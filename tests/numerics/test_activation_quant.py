@@ -59,7 +59,7 @@ def test_a_calibrated_scale_is_never_made_up():
         ActivationScheme(dtype=FP8, granularity="tensor", dynamic=False),
         ActivationScheme(dtype=NVFP4, group_size=16),
     ):
-        with pytest.raises(CheckpointError, match="need a calibrated scale"):
+        with pytest.raises(CheckpointError, match="need a calibrated input scale"):
             fake_quantize_inputs(torch.randn(2, 16), scheme)
 
 

@@ -88,10 +88,10 @@ def test_many_stars_are_no_bomb():
         (r"\p{L}", "bad escape"),
         (r"(a)(?R)", "not a regular expression"),
         (r"(?V1)a", "not a regular expression"),
-        ("(?:(?:a{1000}){1000}){1000}", "more than 10000 repeats"),
+        ("(?:(?:a{1000}){1000}){1000}", "product of its counts in braces is over 10000"),
         ("a{1000000000000}", "not a regular expression"),
         ("(" * 400 + ")" * 400, "not a regular expression"),
-        ("a" * 1001, "at most 1000 are read"),
+        ("a" * 1001, "at most 1000 are allowed"),
     ],
 )
 def test_what_another_engine_reads_otherwise_is_refused(expression, why):
@@ -108,7 +108,7 @@ def test_a_name_is_no_expression_however_long():
 
 def test_too_many_expressions_are_refused_and_names_are_not():
     Scheme(default=None, rules=tuple(Rule(pattern=f"a.{i}", linear=EIGHT) for i in range(20_000)))
-    with pytest.raises(SchemeError, match="4097 patterns are too many"):
+    with pytest.raises(SchemeError, match="4097 patterns with wildcards are too many"):
         Scheme(default=None, rules=tuple(Rule(pattern=f"*a{i}", linear=EIGHT) for i in range(4097)))
 
 
@@ -124,7 +124,7 @@ def test_as_many_names_as_a_large_mixture_has_are_found_at_once():
 @pytest.mark.parametrize("text", ["re:(a+)+$", "re:(a|a)*b", "re:.*a.*b.*c.*d.*e", "a?" * 30, "(a|a)" * 30, "x" * 2000])
 def test_other_libraries_get_no_endless_expression(text):
     for section in ({"ignore": [text]}, {"config_groups": {"g": {"targets": [text]}}}, {"dynamic": {text: {}}}):
-        with pytest.raises(SchemeError, match="may take for ever"):
+        with pytest.raises(SchemeError, match="may take forever"):
             check_for_others({"text_config": {"quantization_config": section}})
 
 

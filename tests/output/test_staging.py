@@ -197,7 +197,7 @@ def test_what_quantkit_did_not_write_is_not_replaced(tmp_path, kind):
 def test_a_checkpoint_with_a_link_or_under_one_is_not_replaced(tmp_path):
     make_checkpoint(tmp_path / "real")
     (tmp_path / "out").symlink_to(tmp_path / "real")
-    with pytest.raises(OutputError, match="out is no directory of its own"):
+    with pytest.raises(OutputError, match="out is not a directory"):
         write(tmp_path / "out", overwrite=True)
     (tmp_path / "real" / "tokenizer.json").symlink_to("/etc/hostname")
     with pytest.raises(OutputError, match=r"real holds tokenizer\.json, which quantkit did not write"):
@@ -230,7 +230,7 @@ def test_a_file_replaces_only_its_kind(tmp_path, check):
     make_checkpoint(tmp_path / "folder")
     os.mkfifo(tmp_path / "fifo")
     for name in ("link", "folder", "fifo"):
-        with pytest.raises(OutputError, match=f"{name} is no file of its own"):
+        with pytest.raises(OutputError, match=f"{name} is not a regular file"):
             write_file(tmp_path / name, check)
     if check is check_gguf:
         (tmp_path / "letter").write_text("dear")
@@ -241,7 +241,7 @@ def test_a_file_replaces_only_its_kind(tmp_path, check):
 
 @pytest.mark.parametrize("output", [".", "..", "a/..", "/"])
 def test_an_output_without_a_name_is_refused(output):
-    with pytest.raises(OutputError, match="has no name of its own"):
+    with pytest.raises(OutputError, match="has no file name"):
         write(Path(output))
 
 
@@ -359,7 +359,7 @@ def test_what_was_moved_aside_is_kept_when_its_place_is_taken(tmp_path):
     make_checkpoint(tmp_path / "out")
     killed_between_renames(tmp_path / "out")
     make_checkpoint(tmp_path / "out", "the user's")
-    with pytest.raises(OutputError, match=r"replaced is what .*out was before an interrupted run"):
+    with pytest.raises(OutputError, match=r"replaced is the old .*out, which an interrupted run moved there"):
         write(tmp_path / "out", overwrite=True)
     assert content(tmp_path / "out") == "the user's"
     assert content(tmp_path / "out.partial" / "replaced") == "old"

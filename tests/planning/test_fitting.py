@@ -260,7 +260,7 @@ def test_who_reads_a_recipe_on_a_device(tmp_path):
     assert (amd["vLLM"], amd["SGLang"], amd["transformers"], amd["llama.cpp"]) == ("unknown", "unknown", "slow", "no")
     with pytest.raises(InputError, match="unknown engine 'trt'"):
         answers(tmp_path, "rtn-int4", engine="trt")
-    with pytest.raises(RecipeError, match="--engine asks who reads what a recipe makes; give --recipe too"):
+    with pytest.raises(RecipeError, match="--engine checks the result of a recipe; give --recipe too"):
         estimate(engine="vllm")
 
 
@@ -278,7 +278,7 @@ def test_a_shape_file_is_a_config_in_yaml(tmp_path):
     [
         ("hidden_sizes: 64", "unknown entry 'hidden_sizes' \\(did you mean 'hidden_size'\\?\\)"),
         ("hidden_size: 64", "'vocab_size' is missing"),
-        ("- 1", "holds no mapping of names"),
+        ("- 1", "is not a mapping of names"),
         ("a: [", "not valid YAML"),
         (None, "cannot be read .*No such file"),
     ],
@@ -300,7 +300,7 @@ def test_every_entry_that_the_published_shapes_use_may_stand_in_a_shape_file():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"params": "7B", "shape_file": "x.yaml"}, "--shape and --params both say which model"),
+        ({"params": "7B", "shape_file": "x.yaml"}, "--shape and --params both name a model"),
         ({"params": "7B", "recipe": "rtn-int8"}, "a recipe needs the model's layers"),
         ({"kv_cache": "fp9"}, "unknown KV cache type 'fp9' \\(did you mean 'fp8'\\?\\)"),
         ({"head": "int7"}, "unknown head type 'int7'"),

@@ -44,7 +44,7 @@ def test_planning_sizes_a_new_format_by_its_own_answer(add):
 
 def test_a_new_format_that_does_not_say_its_bytes_is_refused(add):
     add("")
-    with pytest.raises(SchemeError, match="bytewise format does not say"):
+    with pytest.raises(SchemeError, match="bytewise format cannot count the bytes of a weight"):
         from_linear(SCHEMES["int4-g32"], "bytewise").matrix_bytes(32, 64)
 
 

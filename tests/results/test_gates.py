@@ -35,13 +35,13 @@ def test_gates_are_read(text, expected):
 
 
 REFUSED = [
-    ("recoverey>=98", r"no number is called 'recoverey' \(did you mean 'recovery'\?\)"),
-    ("recovery=98", r"cannot be read; write a number, a comparison and a limit, e\.g\. recovery>=98\.9"),
-    ("recovery>=", "cannot be read"),
+    ("recoverey>=98", r"unknown metric 'recoverey' \(did you mean 'recovery'\?\)"),
+    ("recovery=98", r"is not valid; write a metric, a comparison and a limit, e\.g\. recovery>=98\.9"),
+    ("recovery>=", "is not valid"),
     ("recovery>=9.8.7", "'9.8.7' is not a number"),
-    ("recovery>=0.989", "recovery is in per cent of the original, about 100, so a limit of 0.989 is probably mistaken"),
+    ("recovery>=0.989", "recovery is in per cent of the original, about 100, so the limit 0.989 is probably wrong"),
     ("top1>=97", "top1 is a share between 0 and 1"),
-    ("", "cannot be read"),
+    ("", "is not valid"),
 ]
 
 

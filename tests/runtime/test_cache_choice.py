@@ -165,16 +165,16 @@ def test_checkpoints_of_other_tools(tmp_path, name):
 
 
 BROKEN = {
-    "missing": ({}, "config.json announces fixed scales of the KV cache, but model.layers.0.self_attn.k_scale"),
-    "one side": (by_layer("k_scale"), "a fixed scale for only one of keys and values"),
+    "missing": ({}, "config.json promises fixed KV cache scales, but model.layers.0.self_attn.k_scale"),
+    "one side": (by_layer("k_scale"), "has scales for only one of keys and values"),
     "zero": ({**by_layer("k_scale", "v_scale"), "model.layers.1.self_attn.v_scale": torch.zeros(1)}, "v_scale is 0"),
     "nan": (
         {**by_layer("k_scale", "v_scale"), "model.layers.0.self_attn.k_scale": torch.tensor(float("nan"))},
-        "k_scale is nan: a scale of the KV cache must be a positive number",
+        "k_scale is nan, but a scale of the KV cache must be positive",
     ),
     "heads": (
         {**by_layer("k_scale", "v_scale"), "model.layers.0.self_attn.k_scale": torch.ones(3)},
-        "k_scale has 3 values; expected one, or one for each of 2 heads",
+        "k_scale has 3 values; expected 1, or one per head",
     ),
 }
 
@@ -204,7 +204,7 @@ def test_what_is_not_known_is_said_and_not_followed(tmp_path):
     reader = CheckpointReader(path)
     actual = read_stored_cache(reader, read_config(reader.config, find(reader.config)))
     assert actual.schemes is None
-    assert "kv_cache_scheme says 8-bit int" in actual.note
+    assert "kv_cache_scheme with 8-bit int" in actual.note
     assert kept(run(path)) == ["keys unquantized, values unquantized"] * 2
     edit_config(path, quantkit_kv_cache={"version": 9})
     assert "version 9" in read_stored_cache(CheckpointReader(path), run(path).model.config).note
@@ -251,7 +251,7 @@ def own_entry(**changes):
     ],
 )
 def test_what_says_nothing_of_a_cache_is_refused(config):
-    with pytest.raises(SchemeError, match=r"names layer|a layer of the KV cache is inf|with strategy"):
+    with pytest.raises(SchemeError, match=r"names layer|a layer of the KV cache is inf|strategy .* is not supported"):
         read_cache_schemes(config, 4)
 
 

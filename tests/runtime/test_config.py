@@ -152,9 +152,9 @@ BAD = [
     ({"num_attention_heads": True}, "num_attention_heads is True"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),
-    ({"head_dim": 15}, "15 of 15 channels of a head would be rotated"),
+    ({"head_dim": 15}, "rotary width 15 must be even and from 2 to head_dim 15"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-    ({"hidden_act": 3}, "hidden_act is 3, not a name"),
+    ({"hidden_act": 3}, "hidden_act is 3, not a string"),
     ({"rope_scaling": {"type": "linear"}}, "RoPE: 'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5 is below 1"),
     ({"rope_scaling": 4.0}, "RoPE entries are a float"),
@@ -165,7 +165,7 @@ BAD = [
         {"rope_scaling": {"type": "longrope", "factor": 2, "original_max_position_embeddings": 1, "short_factor": 3}},
         "short_factor is a int, not a list",
     ),
-    ({"rope_scaling": {"type": "dynamic", "factor": 1e308}}, r"factor 1e\+308 is over 1000000"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 1e308}}, r"factor 1e\+308 is above 1000000"),
     (
         {
             "architectures": ["Gemma3ForCausalLM"],
@@ -191,7 +191,7 @@ BAD = [
     ),
     (
         {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3},
-        "mlp_only_layers is 3, not a list of layers",
+        "mlp_only_layers is 3, not a list of layer numbers",
     ),
     (
         {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
@@ -200,7 +200,7 @@ BAD = [
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "not a list of 8 numbers"),
     (
         {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]},
-        "layer_types must name one of full_attention, sliding_attention for each of the 4 layers",
+        "layer_types has 1 entries; expected one",
     ),
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers must be a list"),
     (

@@ -13,5 +13,5 @@ def test_devices():
     assert pick_device("cpu") == torch.device("cpu")
     with pytest.raises(InputError, match="unknown device 'tpu'"):
         pick_device("tpu")
-    with pytest.raises(InputError, match="device 'cuda:99' is not there"):
+    with pytest.raises(InputError, match="device 'cuda:99' does not exist"):
         pick_device("cuda:99")

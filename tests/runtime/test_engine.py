@@ -204,7 +204,7 @@ def test_a_prompt_is_whole_numbers_of_any_kind():
         build_engine(), [[1, 2]], SamplingParams()
     )
     for wrong in ([1.5], ["1"], [None]):
-        with pytest.raises(RequestError, match="not a list of token numbers"):
+        with pytest.raises(RequestError, match="not a list of token ids"):
             build_engine().add(wrong)
 
 

@@ -65,5 +65,5 @@ def test_what_is_no_memory_and_what_is_unknown_is_refused():
 
 
 def test_the_names_of_cache_types_are_those_that_layouts_know():
-    with pytest.raises(SchemeError, match=f"there are: {', '.join(KV_TYPES)}$"):
+    with pytest.raises(SchemeError, match=f"supported: {', '.join(KV_TYPES)}$"):
         kv_scheme("int5")

@@ -227,7 +227,7 @@ def test_small_budgets_get_small_pages_in_runtime_and_plan(tmp_path, budget, pag
 
 def test_too_small_a_budget_is_refused_alike_by_runtime_and_plan(tmp_path):
     folder = make_loud_model(tmp_path, "llama")
-    message = "need 52 in pages of 16: give 52 or more"
+    message = "pages of 16 tokens, give at least 52"
     with pytest.raises(RequestError, match=message):
         LLM(folder, kv_budget=51, max_length=400, lazy=True)
     with pytest.raises(RequestError, match=message):
@@ -265,8 +265,11 @@ def test_steps_that_are_launched_early_or_guessed_write_the_same_text(model, set
 
 
 REFUSED = {
-    "need 13 in pages of 4: give 13 or more": {"kv_budget": 12},
-    "KV pool holds 80; a prompt is computed beside it: give a budget of 76 or less": {"kv_budget": 78, "num_pages": 20},
+    "pages of 4 tokens, give at least 13": {"kv_budget": 12},
+    "KV pool holds 80 and needs a free page .* give a budget of 76 or less": {
+        "kv_budget": 78,
+        "num_pages": 20,
+    },
 }
 
 
@@ -283,10 +286,10 @@ def test_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(InputError, match="neither tokens nor a share"):
         EngineConfig(kv_budget="120%")
     windowed = make_loud_model(tmp_path / "windowed", "gemma3_text")
-    with pytest.raises(RequestError, match=r"need 44 in pages of 4 beside the sliding window of 32 tokens"):
+    with pytest.raises(RequestError, match=r"pages of 4 tokens and a sliding window of 32, give at least 44"):
         LLM(windowed, page_size=4, kv_budget=40, lazy=True)
     plain = make_loud_model(tmp_path / "plain", "llama")
-    with pytest.raises(RequestError, match="a draft model keeps all keys and values"):
+    with pytest.raises(RequestError, match="a draft model, which keeps all keys and values"):
         LLM(plain, kv_budget=256, speculate=plain, lazy=True)
     with pytest.raises(RequestError, match="keeps its keys and values itself"):
         LLM(plain, kv_budget=256, backend="transformers")

@@ -56,7 +56,7 @@ def test_drafts_change_nothing(folder):
 
 @pytest.mark.parametrize("schema", ["{", '{"type": "fruit"}', '{"$ref": "http://x/y"}', "[]"])
 def test_what_is_no_schema_is_refused(folder, schema):
-    with pytest.raises(RequestError, match="json_schema cannot be followed"):
+    with pytest.raises(RequestError, match="json_schema is not supported"):
         LLM(folder, threads=1).generate("a", SamplingParams(json_schema=schema))
 
 

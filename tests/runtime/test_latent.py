@@ -84,6 +84,6 @@ def test_eight_bits_are_close(tmp_path, name, most):
 
 def test_four_bits_are_refused(latent):
     model = load_model(latent, dtype="float32", backend="native")
-    with pytest.raises(SchemeError, match=r"latent attention keeps no int4 .* use bf16, fp8 or int8"):
+    with pytest.raises(SchemeError, match=r"latent attention does not support int4 .* use bf16, fp8 or int8"):
         model.layouts("int4", 16)
     assert not AttentionShape(num_heads=4, key_dim=48, rope_dim=16).offers(INT4)

@@ -212,9 +212,9 @@ def unread(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"intermediate_size": 100}, r"mlp.gate_proj.weight has shape \(96, 64\), config.json says \(100, 64\)"),
-        ({"vocab_size": 300}, r"embed_tokens.weight has shape \(260, 64\), config.json says \(300, 64\)"),
-        ({"num_key_value_heads": 4}, r"k_proj.weight has shape \(32, 64\), config.json says \(64, 64\)"),
+        ({"intermediate_size": 100}, r"mlp.gate_proj.weight has shape \(96, 64\), but config.json says \(100, 64\)"),
+        ({"vocab_size": 300}, r"embed_tokens.weight has shape \(260, 64\), but config.json says \(300, 64\)"),
+        ({"num_key_value_heads": 4}, r"k_proj.weight has shape \(32, 64\), but config.json says \(64, 64\)"),
         ({"num_hidden_layers": 3}, r"tensor model.layers.2.input_layernorm.weight \(64,\) is missing"),
         ({"num_hidden_layers": 1}, r"tensor model.layers.1.* has no place in the model"),
         ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}, r"self_attn.q_norm.weight \(16,\) is missing"),
@@ -234,7 +234,7 @@ def test_a_config_of_another_model_is_refused_first(llama, tmp_path, unread, cha
 def test_a_quantized_shape_that_contradicts_is_refused(llama, tmp_path):
     quantkit.quantize(llama, "rtn-int4", tmp_path / "out", overrides=GROUPS)
     edit_config(tmp_path / "out", intermediate_size=128)
-    with pytest.raises(CheckpointError, match=r"mlp.gate_proj has shape \(96, 64\), config.json says \(128, 64\)"):
+    with pytest.raises(CheckpointError, match=r"mlp.gate_proj has shape \(96, 64\), but config.json says \(128, 64\)"):
         load_model(tmp_path / "out")
 
 
@@ -274,9 +274,11 @@ def test_the_backend_is_chosen_by_what_the_family_needs(llama, tmp_path):
     assert isinstance(load_model(llama, backend="transformers"), TransformersModel)
     other = make_loud_model(tmp_path / "other", "bloom")
     assert isinstance(load_model(other), TransformersModel)
-    with pytest.raises(ModelError, match="'BloomForCausalLM' is not computed natively; use backend='transformers'"):
+    with pytest.raises(
+        ModelError, match="'BloomForCausalLM' is not supported by the native backend; use backend='transformers'"
+    ):
         load_model(other, backend="native")
-    with pytest.raises(InputError, match="head_dtype 'int8' is only for models that run natively"):
+    with pytest.raises(InputError, match="head_dtype 'int8' works only with models that run natively"):
         load_model(other, head_dtype="int8")
     # A switch that the family has, but not here.
     clipped = make_loud_model(tmp_path / "clipped", "llama")

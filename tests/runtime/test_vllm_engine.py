@@ -98,9 +98,9 @@ def test_settings_go_in_under_its_names():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kv_cache": "int4"}, "kv_cache is 'int4', which vLLM does not have"),
-        ({"head_dtype": "int8"}, "head_dtype is a setting of quantkit's engine"),
-        ({"speculate": "ngram", "threads": 2}, "speculate, threads is a setting"),
+        ({"kv_cache": "int4"}, "kv_cache is 'int4', which vLLM does not support"),
+        ({"head_dtype": "int8"}, "head_dtype works only with quantkit's engine"),
+        ({"speculate": "ngram", "threads": 2}, "speculate, threads works only"),
     ],
 )
 def test_settings_that_it_does_not_have_are_refused(settings, said):

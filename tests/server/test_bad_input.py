@@ -44,7 +44,7 @@ TABLE = {
     "a token below 0": (*text(prompt=[-1]), 400, None, "token -1; the model knows 0 to"),
     "a token out of range": (*text(prompt=[10**9]), 400, None, "the model knows 0 to"),
     "a token of 30 digits": (*text(prompt=[10**30]), 400, None, "the model knows 0 to"),
-    "too many prompts": (*text(prompt=["a"] * 200), 400, None, "this server takes 72 at once"),
+    "too many prompts": (*text(prompt=["a"] * 200), 400, None, "this server accepts 72 at once"),
     "more prompts than a list may have": (*text(prompt=["a"] * 2000), 400, "prompt", "at most 1024"),
     "a prompt that is too long": (*text(prompt="a" * 600), 400, None, "512"),
     "an answer that is too long": (*text(max_tokens=10_000), 400, None, "512"),
@@ -88,7 +88,7 @@ TABLE = {
         *text(stream=True, echo=True, logprobs=1), 400, "echo", "not streamed"
     ),
     "stream is a text": (*text(stream="yes"), 400, "stream", "boolean"),
-    "another model": (*text(model="gpt-4"), 404, "model", "'tiny' is"),
+    "another model": (*text(model="gpt-4"), 404, "model", "use 'tiny'"),
     "model is a number": (*text(model=4), 400, "model", "string"),
     "no messages": (CHAT, {}, 400, "messages", "messages is missing"),
     "messages of nothing": (*chat(messages=[]), 400, "messages", "at least 1"),
@@ -107,10 +107,10 @@ TABLE = {
     "a schema that is missing": (*chat(response_format={"type": "json_schema"}), 400, "response_format", "together"),
     "a schema that cannot be followed": (
         *chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "fruit"}}}),
-        400, None, "cannot be followed",
+        400, None, "json_schema is not supported",
     ),
     "a template of the client's": (
-        *chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400, "chat_template_kwargs", "not a variable"
+        *chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400, "chat_template_kwargs", "reserved for the server"
     ),
     "tools that are no list": (*chat(tools={"a": 1}), 400, "tools", "list"),
     "tokenize nothing": ("/tokenize", {}, 400, None, "either prompt or messages"),

@@ -62,7 +62,7 @@ def test_who_waits_too_long_in_line_is_sent_away(checkpoint):
         assert caught.value.code == 429
         assert caught.value.headers["Retry-After"] == "1"  # none has ended yet
         status, answer = server.ask("/v1/completions", {**LONG, "prompt": ["a"] * 3})
-        assert (status, "takes 2 at once" in answer["error"]["message"]) == (400, True)
+        assert (status, "accepts 2 at once" in answer["error"]["message"]) == (400, True)
         for stream in streams:
             stream.close()
         wait_until(lambda: is_idle(server))
@@ -86,7 +86,7 @@ def test_longest_prompt(checkpoint):
         assert server.ask("/v1/completions", {"prompt": [5] * 10, "max_tokens": 1})[0] == 200
         status, answer = server.ask("/v1/completions", {"prompt": [5] * 11, "max_tokens": 1})
         assert status == 400
-        assert answer["error"]["message"] == "the prompt has 11 tokens; this server takes 10 at most"
+        assert answer["error"]["message"] == "the prompt has 11 tokens; this server accepts at most 10"
 
 
 def test_a_client_that_leaves_frees_its_pages_within_a_step(served):

@@ -36,6 +36,6 @@ def test_a_connection_that_is_closed_on_us_is_no_answer(closed, served, monkeypa
     if served:
         assert asyncio.run(talk()) == [{"n": 1}]
     else:
-        with pytest.raises(RequestError, match="broke off: ServerDisconnectedError"):
+        with pytest.raises(RequestError, match="ended the answer early: ServerDisconnectedError"):
             asyncio.run(talk())
     assert len(asked) == min(closed + 1, 5)

@@ -180,7 +180,7 @@ def test_asynchronous_clients_share_the_batch(served, llm):
 
 
 def test_errors_have_openais_classes(client, served):
-    with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here; 'tiny' is"):
+    with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here; use 'tiny'"):
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.BadRequestError, match="logit_bias is not supported") as caught:
         client.completions.create(model="tiny", prompt="a", logit_bias={"5": 1})

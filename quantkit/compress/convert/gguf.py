@@ -127,7 +127,7 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
         notes.append(
-            "What the checkpoint says of its KV cache has no place in a GGUF file: choose the types when running, in "
+            "A GGUF file cannot store the KV cache settings of the checkpoint: choose the types at run time, in "
             "llama.cpp with --cache-type-k and --cache-type-v"
         )
     quantized = [(tensor, block) for tensor, block in plan if tensor.is_quantized]
@@ -137,7 +137,7 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
     if after > 1.01 * before > 0:
         types = Counter(block for _, block in quantized)
         listed = ", ".join(f"{block.name} ({8 * num_bytes(block, (256,)) / 256:g} bits per weight)" for block in types)
-        zeros = "; zero points that Q4_1 cannot hold take Q5_0" if Block.Q5_0 in types else ""
+        zeros = "; linears with zero points that Q4_1 cannot store use Q5_0" if Block.Q5_0 in types else ""
         notes.append(
             f"The quantized linears grow by {100 * (after / before - 1):.0f} %, to {listed}: each block of "
             f"{block_values(quantized[0][1])} has a scale of its own{zeros}"
@@ -161,11 +161,11 @@ def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
 
 def _check_source(source: Source, type_name: str | None) -> None:
     if type_name is not None and type_name not in TYPES:
-        raise SchemeError(f"unknown GGUF type {type_name!r}; there are: {', '.join(TYPES)}")
+        raise SchemeError(f"GGUF type {type_name!r} is not supported; supported: {', '.join(TYPES)}")
     if type_name is not None and source.linears:
         raise SchemeError(
-            f"{source.reader.path} is quantized; its codes are carried over as they are, so leave out --type "
-            f"{type_name}, or give the original model"
+            f"{source.reader.path} is quantized, and its codes are copied unchanged; leave out --type {type_name}, "
+            "or give the original model"
         )
     for module, scheme in source.linears.items():
         shape = source.shape(module)
@@ -229,7 +229,7 @@ def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
         block, data = FORMAT.blocks(weight)
     # Decoded by the gguf package, which did not encode them.
     if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
-        raise AuditError(f"{tensor.module}: {block.name} blocks hold other values than the source")
+        raise AuditError(f"{tensor.module}: {block.name} blocks decode to other values than the source")
     return block, data
 
 

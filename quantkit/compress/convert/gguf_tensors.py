@@ -58,13 +58,13 @@ def find_gguf_model(source: Source) -> ModelDescription:
     known = {name: family for name, family in supported().items() if family.gguf is not None}
     family = next((known[name] for name in classes if name in known), None)
     if family is None:
-        raise ModelError(f"{where}: no GGUF names are known for {classes}; known: {', '.join(known)}")
+        raise ModelError(f"{where}: GGUF export of {classes} is not supported; supported: {', '.join(known)}")
     model = describe(config, family, f"{where}/config.json")
     root = family.multipliers.attention_root
     if root is not None and model.entries.number(root, default=model.head_dim) != model.head_dim:
         raise ModelError(
-            f"{where}: {root} is {model.entries.get(root)} and heads are {model.head_dim} wide; "
-            "llama.cpp scales attention by the width"
+            f"{where}: {root} is {model.entries.get(root)}, but llama.cpp scales attention by the head width "
+            f"{model.head_dim}; GGUF export of this model is not supported"
         )
     return model
 
@@ -163,7 +163,9 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
         number, relative = _in_layer(family, full)
         name = outer.get(full) if number is None else of_layer.get(relative)
         if name is None:
-            raise ModelError(f"{source.reader.path}: {module} has no place in a GGUF file of {_names(family).name}")
+            raise ModelError(
+                f"{source.reader.path}: module {module} has no name in GGUF files of {_names(family).name}"
+            )
         is_quantized = module in source.linears
         own = {"weight": source.shape(module)} if is_quantized else {}  # codes are not stored under `weight`
         for local in ("weight", "bias"):
@@ -225,7 +227,8 @@ def _rotary(model: ModelDescription) -> dict[str, Any]:
             entries["rope.scaling.original_context_length"] = rope.original_length
     elif rope.kind not in ("default", "llama3"):
         raise ModelError(
-            f"{model.entries.where} has rope scaling of type {rope.kind!r}, which is not written to GGUF here"
+            f"{model.entries.where}: rope_type {rope.kind!r} is not supported in GGUF; "
+            "supported: default, linear, llama3, yarn"
         )
     return entries
 

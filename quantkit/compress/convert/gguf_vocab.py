@@ -56,7 +56,9 @@ def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[
         settings = read_object(file, ModelError) if file.is_file() else {}
     model = data.get("model") or {}
     if model.get("type") != "BPE":
-        raise ModelError(f"{folder}/tokenizer.json is of type {model.get('type')!r}; GGUF files can hold BPE here")
+        raise ModelError(
+            f"{folder}/tokenizer.json: tokenizer type {model.get('type')!r} is not supported in GGUF; supported: BPE"
+        )
     added = {entry["id"]: entry for entry in data.get("added_tokens") or []}
     tokens, types = _tokens(folder, model["vocab"], added, num_rows, byte_tokens=bool(model.get("byte_fallback")))
     merges = [" ".join(merge if isinstance(merge, list) else [merge]) for merge in model.get("merges") or []]
@@ -94,10 +96,10 @@ def _tokens(
     rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
     for number, token, kind in rows:
         if not isinstance(token, str):
-            raise TypeError(f"the token of id {number} is no text")
+            raise TypeError(f"the token with id {number} is not a text")
         if not 0 <= number < num_rows:
             raise ModelError(
-                f"{folder}/tokenizer.json gives {token!r} the id {number}, the embedding has {num_rows} rows"
+                f"{folder}/tokenizer.json: token {token!r} has id {number}, but the embedding has {num_rows} rows"
             )
         tokens[number], types[number] = token, kind
     return tokens, types
@@ -122,8 +124,8 @@ def _split_name(folder: Path, splits: list[Mapping[str, Any]]) -> str:
     if steps in _PRE:
         return _PRE[steps]
     raise ModelError(
-        f"{folder}/tokenizer.json splits text by {list(steps)}, for which no llama.cpp tokenizer is known here; "
-        f"known: {', '.join(_PRE.values())}"
+        f"{folder}/tokenizer.json splits text by {list(steps)}, which is not supported in GGUF; "
+        f"supported: {', '.join(_PRE.values())}"
     )
 
 

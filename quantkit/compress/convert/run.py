@@ -84,7 +84,7 @@ def convert(
     if format_.suffix:  # one file
         write = partial(write_gguf, source, type_name=type_name, progress=progress)
     elif type_name is not None:
-        raise SchemeError(f"types are for gguf; {to} keeps the codes as they are, leave --type {type_name} out")
+        raise SchemeError(f"--type {type_name} is only for gguf; {to} keeps the codes unchanged, so leave --type out")
     else:
         # Raises here, before anything is created, if the target cannot store the source.
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)

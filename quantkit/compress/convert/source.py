@@ -88,14 +88,16 @@ def open_source(path: Path) -> Source:
         return Source(reader=reader, format=DENSE, linears={}, modules=modules)
     format_, scheme = described
     if format_.is_stacked:
-        raise SchemeError(f"{reader.path}: experts stacked in {format_.name} cannot be converted; use quantize")
+        raise SchemeError(
+            f"{reader.path}: stacked experts in {format_.name} cannot be converted; use `quantkit quantize`"
+        )
     schemes = {module: scheme.find(module) for module, tensors in modules.items() if stores_codes(tensors)}
     linears = {module: linear for module, linear in schemes.items() if linear is not None}
     if not linears and scheme.default is None:
-        raise CheckpointError(f"{reader.path}: only its KV cache is quantized, no weights; there is nothing to convert")
+        raise CheckpointError(f"{reader.path}: only the KV cache is quantized, so there are no weights to convert")
     if not linears:
         raise CheckpointError(
             f"{reader.path}: config.json says {format_.name}, but no module has tensors of that format; "
-            "config.json and weights do not belong together"
+            "copy the config.json that belongs to these weights"
         )
     return Source(reader=reader, format=format_, linears=linears, modules=modules)

@@ -64,9 +64,9 @@ def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
     others = [other for other in REGISTRY.all().values() if other not in (refused, source.format)]
     holding = [other for other in others if _works(source, other)]
     codes = ", ".join(other.name for other in holding if other.keeps_codes)
-    values = "".join(f"; {other.name} holds their values" for other in holding if not other.keeps_codes)
-    hint = f"these hold all of it: {codes}" if codes else f"no other format holds the codes{values}"
-    return SchemeError(f"{source.reader.path} does not fit format {refused.name}: {error}; {hint}")
+    values = "".join(f"; {other.name} can store their values" for other in holding if not other.keeps_codes)
+    hint = f"formats that can store it: {codes}" if codes else f"no other format can store the codes{values}"
+    return SchemeError(f"format {refused.name} cannot store {source.reader.path}: {error}; {hint}")
 
 
 def kv_cache_scheme(source: Source) -> Any:
@@ -111,7 +111,7 @@ def _check(source: Source, format_: Format) -> Target:
     _check_fused(source, linears)
     if kv_cache_scheme(source) is not None and format_ is not source.format:
         raise SchemeError(
-            f"it has calibrated scales of the KV cache, which only {source.format.name} says in config.json"
+            f"the checkpoint has calibrated KV-cache scales, which only {source.format.name} can record in config.json"
         )
     ignored = tuple(dict.fromkeys(_ignored(source)))
     # Called for its checks: schemes that fit alone may not fit together.
@@ -171,7 +171,7 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
     dtypes = " or ".join(dtype_name(dtype) for dtype in format_.scale_dtypes)
     raise SchemeError(
         f"its scales are {str(scale.dtype).removeprefix('torch.')} and would be rounded to {dtypes}; "
-        "quantize the model with this --format from the start"
+        "quantize the original model with this --format instead"
     )
 
 
@@ -187,7 +187,7 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
         for conflict in fused_conflicts(family.sets_of_layer(here.__contains__), here):
             raise SchemeError(f"{layer}: {conflict}")
     if config.get("tie_word_embeddings") and family.head in linears:
-        raise SchemeError(f"{family.head} is quantized but tied to the embedding, which loaders do not take")
+        raise SchemeError(f"{family.head} is quantized but tied to the embedding, which loaders do not support")
 
 
 def _ignored(source: Source) -> Iterator[str]:

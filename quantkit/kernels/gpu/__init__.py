@@ -1,9 +1,9 @@
-"""Kernels for CUDA devices, written in Triton: imported only where a tensor is on one and Triton is there.
+"""Triton kernels for CUDA devices; imported only if a tensor is on such a device and Triton is installed.
 
-`QUANTKIT_TRITON=0` switches them off; then, and without Triton, torch does the work, and it also replaces each family
-of them that computes something else on a device or that Triton refuses there. Each file has its device functions first
-and the Python functions that launch them last. What they compute is written in `kernels.reference` and `numerics`;
-tests hold them to it through Triton's interpreter.
+`QUANTKIT_TRITON=0` disables the kernels. Torch does the work if they are disabled or Triton is missing. Torch also
+replaces a family of kernels that gives wrong results or does not compile on a device. Each file has its device
+functions first, then the Python functions that launch them. `kernels.reference` and `numerics` define the results;
+tests compare the kernels with these in Triton's interpreter.
 """
 
 import functools
@@ -44,7 +44,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
-    """Return the errors of Triton for a kernel that does not compile for a chip or fit it."""
+    """Return the exceptions that Triton raises for a kernel that does not compile for a chip or does not fit it."""
     if not is_installed():
         return ()
     from triton.compiler.errors import CompilationError
@@ -54,32 +54,32 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def is_used(device: torch.device) -> bool:
-    """Whether tensors on this device are for these kernels."""
+    """Whether the kernels handle tensors on this device."""
     return device.type == "cuda" and os.environ.get("QUANTKIT_TRITON", "1") != "0" and is_installed()
 
 
 def module(name: str, device: torch.device) -> Any:
-    """The module of this package with that name, if tensors on the device are for its kernels; else None."""
+    """Return this package's module of that name if the kernels handle tensors on the device; otherwise None."""
     if not is_used(device) or why_replaced(name, device) is not None:
         return None
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def why_replaced(family: str, device: torch.device) -> str | None:
-    """Return why torch does a family's work on a device; None if it does not."""
+    """Return why torch replaces a kernel family on a device; None if it does not."""
     # Asked before every launch, and mostly empty: then the device need not be looked up.
     return _replaced.get((family, _number(device))) if _replaced else None
 
 
 def replace(family: str, device: torch.device, reason: str) -> None:
-    """Let torch do a family's work on a device from now on, and warn."""
+    """Let torch replace a kernel family on a device from now on, and warn."""
     _replaced[family, _number(device)] = reason
     _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """While open, what Triton refuses is raised: torch's time or result must not pass for a kernel's."""
+    """In this context, raise Triton's errors instead of falling back, so that torch is never measured as a kernel."""
     global _measuring
     _measuring += 1
     try:
@@ -89,7 +89,7 @@ def measuring() -> Iterator[None]:
 
 
 def attempt(family: str, device: torch.device, launch: Callable[..., T], *arguments: Any) -> T | None:
-    """Launch a kernel; return None if Triton refuses it, now or before: then torch does the family's work."""
+    """Launch a kernel; return None if Triton has refused it. Torch then replaces the family."""
     if why_replaced(family, device) is not None:
         return None
     try:
@@ -107,13 +107,13 @@ def _number(device: torch.device) -> int | None:
 
 @functools.lru_cache(maxsize=8)
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 4 for the interpreter, which runs on the CPU."""
+    """Return the number of multiprocessors of a device; 4 for the interpreter, which runs on the CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.lru_cache(maxsize=8)
 def capability(device: torch.device) -> int:
-    """Compute capability of a device, 90 for Hopper; 0 for the interpreter."""
+    """Return the compute capability of a device times ten, e.g. 90 for Hopper; 0 for the interpreter."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -121,5 +121,5 @@ def capability(device: torch.device) -> int:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is not below."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << max(0, count - 1).bit_length()

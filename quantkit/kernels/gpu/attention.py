@@ -1,5 +1,5 @@
-"""Paged attention of a layer on a CUDA device, in up to four launches: heads normed, rotated and stored; sequences with
-one new token; sequences with more; keys that are quantized per channel."""
+"""Paged attention of a layer on a CUDA device, in up to four launches: norm, rotate and store heads; attend for
+sequences with one new token; attend for sequences with more; store keys that are quantized per channel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ _LARGEST_HEAD = 256
 
 
 def can(views: KVViews) -> bool:
-    """Whether the kernels are for these pages; models in float32 are there to be exact, not fast."""
+    """Whether the kernels can read these pages; float32 models use torch, because they need exact results."""
     layout, size = views.layout, views.layout.page_size
     pages = 16 <= size <= 256 and power_of_two(size) == size
     narrow = layout.dtype in (torch.bfloat16, torch.float16)
@@ -26,11 +26,11 @@ def can(views: KVViews) -> bool:
 
 
 class TritonAttention:
-    """Attention of one layer, as `types.PagedAttention`; of a decode step it reads only what is on the device.
+    """Attention of one layer, see `types.PagedAttention`; in a decode step, it reads only device tensors.
 
     Args:
-        views: the layer's pages.
-        otherwise: does it where Triton refuses; None = nothing does.
+        views: pages of the layer.
+        otherwise: attention to use if Triton refuses a kernel; None = there is none.
     """
 
     is_capturable = True

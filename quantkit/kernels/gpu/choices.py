@@ -1,8 +1,8 @@
-"""Tiles that kernels run with: a default for each shape; on request Triton times other warps and stages.
+"""Tile sizes of the kernels: a default for each shape; on request, Triton times other numbers of warps and stages.
 
-The defaults are guesses that no GPU has confirmed; they compile for every chip without spilling. `QUANTKIT_AUTOTUNE=1`
-lets `triton.autotune` time a few warps and stages of a kernel at its first launch with a shape, and keeps the result in
-Triton's cache on disk. Decode steps run twice before they are captured as a graph, so nothing is timed in a capture.
+The defaults are not tuned on a GPU; they compile for every chip without register spills. With `QUANTKIT_AUTOTUNE=1`,
+`triton.autotune` times a few numbers of warps and stages at a kernel's first launch with a shape, and stores the result
+in Triton's disk cache. Decode steps run twice before capture as a graph, so no timing happens during capture.
 Shapes: M rows, N outputs, K inputs.
 """
 
@@ -25,13 +25,13 @@ _ROOMY = (80, 87, 90, 100, 103)  # chips with more than 160 KiB of shared memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Part of a product, or of attention, that one program computes.
+    """Part of a product or of attention that one program computes.
 
     Args:
-        rows: inputs of a product; of attention, new tokens times the query heads of a key head.
-        columns: outputs of a product; of attention, cached tokens that are read at once, a page at most.
-        warps, stages: of a program.
-        programs: programs per multiprocessor that K, or a sequence, is split for.
+        rows: inputs of a product; in attention, new tokens times query heads per key head.
+        columns: outputs of a product; in attention, cached tokens read at once, at most a page.
+        warps, stages: warps and pipeline stages of a program.
+        programs: target number of programs per multiprocessor when K, or a sequence, is split.
     """
 
     rows: int
@@ -41,10 +41,10 @@ class Tile:
     programs: int = 2
 
     def options(self, *, staged: bool) -> dict[str, int]:
-        """Return the launch options, none where Triton chooses them.
+        """Return the launch options; empty if Triton chooses them.
 
         Args:
-            staged: the kernel takes its stages as the constant STAGES too.
+            staged: whether the kernel also takes its stages as the constant STAGES.
         """
         if IS_TUNING:
             return {}
@@ -65,10 +65,10 @@ MOST_TILE_ROWS = max(_TILES)
 
 
 def autotuned(*key: str, staged: bool) -> Callable[[Any], Any]:
-    """Let Triton time warps and stages of a kernel for each value of `key`, if the user asks for it.
+    """Let Triton time warps and stages of a kernel for each value of `key`, if autotuning is on.
 
     Args:
-        key: arguments of the kernel.
+        key: names of the kernel arguments that identify a shape.
         staged: see `Tile.options`.
     """
 
@@ -99,8 +99,8 @@ def page_tile(
         head_dim: channels of a key or a value.
         page_size: tokens of a page.
         chip: compute capability.
-        single: each sequence has one new token.
-        quantized, halved: keys or values are quantized; two of their channels share a byte.
+        single: whether each sequence has one new token.
+        quantized, halved: whether keys or values are quantized; whether two of their channels share a byte.
     """
     wide = head_dim > 128
     # Two tiles on their way while one is worked on, where shared memory holds them and a second program.

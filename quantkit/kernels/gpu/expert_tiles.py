@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202, RET505  of branches on constants one is compiled
-"""Products of rows with the weights of experts that were chosen for them: no host is asked how many rows each has.
+"""Products of tokens with the weights of their chosen experts, without asking the host how many rows each expert has.
 
-A pair is a token with one of its experts; pair p is of token p / k. Pairs come sorted by expert, and each program takes
-up to BLOCK_M rows of one; how many programs there are follows from the numbers of pairs and experts alone, and those
-without rows end at once. The first product gathers its rows by token and ends in activation(gate) * up, whose columns
-lie side by side in a tile; the second weighs its rows. Weights are packed as in `packing`, or as they are, in 16 bits.
-Source: as `w4a16`; Gale et al. 2022, MegaBlocks.
+A pair is a token and one of its experts; pair p belongs to token p / k. Pairs are sorted by expert, and each program
+takes up to BLOCK_M rows of one expert. The number of programs depends only on the numbers of pairs and experts;
+programs without rows end at once. The first product gathers its rows by token and computes activation(gate) * up, whose
+columns are adjacent in a tile. The second product scales its rows by the router weights. Weights are packed as in
+`packing`, or unquantized in 16 bits. Source: see `w4a16`; Gale et al. 2022, MegaBlocks.
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs, K inputs.
 """
 
@@ -135,16 +135,16 @@ def multiply_tiles(
     activation: str | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Either product, for many tokens.
+    """Compute the first or the second product for many tokens.
 
     Args:
         x: (T, K) with an activation, else (P, K); contiguous.
-        weight: of all experts; N = 2 I with an activation, gates first; else N = H.
+        weight: weights of all experts; with an activation N = 2 I, gates first; otherwise N = H.
         order: (P,) int32, pairs sorted by expert.
-        starts: (E + 1,) int32, where those of each expert begin.
+        starts: (E + 1,) int32, where each expert's pairs begin.
         num_chosen: k.
-        activation: a key of `gates.GATES`: this is the first product; None = the second one.
-        weights: (T, k) float32, what rows of the second product are multiplied with.
+        activation: a key of `gates.GATES` for the first product; None = the second product.
+        weights: (T, k) float32, factors on the rows of the second product.
     Returns:
         (P, I) or (P, N), rows by pair, dtype of x.
     """
@@ -167,7 +167,7 @@ def multiply_tiles(
 
 
 def _tile(rows: int, weight: PackedWeight) -> Tile:
-    """Return the smallest tile that holds this many rows, which an expert has on average; else the largest."""
+    """Return the smallest tile that holds `rows`, the average number of rows per expert; otherwise the largest."""
     if weight.scale is not None:
         chip = capability(weight.words.device)
         # Before Hopper the gathered rows of 64 need more registers than there are.

@@ -1,6 +1,6 @@
-"""A mixture of experts without a question to the host: torch sorts and adds up, two grouped products multiply.
+"""Mixture of experts without synchronizing with the host: torch sorts and sums, two grouped products multiply.
 
-A pair is a token with one of its experts. The products are in `expert_tiles`, their meaning in `reference.experts`.
+A pair is a token and one of its experts. `expert_tiles` holds the products; `reference.experts` defines the results.
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, H hidden width, I width of an expert.
 """
 
@@ -32,8 +32,8 @@ class TritonExperts:
     """All experts of a layer; see `types.StackedExperts`.
 
     Args:
-        gate_up: N = 2 I, K = H, gates first.
-        down: N = H, K = I.
+        gate_up: gate and up weights; N = 2 I, K = H, gates first.
+        down: down weights; N = H, K = I.
         activation: a key of `gates.GATES`.
         linears: see `types.StackedExperts`.
     """
@@ -65,12 +65,12 @@ class TritonExperts:
     def run(
         self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None, score: Tensor | None = None
     ) -> Tensor:
-        """Multiply and add up, once the experts have been chosen.
+        """Multiply with the chosen experts and sum their outputs.
 
         Args:
-            x: (T, H), T from 1 on; not modified.
-            chosen: (T, k), different for each token.
-            weights: (T, k) float32.
+            x: (T, H), T at least 1; not modified.
+            chosen: (T, k) expert numbers, all different within a token.
+            weights: (T, k) float32, factors on the experts' outputs.
             shared, score: see `types.StackedExperts`.
         """
         order, starts = sort(chosen, self.gate_up.words.shape[0])
@@ -84,14 +84,14 @@ class TritonExperts:
 
 
 def sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs by expert, those of an expert by token.
+    """Sort pairs by expert, and by token within an expert.
 
     Args:
-        chosen: (T, k) numbers of experts.
+        chosen: (T, k) expert numbers.
         num_experts: E.
     Returns:
         order: (P,) int32, pairs.
-        starts: (E + 1,) int32, where those of each expert begin in it.
+        starts: (E + 1,) int32, where each expert's pairs begin in `order`.
     """
     experts, order = chosen.flatten().sort(stable=True)
     bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
@@ -125,7 +125,7 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
 
 
 def _weight_of(linear: Linear) -> PackedWeight | str:
-    """The weight of one expert; or why there is no kernel for it."""
+    """Return the packed weight of one expert, or the reason why no kernel takes it."""
     if isinstance(linear, PackedLinear) and linear.bias is None and linear.packed.packing.bits in (4, 8):
         return linear.packed
     if isinstance(linear, DenseLinear) and linear.bias is None:
@@ -136,13 +136,13 @@ def _weight_of(linear: Linear) -> PackedWeight | str:
 
 
 def _dequantized(weights: PackedWeight, number: int, dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) of one expert."""
+    """Return the weight (N, K) of one expert."""
     own = replace(weights.each(lambda tensor: tensor[number]), outer=cast(Tensor, weights.outer)[number].item())
     return own.words if own.scale is None else dequantize_weight(own, dtype)
 
 
 def _fits(stacked: PackedWeight, weight: PackedWeight) -> bool:
-    """Whether a weight is stored like the others."""
+    """Whether a weight is stored in the same way as the others."""
     forms = [
         [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in one.tensors]
         for one in (stacked.each(lambda tensor: tensor[0]), weight)

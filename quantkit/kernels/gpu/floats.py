@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, RET505  of branches on constants one is compiled
-"""Floats of 4 and 8 bits inside words, made into numbers by moving bits: the same on every chip and in the interpreter.
+"""Conversion of 4-bit and 8-bit floats inside words by moving bits, identical on every chip and in the interpreter.
 
-Numbers are made into codes of e4m3 likewise. Sign, exponent and mantissa of a code are put where float16 has them. That
-number is the code's value times 2^-`packing.FACTOR_BITS`, subnormals included, which float16 has too; the power of two
-is in the scales already.
+Conversion to e4m3 codes works likewise. Sign, exponent and mantissa of a code move to their positions in float16. The
+result is the code's value times 2^-`packing.FACTOR_BITS`, also for subnormals, which float16 has too. The scales
+already include this power of two.
 
     e4m3    seee emmm             float16  seee eemm mmmm mmmm
     e2m1    seem                           s..e eeem mm.. ....   <- e4m3, times 2^8
                                            s... eem. .... ....   <- e2m1, times 2^14
 
-What this is not: NaN codes of e4m3 come out as 480. Where a weight has some, its scale is NaN (`packing`).
+NaN codes of e4m3 are decoded as 480. If a weight contains NaN codes, `packing` sets their scale to NaN.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0.
 """
 

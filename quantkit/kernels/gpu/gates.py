@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201
-"""Gates inside kernels: activation(gate) * up, for feed-forward layers and experts."""
+"""Gated activations inside kernels: activation(gate) * up, for feed-forward layers and experts."""
 
 import triton
 import triton.language as tl

@@ -1,20 +1,20 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Fresh keys and values on their way into the cache: heads normed, rotated and stored in one launch before attention.
+"""Storage of new keys and values in the cache: norm, rotate and store heads in one launch before attention.
 
-`reference.kv_codes` says how numbers are rounded, bit for bit. E4M3 is rounded in integers, so that it works on every
-device. Keys that are quantized per channel are stored by a second launch, after attention.
+Rounding matches `reference.kv_codes` bit for bit. E4M3 is rounded with integer operations, so that it works on every
+device. A second launch after attention stores keys that are quantized per channel.
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, R that rotate, S tokens per page.
 
-Attention of a step never reads from the cache what the step stores, so storing before it is right: it reads positions
-before the step's first one, and new tokens where they lie in `key` and `value`. Pages that others may read are never
-written. Drafts that were taken back are positions from the step's first on as well. A batch that is filled up under a
-graph has slots of -1, and nothing is stored.
+Storing before attention is safe, because attention reads only earlier positions from the cache and takes new tokens
+from `key` and `value`. Shared pages are never written. Rejected drafts are overwritten like any position from the
+step's first one on. Padding of a captured batch has slots of -1 and stores nothing.
 
-Keys per channel wait in the residual window of their sequence, in 16 bits, until their page is complete. Attention
-reads that window as it was, hence the launch after it. A program quantizes a page that its sequence completes. Only
-the page that was open has older keys, which its program reads from the window before it puts the newest keys there;
-the other programs read fresh keys alone. So nothing is read after it has been overwritten, however many tokens came.
+Keys with scales per channel stay in the sequence's residual window, in 16 bits, until their page is complete. Attention
+reads the window before this step's update, so their launch comes after it. One program quantizes each page that the
+sequence completes. Only the page that was open has older keys; its program reads these from the window before it writes
+the newest keys there. The other programs read only new keys. So no key is read after it has been overwritten, for any
+number of new tokens.
 """
 
 import triton
@@ -172,13 +172,13 @@ def _enter_kernel(
 def enter(
     states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None
 ) -> States:
-    """Norm and rotate, then store as `reference.attention.store` does; but see above about keys per channel.
+    """Norm and rotate, then store as `reference.attention.store` does, except keys with scales per channel.
 
     Args:
-        states: channels contiguous; queries and keys are modified.
-        views: the layer's pages and residual windows; modified.
-        batch: what belongs to whom.
-        options: norms, and which channels are pairs.
+        states: queries, keys and values with contiguous channels; queries and keys are modified.
+        views: pages and residual windows of the layer; modified.
+        batch: the batch of the step.
+        options: norms, and the pairing of channels.
         angles: cosine and sine (T, R/2) float32; None = no rotation.
     Returns:
         The states.
@@ -275,8 +275,8 @@ def store_keys(key: Tensor, views: KVViews, batch: ForwardBatch) -> Tensor:
 
     Args:
         key: (T, H, D), rotated, channels contiguous.
-        views: the layer's pages and residual windows; modified.
-        batch: what belongs to whom.
+        views: pages and residual windows of the layer; modified.
+        batch: the batch of the step.
     Returns:
         The keys.
     """

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""The small operations of a block in one launch each: norms with the residual's addition, gates.
+"""Small operations of a block in one launch each: norms that also add the residual, and gated activations.
 
-Norms and gates also quantize their outputs to 8 bits in that launch, where only linears that want it read them.
-They compute in float32 and round where `reference.ops` rounds. `None` means: not for these tensors.
+If all linears that read an output want 8-bit inputs, the same launch also quantizes it. The kernels compute in float32
+and round where `reference.ops` rounds. `None` means that no kernel takes the tensors.
 Shapes: T tokens, K features, H heads.
 """
 
@@ -69,7 +69,7 @@ def rms_norm(
     residual: Tensor | None = None,
     quantization: ActivationQuantization | None = None,
 ) -> tuple[Tensor | QuantizedActivations, Tensor] | None:
-    """See `ops.rms_norm`; what is quantized is (T, K)."""
+    """See `ops.rms_norm`; with a quantization, x must be (T, K)."""
     if x.shape[-1] > _WIDEST or x.stride(-1) != 1 or x.numel() == 0 or not weight.is_contiguous():
         return None
     if residual is not None and not (residual.is_contiguous() and residual.dtype == x.dtype):

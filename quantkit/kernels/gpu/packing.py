@@ -1,4 +1,4 @@
-"""Weights of 2 to 8 bits laid out for `w4a16`: packed once, when a model is loaded. Plain torch, any device.
+"""Weights of 2 to 8 bits in the layout of `w4a16`: packed once, when a model is loaded. Plain torch, any device.
 
 A row is cut into blocks of `span` words of 32 bits, and a block into pieces of 2 span inputs; piece p has bits p b to
 (p + 1) b of both halves of the block's words, and word j holds inputs 2 j and 2 j + 1 of it:
@@ -10,11 +10,10 @@ A row is cut into blocks of `span` words of 32 bits, and a block into pieces of 
     bits 8-11          k = 128     k = 129          ...
     bits 12-15         k = 192     k = 193          ...               254, 255
 
-So a thread's 16-byte load is four neighbouring words, a piece needs one contiguous run of the input, one mask makes two
-neighbouring numbers, and inputs that share a scale are whole pieces. Rows lie one after another; scales and zeros are
-(G, N), so that the outputs of a tile read neighbours. Fields hold code + 2^(bits-1), or the bits of a float; INT3 lies
-in fields of 4 bits, INT5 and INT6 in fields of 8. Scales of 8 bits stay so where they say the same as the number that
-`numerics` has.
+So a thread's 16-byte load is four neighbouring words, a piece reads one contiguous run of the input, one mask extracts
+two neighbouring numbers, and a group consists of whole pieces. Rows are stored one after another; scales and zeros are
+(G, N), so that the outputs of a tile read neighbouring values. Fields hold code + 2^(bits-1), or the bits of a float.
+INT3 uses fields of 4 bits, INT5 and INT6 fields of 8. Scales stay in 8 bits if that loses nothing.
 Shapes: N outputs, K inputs, W words of a row, G scales per row, g = K / G.
 """
 
@@ -48,16 +47,16 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Storage of a weight's numbers and scales; weights that share it and a shape share a kernel.
+    """Storage format of a weight; weights with the same format and shape share a kernel.
 
     Args:
-        bits: of a field; 16 = a weight that is not quantized.
-        span: words of a block.
+        bits: bits of a field; 16 = the weight is not quantized.
+        span: words per block.
         group: g; 0 = one scale per output.
-        has_zero: fields have zeros of their own, else half their range is subtracted.
-        unpacked: fields are signed and neighbours in memory are neighbours in K.
-        kind: what fields are; scales already have the power of two that floats lack.
-        scales: what they are stored as.
+        has_zero: whether fields have zero points; otherwise half their range is subtracted.
+        unpacked: whether fields are signed bytes and neighbours in memory are neighbours in K.
+        kind: number kind of the fields; scales already include the power of two that decoded floats lack.
+        scales: storage type of the scales.
     """
 
     bits: int
@@ -81,7 +80,7 @@ class Packing:
         }
 
     def scales_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether numbers times their scale are exact in this dtype, the common scale aside."""
+        """Whether numbers times their scale are exact in this dtype, leaving the outer scale aside."""
         return self.scales == E4M3_BYTES or (self.scales == EXPONENT_BYTES and dtype != torch.float16)
 
 
@@ -91,15 +90,15 @@ PLAIN = Packing(bits=16, span=64, group=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight:
-    """A weight that the kernels read; or one weight of all experts of a layer, whose arrays all begin with E.
+    """A weight in kernel layout; or one weight of all experts of a layer, whose arrays all start with dimension E.
 
     Args:
-        words: (N, W) int32; or (N, K) int8 codes viewed so, if unpacked; or (N, K) of 16 bits, if `PLAIN`.
-        scale: (G, N), 16 bits, float32, or bytes of `Packing.scales`; None = words are the weights.
+        words: (N, W) int32; if unpacked, (N, K) int8 codes viewed as int32; for `PLAIN`, (N, K) in 16 bits.
+        scale: (G, N), 16 bits, float32, or bytes of type `Packing.scales`; None = words are unquantized weights.
         zero: (G, N) uint8 to subtract from fields, or None.
         shape: (N, K).
-        packing: how they are kept.
-        outer: what E4M3_BYTES are divided by; of experts (E,) float32.
+        packing: storage format.
+        outer: divisor for E4M3_BYTES scales; for experts (E,) float32.
     """
 
     words: Tensor
@@ -111,28 +110,28 @@ class PackedWeight:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a row."""
+        """Number of blocks in a row."""
         return -(-self.words.shape[-1] // self.packing.span)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product with one row of inputs reads."""
+        """Bytes that a product with one input row reads."""
         return nbytes(*self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Words, scales and zeros, in the order in which kernels take them."""
+        """Words, scales and zeros, in the order of the kernels' arguments."""
         return self.words, self.scale, self.zero
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "PackedWeight":
-        """Return weights with each tensor changed, where there is one."""
+        """Return the weight with `change` applied to each tensor that is not None."""
         words, scale, zero = (None if one is None else change(one) for one in self.tensors)
         assert words is not None, "every weight has words"
         return replace(self, words=words, scale=scale, zero=zero)
 
 
 def find_span(weight: QuantizedTensor) -> int | None:
-    """Words of a block that waste least and fit the groups, the largest of several; None = cannot be packed."""
+    """Return the words per block that waste least and fit the groups; ties go to the largest. None = impossible."""
     if weight.scheme.dtype.name not in _FIELD_BITS or weight.group_index is not None:
         return None
     if weight.scheme.dtype.kind == "float" and not _all(~(weight.scale.float().abs() > _LARGEST_SCALE)):
@@ -148,17 +147,17 @@ def find_span(weight: QuantizedTensor) -> int | None:
 
 
 def _fit(group: int, span: int, fields: int) -> bool:
-    """Whether groups are whole pieces and begin at the same pieces of every block, where kernels apply scales."""
+    """Whether groups consist of whole pieces and start at the same pieces in every block where kernels apply scales."""
     block = span * fields
     return group % (2 * span) == 0 and (block % group == 0 or group % block == 0)
 
 
 def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
-    """Lay a weight out.
+    """Pack a weight.
 
     Args:
-        weight: one for which `find_span` found a span.
-        device: where it goes.
+        weight: a weight for which `find_span` finds a span.
+        device: target device.
     """
     span = find_span(weight)
     assert span is not None
@@ -196,7 +195,7 @@ def _kind(dtype: DType) -> int:
 
 
 def _fields(codes: Tensor, bits: int, kind: int) -> Tensor:
-    """(R, K) int32 of codes as numerics has them."""
+    """Convert (R, K) codes of `numerics` to int32 fields."""
     if kind == INTEGER:
         return codes.to(torch.int32) + (1 << (bits - 1))
     if kind == E4M3:
@@ -207,7 +206,7 @@ def _fields(codes: Tensor, bits: int, kind: int) -> Tensor:
 
 
 def _stored_scale(weight: QuantizedTensor, kind: int) -> tuple[Tensor, int]:
-    """Scales (N, G) and what they are: bytes if these say the same, else numbers; NaN where a group has a NaN code."""
+    """Return scales (N, G) and their storage type: bytes if exact, else numbers; NaN for groups with a NaN code."""
     scale, stored, outer = weight.scale, weight.scheme.dtype.scale, weight.global_scale
     if kind == INTEGER:
         return (scale if scale.dtype.itemsize == 2 else scale.float()), NUMBERS
@@ -230,12 +229,12 @@ def _stored_scale(weight: QuantizedTensor, kind: int) -> tuple[Tensor, int]:
 
 
 def _all(condition: Tensor) -> bool:
-    """Whether it holds everywhere; of tensors without memory it does."""
+    """Whether the condition holds for all elements; True for meta tensors."""
     return condition.is_meta or bool(condition.all())
 
 
 def _words(fields: Tensor, bits: int, span: int) -> Tensor:
-    """(R, K) fields to (R, W) words."""
+    """Pack (R, K) fields into (R, W) words."""
     pieces = fields.view(len(fields), -1, 16 // bits, span, 2)
     halves = pieces[:, :, 0].clone()
     for index in range(1, 16 // bits):
@@ -244,10 +243,10 @@ def _words(fields: Tensor, bits: int, span: int) -> Tensor:
 
 
 def unpacked(weight: QuantizedTensor) -> PackedWeight:
-    """INT8 or FP8 codes as they are, for a weight that cuBLAS multiplies as well; nothing is copied.
+    """Wrap INT8 or FP8 codes without copying, for a weight that cuBLAS also multiplies.
 
     Args:
-        weight: on its device, one scale per output, no zeros; codes contiguous, K a multiple of 4.
+        weight: a weight on its device, with one scale per output and no zeros; codes contiguous, K a multiple of 4.
     """
     kind = _kind(weight.scheme.dtype)
     scale, _ = _stored_scale(weight, kind)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Attention over cached pages and fresh keys, in every KV type, for one or several new tokens of each sequence.
+"""Attention over cached pages and new keys, in every KV type, for one or several new tokens per sequence.
 
-One program takes some new tokens of a sequence, the query heads of one key head, and a split of what is cached; the
-last of them merges the splits. Lengths are read on the device (the position of a first new token is what its sequence
-has cached), so the launch is the same for every step of a batch. How pages are read: `paged_tiles`.
+One program handles some new tokens of a sequence, the query heads of one key head, and one split of the cached tokens.
+The program that finishes last merges the splits. Lengths are read on the device (a first new token's position is its
+sequence's cached length), so every step of a batch has the same launch. `paged_tiles` reads the pages.
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, S tokens per page.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 """
@@ -165,15 +165,15 @@ def _attend_kernel(
 def attend(
     states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor, *, single: bool
 ) -> None:
-    """Attend with the sequences that have one new token, or with those that have more; see `reference.attention`.
+    """Attend for the sequences with one new token, or for those with more; see `reference.attention`.
 
     Args:
-        states: queries and keys rotated; channels contiguous.
-        views: the layer's pages and residual windows; not modified.
-        batch: what belongs to whom.
-        options: scale, window and the like.
-        out: (T, Hq, D), channels contiguous; the rows of those sequences are written.
-        single: which of them.
+        states: queries, keys and values with contiguous channels; queries and keys are rotated.
+        views: pages and residual windows of the layer; not modified.
+        batch: the batch of the step.
+        options: scale, window and further options.
+        out: (T, Hq, D), channels contiguous; receives the outputs of these sequences.
+        single: True = sequences with one new token; False = those with more.
     """
     layout, query, count = views.layout, states[0], len(batch.query_lengths)
     lanes, most = power_of_two(query.shape[1] // layout.num_heads), 1 if single else max(batch.query_lengths)
@@ -201,7 +201,7 @@ def attend(
 
 
 def _constants(states: States, views: KVViews, options: AttentionOptions) -> dict[str, Any]:
-    """Return the constants that the kernel is compiled for, tiles aside."""
+    """Return the kernel's compile-time constants, except tile sizes."""
     layout, query = views.layout, states[0]
     group = query.shape[1] // layout.num_heads
     return {

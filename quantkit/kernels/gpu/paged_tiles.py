@@ -1,17 +1,17 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202, SIM300
-"""Tiles of cached pages inside attention: scores of keys, and values in a running softmax, in every KV type.
+"""Tiles of cached pages inside attention: key scores, and values in a running softmax, in every KV type.
 
-Codes go to the products as small integers: scales per token are applied to scores and probabilities, scales per channel
-to the query, once per tile. INT4 is two half products, one for the low and one for the high nibbles: queries and sums
-then come as two halves of their channels (HALVED), and widths and blocks are those of a half.
-Tuples: `query` is (low, high), `pages` are codes, scales and zeros with strides of codes and of scales, `state` of the
-softmax is the largest score, the sum of weights and the weighted values, low and high.
+Products use the codes as small integers. Scales per token multiply scores and probabilities; scales per channel
+multiply the query, once per tile. INT4 needs two half products, one for the low and one for the high nibbles: queries
+and sums are then split into two halves of their channels (HALVED), and widths and blocks refer to one half. Tuples:
+`query` is (low, high), `pages` are codes, scales and zeros with strides of codes and of scales, `state` of the softmax
+is the largest score, the sum of weights, and the weighted values, low and high halves.
 Shapes: ROWS of queries, TILE tokens of a page; layouts: `kernels.layouts`.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 
-The Python functions turn a page's layout into arguments of kernels: numbers for types, widths, strides.
-Not here: where arrays lie in a page (`kernels.layouts`) and how numbers are rounded (`reference.kv_codes`).
+The Python functions convert a page's layout to kernel arguments: type numbers, widths, strides. `kernels.layouts`
+defines where arrays lie in a page, and `reference.kv_codes` how numbers are rounded.
 """
 
 import functools
@@ -37,7 +37,7 @@ def residual_strides(views: KVViews) -> tuple[int, ...]:
 
 
 def page_constants(views: KVViews) -> dict[str, int]:
-    """Return the constants of kernels that read or write pages."""
+    """Return the compile-time constants of kernels that read or write pages."""
     constants = {"PAGE": views.layout.page_size, "RESIDUAL": max(1, views.layout.residual_tokens)}
     for side, array in (("K", views.key), ("V", views.value)):
         # Elements of a stored row: half the channels where two share a byte.
@@ -50,18 +50,18 @@ def page_constants(views: KVViews) -> dict[str, int]:
 
 
 def page_tensors(views: KVViews) -> tuple[Tensor | None, ...]:
-    """Codes, scales and zeros of keys, then of values."""
+    """Return codes, scales and zeros of keys, then of values."""
     return tuple(one for array in (views.key, views.value) for one in (array.codes, array.scale, array.zero))
 
 
 def fixed(array: PagedArray) -> Tensor:
-    """(H,) float32, what numbers made of the codes of each head are multiplied with; ones where there is nothing."""
+    """Return (H,) float32, each head's factor on decoded numbers; ones if there are no fixed scales."""
     return _ones(array.codes.shape[1], array.codes.device) if array.fixed is None else array.fixed
 
 
 @functools.cache
 def _ones(heads: int, device: torch.device) -> Tensor:
-    """One for all, so that a recorded graph finds it again."""
+    """Return ones, cached so that a captured graph keeps a valid address."""
     return torch.ones(heads, dtype=torch.float32, device=device)
 
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202, RET505  of branches on constants one is compiled
-"""Rows of inputs quantized to 8 bits in one launch, and what integer sums become.
+"""Quantization of input rows to 8 bits in one launch, and conversion of integer sums to outputs.
 
-Bit for bit as `reference.ops.quantize_tokens` and `numerics.activation_quant` have it. A row that holds what cannot be
-quantized has a scale of NaN, which makes its outputs NaN.
+Results match `reference.ops.quantize_tokens` and `numerics.activation_quant` bit for bit. A row with a NaN or an
+infinity gets a scale of NaN, which makes its outputs NaN.
 Shapes: T tokens, N outputs, K inputs.
 """
 
@@ -113,12 +113,13 @@ def _scale_kernel(sums, row_scale, scale, bias, out, width, HAS_BIAS: tl.constex
 def quantize_rows(
     x: Tensor, quantization: ActivationQuantization, activation: str | None = None
 ) -> QuantizedActivations:
-    """Quantize in one launch.
+    """Quantize rows in one launch.
 
     Args:
         x: (T, K) contiguous, T at least 1; with an activation (T, 2 K), gates first.
-        quantization: how.
-        activation: a key of `gates.GATES`: what is quantized is activation(gate) * up, rounded to the dtype of x.
+        quantization: number type and scale.
+        activation: a key of `gates.GATES`: quantize activation(gate) * up, rounded to the dtype of x; None = quantize
+            x.
     """
     count, width = x.shape[0], x.shape[1] if activation is None else x.shape[1] // 2
     rows = empty_rows(count, width, x, quantization)
@@ -133,7 +134,7 @@ def quantize_rows(
 
 
 def empty_rows(count: int, width: int, x: Tensor, quantization: ActivationQuantization) -> QuantizedActivations:
-    """Memory for the codes of so many rows like those of x, and for rows that `torch._int_mm` wants besides."""
+    """Allocate codes for `count` rows like those of x, plus the extra rows that `torch._int_mm` needs."""
     rows = count if count <= PACKED_ROWS else int_mm_rows(count)
     dtype = torch.uint8 if quantization.name == "fp8" else torch.int8
     return QuantizedActivations(
@@ -144,7 +145,7 @@ def empty_rows(count: int, width: int, x: Tensor, quantization: ActivationQuanti
 
 
 def dequantize_rows(rows: QuantizedActivations, dtype: torch.dtype) -> Tensor:
-    """(T, K), what the codes mean."""
+    """Return the values (T, K) of the codes."""
     count, width = len(rows), rows.codes.shape[1]
     out = torch.empty(count, width, dtype=dtype, device=rows.codes.device)
     block = min(1024, power_of_two(width))
@@ -153,14 +154,14 @@ def dequantize_rows(rows: QuantizedActivations, dtype: torch.dtype) -> Tensor:
 
 
 def scale_sums(sums: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """sums * row_scale * scale + bias.
+    """Return sums * row_scale * scale + bias.
 
     Args:
         sums: (T, N) int32 contiguous.
         row_scale: (T, 1) float32.
         scale: (N,).
         bias: (N,) or None.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     count, width = sums.shape
     out = torch.empty(count, width, dtype=dtype, device=sums.device)

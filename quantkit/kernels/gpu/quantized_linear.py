@@ -1,4 +1,4 @@
-"""Linears whose inputs are quantized to 8 bits: which product for which weight and how many rows.
+"""Linears with inputs quantized to 8 bits: the choice of product by weight type and number of rows.
 
 | weight, inputs                 | up to 16 rows | above                                                      |
 |--------------------------------|---------------|------------------------------------------------------------|
@@ -6,7 +6,7 @@
 | FP8 per output, FP8            | packed        | `torch._scaled_mm` where there is one for chip and shape   |
 | all others, these without one  | packed        | packed up to 256, then dequantized, inputs as 16 bits      |
 
-Inputs come as they are and are quantized in one launch, or quantized already by what produced them.
+Unquantized inputs are quantized in one launch; a norm or gate may also pass inputs that are already quantized.
 Shapes: T tokens, N outputs, K inputs.
 """
 
@@ -40,7 +40,7 @@ _QUANTIZED = ("int8", "fp8")
 
 
 def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> ActivationQuantization | None:
-    """Return how inputs are quantized, groups aside; None if not to 8 bits with scales that are numbers."""
+    """Return how inputs are quantized, ignoring groups; None if not to 8 bits with numeric scales."""
     if activation.dtype.name not in _QUANTIZED:
         return None
     if activation.dynamic:
@@ -53,10 +53,10 @@ def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> Ac
 
 
 class PackedLinear(Linear):
-    """Integer weights of 2 to 8 bits, FP8 and FP4, 16-bit inputs.
+    """A linear with integer weights of 2 to 8 bits, FP8 or FP4, and 16-bit inputs.
 
-    Few rows are multiplied with the packed weight; for more, where nothing is to be won by that, it is dequantized into
-    memory that lives as long as the product, which is then that of cuBLAS.
+    The kernel multiplies few rows with the packed weight. For many rows this brings no gain, so the weight is
+    dequantized into temporary memory and multiplied by cuBLAS.
     """
 
     def __init__(self, source: LinearSource) -> None:
@@ -87,13 +87,13 @@ class PackedLinear(Linear):
 
 
 class _QuantizedInputsLinear(Linear):
-    """A weight whose inputs are quantized with a scale per row; those of few rows meet it packed.
+    """A linear whose inputs are quantized with a scale per row; few rows are multiplied with the packed weight.
 
     Args:
-        source: of the layer.
+        source: settings of the layer.
         quantization: how inputs are quantized.
-        packed: the weight.
-        bias_dtype: in which the bias is kept.
+        packed: the packed weight.
+        bias_dtype: dtype of the stored bias.
     """
 
     most_packed_rows: ClassVar[int] = PACKED_ROWS
@@ -117,7 +117,7 @@ class _QuantizedInputsLinear(Linear):
 
     @abstractmethod
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        """Return the product with many rows, or with few where Triton refuses the packed one."""
+        """Return the product with many rows, or with few if Triton refuses the packed kernel."""
 
 
 class Int8Linear(_QuantizedInputsLinear):
@@ -148,7 +148,7 @@ class FP8Linear(_QuantizedInputsLinear):
 
 
 class PackedQuantizedLinear(_QuantizedInputsLinear):
-    """Any weight that can be packed. Above what the packed product is for, codes and weight become 16-bit numbers."""
+    """Any packed weight. For many rows, dequantize codes and weight to 16 bits and multiply these."""
 
     most_packed_rows = TILE_LIMIT
 
@@ -162,14 +162,14 @@ class PackedQuantizedLinear(_QuantizedInputsLinear):
 
 
 def _round_groups(x: Tensor, group: int, quantization: ActivationQuantization) -> Tensor:
-    """Inputs quantized to 8 bits by groups of a row, and made 16-bit numbers again, as sums are over whole rows."""
+    """Quantize inputs to 8 bits by groups and dequantize to 16 bits, since sums run over whole rows."""
     if len(x) == 0:
         return x
     return dequantize_rows(quantize_rows(x.contiguous().view(-1, group), quantization), x.dtype).view(x.shape)
 
 
 def linear_of(source: LinearSource) -> Linear | None:
-    """The layer on Triton's kernels; None where they are not for it."""
+    """Build the layer on Triton's kernels; None if they do not take it."""
     weight, activation = source.weight, source.activation
     can_pack = packing.find_span(weight) is not None
     if activation is None:

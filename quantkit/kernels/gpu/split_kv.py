@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202
-"""A sequence's cached tokens in splits, each for a program of its own, and the partials of all splits as one.
+"""Splits of a sequence's cached tokens, one program each, and the merge of their partial results.
 
-Where sequences alone do not fill the chip, each is split. A split's program stores its maximum, its sum and its
-weighted values; the one that is last to come reads them all, always in the same order, and writes the outputs. A
-sequence with few tokens has fewer splits than programs were launched, which is decided on the device, so that a graph
-need not know.
+If there are too few sequences to fill the chip, each is split. The program of a split stores its maximum, its sum and
+its weighted values. The program that finishes last reads all of them, always in the same order, and writes the outputs.
+A sequence with few tokens uses fewer splits than launched programs; the device decides this, so a captured graph stays
+valid.
 Shapes: ROWS of a program, D channels of a value.
 Source: Dao et al. 2023, Flash-Decoding.
 """
@@ -110,29 +110,29 @@ def merge_splits(
 
 
 def chunk(rows: int, block: int) -> int:
-    """Splits that are added at once: what the registers hold."""
+    """Return how many splits are merged at once, limited by registers."""
     # 8192 numbers are 64 registers of each thread of four warps.
     return max(1, min(16, 8192 // (rows * block)))
 
 
 def splits_of_cache(programs: int, tokens: int, tile: Tile, device: torch.device) -> int:
-    """Splits of a sequence, so that the chip is full and a split has some tiles; a power of two."""
+    """Return the splits per sequence that fill the chip and give each split several tiles; a power of two."""
     filling = -(-tile.programs * num_processors(device) // programs)
     longest = power_of_two(-(-tokens // (_LEAST_TILES * tile.columns)))
     return min(power_of_two(filling), longest, _MOST_SPLITS)
 
 
 def empty_partials(tiles: int, splits: int, rows: int, width: int, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Memory for the sums of splits, and counters.
+    """Allocate memory for the partial results of splits, and counters.
 
     Args:
         tiles: programs that are split.
-        splits: of each; with one there is nothing to keep.
-        rows: of each.
+        splits: splits per tile; nothing is allocated for one.
+        rows: rows per split.
         width: channels of a value.
-        device: where.
+        device: device of the memory.
     Returns:
-        partial_out, partial_sums, counters: or None, all of them.
+        partial_out, partial_sums, counters: all None without splits.
     """
     if splits == 1:
         return None, None, None

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201
-"""Work that is split over programs where its tiles alone do not fill the chip: how finely, and who adds the partials.
+"""Splitting of a product along K when its tiles do not fill the chip: number of splits, and the sum of their partials.
 
-Each program stores its partial sums; the one that is last to come reads those of all, always in the same order, and
+Each program stores its partial sums. The program that finishes last reads all of them, always in the same order, and
 writes the outputs.
 """
 
@@ -30,19 +30,19 @@ def is_last_to_come(counter, num_splits):
 
 
 def splits_of(tiles: int, blocks: int, programs: int) -> int:
-    """Return the number of splits of K, so that about this many programs run; none of them is empty."""
+    """Return the number of splits of K that gives about this many programs; no split is empty."""
     most = max(1, min(programs // max(tiles, 1), blocks, _MOST_SPLITS))
     splits = 1 << (most.bit_length() - 1)
     return -(-blocks // -(-blocks // splits))
 
 
 def counters(device: torch.device) -> Tensor:
-    """Return counters of each tile's finished splits; all zero between launches, which a stream runs in order.
+    """Return counters of each tile's finished splits; they are zero between launches, which a stream runs in order.
 
     Args:
-        device: where.
+        device: device of the counters.
     Returns:
-        (MOST_TILES,) int32, the same for all kernels of a stream that split what they do.
+        (MOST_TILES,) int32, shared by all split kernels of a stream.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _counters_of(device, stream)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Inputs times packed integers of 2 to 8 bits or floats of 4 or 8, in tiles on tensor cores, from one row on.
+"""Products of inputs with packed integers of 2 to 8 bits or floats of 4 or 8, in tiles on tensor cores.
 
-Inputs are floats, or codes of 8 bits with a scale per row. Where rows of outputs alone do not fill the chip, K is
-split, and the program that is last to finish its split of a tile adds them all, always in the same order.
-Source: Frantar et al. 2024, Marlin; how words become numbers: `packed_blocks`.
+Inputs are floats, or 8-bit codes with a scale per row. If the output tiles do not fill the chip, K is split; the
+program that finishes a tile last sums its splits, always in the same order. `packed_blocks` decodes the words. Source:
+Frantar et al. 2024, Marlin.
 Shapes: M rows, N outputs, K inputs.
 """
 
@@ -123,15 +123,15 @@ def _dequantize_weight_kernel(
 def multiply(
     x: Tensor | QuantizedActivations, weight: PackedWeight, bias: Tensor | None, activation: str | None = None
 ) -> Tensor:
-    """x times a packed weight.
+    """Multiply x with a packed weight.
 
     Args:
-        x: (M, K) contiguous, M from 1 on, meant for few rows.
+        x: (M, K) contiguous, M at least 1; meant for few rows.
         weight: (N, K).
         bias: (N,) or None.
-        activation: a key of `gates.GATES`: outputs are gates, then as many that they open; None = as they are.
+        activation: a key of `gates.GATES`: the outputs are gates, then as many values to gate; None = no gating.
     Returns:
-        (M, N), dtype of x; float32 sums, rounded once. With an activation (M, N / 2), as `ops.gated` makes them of it.
+        (M, N), dtype of x; summed in float32, rounded once. With an activation (M, N / 2), as from `ops.gated`.
     """
     row_scale, dtype = None, x.dtype
     gate = None if activation is None else GATES[activation]
@@ -161,7 +161,7 @@ def multiply(
 
 
 def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) in this dtype, each number rounded once."""
+    """Return the weight (N, K) in this dtype, each number rounded once."""
     rows, width = weight.shape
     out = torch.empty(rows, width, dtype=dtype, device=weight.words.device)
     block = 32

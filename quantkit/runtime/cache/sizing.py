@@ -73,7 +73,7 @@ def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: i
     pooled = num_pages * config.page_size
     if pooled - tokens < config.page_size:
         raise RequestError(
-            f"kv_budget is {tokens} tokens and the KV pool holds {pooled}; a prompt is computed beside it: give a "
+            f"kv_budget is {tokens} tokens, but the KV pool holds {pooled} and needs a free page for prompts; give a "
             f"budget of {max(0, pooled - config.page_size)} or less, or a larger pool"
         )
     # A prompt in one chunk is beyond the budget with all that it has, and must fit into the pool.

@@ -142,7 +142,7 @@ def build_engine(
         ResourceError: memory is too small.
     """
     if not model.paged and config.kv_cache != "auto":
-        raise RequestError(f"kv_cache {config.kv_cache!r} is only for models that run natively; leave it out")
+        raise RequestError(f"kv_cache {config.kv_cache!r} works only with models that run natively; leave it out")
     if controller is not None:
         check_states(model.is_recurrent, draft is not None and draft.is_recurrent)
     layouts = model.layouts(config.kv_cache, config.page_size)
@@ -181,10 +181,11 @@ def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
         kept = "a state of one size per sequence" if layouts else "its keys and values itself"
         if any(isinstance(layout, EntryLayout) for layout in layouts):
             kept = "a window and entries that each stand for several tokens"
-        raise RequestError(f"kv_budget: the model keeps {kept}, of which nothing can be evicted; leave it out")
+        raise RequestError(f"kv_budget: the model keeps {kept}, which cannot be evicted; leave kv_budget out")
     if has_draft:
         raise RequestError(
-            "kv_budget: a draft model keeps all keys and values of a sequence; use speculate ngram, or leave one out"
+            "kv_budget does not work with a draft model, which keeps all keys and values of a sequence; use speculate "
+            "ngram, or leave kv_budget out"
         )
 
 

@@ -152,15 +152,15 @@ class Engine:
             # operator.index takes numpy's integers and refuses floats, which int() would cut off.
             ids = [index(token) for token in prompt_ids]
         except TypeError as error:
-            raise RequestError(f"the prompt is not a list of token numbers ({error})") from None
+            raise RequestError(f"the prompt is not a list of token ids ({error})") from None
         self._limits.check(len(ids), params.max_tokens)
         given = ids
         if params.scoring is not None:
             given = [*ids, *params.scoring.continuations]
             if params.scoring.num_tokens >= len(ids):
                 raise RequestError(
-                    f"{params.scoring.num_tokens} of {len(ids)} prompt tokens are to be scored; at most "
-                    f"{len(ids) - 1} can be: the first has none before it"
+                    f"cannot score {params.scoring.num_tokens} of {len(ids)} prompt tokens; score at most "
+                    f"{len(ids) - 1}: the first token has none before it"
                 )
         # On a GPU an index out of range is a device assertion, after which every request of the process fails.
         if min(given) < 0 or max(given) >= self.model.vocab_size:

@@ -60,8 +60,8 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
     for number, text in enumerate(texts):
         if not 1 <= text.num_scored < len(text.ids):
             raise RequestError(
-                f"{text.num_scored} of {len(text.ids)} tokens are to be scored; at least 1 can be, and at most "
-                f"{len(text.ids) - 1}: the first has none before it"
+                f"cannot score {text.num_scored} of {len(text.ids)} tokens; score at least 1 and at most "
+                f"{len(text.ids) - 1}: the first token has none before it"
             )
         fed = text.ids[:-1]
         inputs.setdefault(fed, ScoringInput(fed)).texts.append((number, text))

@@ -170,7 +170,7 @@ def check_draft(vocab_size: int, target: int) -> None:
     if vocab_size != target:
         raise RequestError(
             f"the draft model knows {vocab_size} tokens, the model {target}; "
-            "speculate with a model of the same vocabulary, such as a compressed copy"
+            "use a draft model with the same vocabulary, such as a compressed copy"
         )
 
 

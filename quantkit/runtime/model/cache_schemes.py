@@ -85,7 +85,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         # Layers with a window are never quantized and so need no scales.
         if is_announced and pair is None and config.windows[index] is None:
             raise CheckpointError(
-                f"{reader.path}: config.json announces fixed scales of the KV cache, but {names[index]}.k_scale and "
+                f"{reader.path}: config.json promises fixed KV cache scales, but {names[index]}.k_scale and "
                 "v_scale are missing; calibrate again, or choose another KV type with --kv-cache"
             )
     return StoredCache(schemes=schemes, scales=scales, note=note)

@@ -127,7 +127,7 @@ def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]
         stored = reader.info(f"{name}.weight").shape
     if stored != shape:
         raise CheckpointError(
-            f"{reader.path}: the quantized weight {name} has shape {stored}, config.json says {shape}"
+            f"{reader.path}: the quantized weight {name} has shape {stored}, but config.json says {shape}"
         )
 
 

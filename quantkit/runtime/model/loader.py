@@ -83,7 +83,7 @@ def load_model(
     from quantkit.runtime.model.hf_model import load_with_transformers
 
     if head_dtype is not None:
-        raise InputError(f"head_dtype {head_dtype!r} is only for models that run natively; leave it out")
+        raise InputError(f"head_dtype {head_dtype!r} works only with models that run natively; leave it out")
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
         notes = (*notes, "the checkpoint asks for a quantized KV cache, which only models that run natively have")

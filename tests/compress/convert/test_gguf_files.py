@@ -236,17 +236,17 @@ def test_what_cannot_be_said_is_refused_before_anything_is_written(model, tmp_pa
     shutil.copytree(model, tmp_path / "m")
     out = tmp_path / "out.gguf"
     change_tokenizer(tmp_path / "m", pre_tokenizer={"type": "Whitespace"})
-    with pytest.raises(ModelError, match=r"no llama\.cpp tokenizer is known"):
+    with pytest.raises(ModelError, match=r"which is not supported in GGUF"):
         convert(tmp_path / "m", "gguf", out)
-    with pytest.raises(ModelError, match=r"no llama\.cpp tokenizer is known"):
+    with pytest.raises(ModelError, match=r"which is not supported in GGUF"):
         quantize(tmp_path / "m", "rtn-int8", out, overrides={"format": "gguf"})
     change_tokenizer(tmp_path / "m", model={"type": "Unigram"})
     with pytest.raises(ModelError, match="Unigram"):
         convert(tmp_path / "m", "gguf", out)
     edit_config(tmp_path / "m", architectures=["MambaForCausalLM"])
-    with pytest.raises(ModelError, match="no GGUF names are known"):
+    with pytest.raises(ModelError, match=r"GGUF export of .* is not supported"):
         convert(tmp_path / "m", "gguf", out)
-    with pytest.raises(SchemeError, match="unknown GGUF type 'q9'"):
+    with pytest.raises(SchemeError, match="GGUF type 'q9' is not supported"):
         convert(model, "gguf", out, type_name="q9")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -270,9 +270,9 @@ def test_heads_that_the_rows_do_not_bear_out_are_refused(tmp_path, heads):
 
 def test_unfit_codes_are_refused_with_what_holds_them(model, tmp_path):
     quantize(model, "rtn-int4", tmp_path / "q", overrides={"weights.group_size": 16})
-    with pytest.raises(SchemeError, match=r"scale per 32 inputs.*hold all of it: awq, gptq"):
+    with pytest.raises(SchemeError, match=r"scale per 32 inputs.*formats that can store it: awq, gptq"):
         convert(tmp_path / "q", "gguf", tmp_path / "out.gguf")
-    with pytest.raises(SchemeError, match="carried over"):
+    with pytest.raises(SchemeError, match="its codes are copied unchanged"):
         convert(tmp_path / "q", "gguf", tmp_path / "out.gguf", type_name="q4_k")
 
 
@@ -287,4 +287,4 @@ def test_what_a_file_leaves_out_and_what_grows_is_said(tmp_path):
         notes[name] = convert(tmp_path / name, "gguf", tmp_path / f"{name}.gguf").notes
     assert notes["sym"] == ()
     assert re.match(r"The quantized linears grow by \d+ %, to Q5_0 \(5.5 bits per weight\)", notes["asym"][0])
-    assert notes["cache"][0].startswith("What the checkpoint says of its KV cache has no place in a GGUF file")
+    assert notes["cache"][0].startswith("A GGUF file cannot store the KV cache settings of the checkpoint")

@@ -124,12 +124,12 @@ MODELS: list[tuple[str, Callable[[Path], None], str]] = [
     ("weights that are not floats", integer_weights, r"up_proj\.weight is torch\.int8"),
     ("a model without decoder layers", no_layers, r"no decoder layers"),
     ("missing tensor", missing_norm, r"model\.layers\.1\.input_layernorm\.weight .*is missing"),
-    ("shape against config", wrong_shape, r"has shape \(96, 64\), config\.json says \(128, 64\)"),
+    ("shape against config", wrong_shape, r"has shape \(96, 64\), but config\.json says \(128, 64\)"),
     ("config that is not JSON", broken_config, r"config\.json"),
     ("unknown architecture", other_family, r"no_such"),
     ("a config of codes and weights without", other_config, r"says gptq, but no weight has tensors of that format"),
     ("no tokenizer", no_tokenizer, r"tokenizer cannot be loaded"),
-    ("tokenizer of a terabyte", endless_tokenizer, r"tokenizer_config\.json has 1\.0 TiB, no tokenizer"),
+    ("tokenizer of a terabyte", endless_tokenizer, r"tokenizer_config\.json has 1\.0 TiB, too much for a tokenizer"),
     ("tokenizer of another vocabulary", small_vocabulary, r"outside the model's vocabulary of 100"),
 ]
 
@@ -199,7 +199,7 @@ def test_other_bad_arguments(tiny_llama, tmp_path):
         ((*quantize, "rtn-int4", "--set", "weights.group_sise=32"), 4, r"did you mean 'weights.group_size'"),
         ((*gptq, tmp_path / "empty.txt"), 4, r"empty\.txt is empty"),
         ((*gptq, tmp_path / "nothing.jsonl"), 4, r"nothing\.jsonl does not exist"),
-        ((*quantize, "rtn-int4", tiny_llama, "--device", "cuda:99"), 4, r"'cuda:99' is not there"),
+        ((*quantize, "rtn-int4", tiny_llama, "--device", "cuda:99"), 4, r"'cuda:99' does not exist"),
         ((*quantize, "rtn-int4", tiny_llama, "--device", "tpu"), 4, r"device 'tpu'"),
         ((*quantize, "rtn-int4", tiny_llama, "--device", "meta"), 4, r"device 'meta'"),
         (("quantize", "-o", tmp_path / "out"), 2, r"--recipe"),

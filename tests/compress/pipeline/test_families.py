@@ -125,7 +125,7 @@ def test_transposed_linears_with_zero_points(models, tmp_path):
 
 
 def test_transposed_linears_are_refused_where_no_reader_finds_them(models, tmp_path):
-    with pytest.raises(SchemeError, match="Conv1D, which readers of compressed-tensors do not find: set format to one"):
+    with pytest.raises(SchemeError, match="Conv1D, which compressed-tensors loaders do not support; set format to one"):
         run(models("gpt2"), "rtn-int8", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -147,16 +147,22 @@ NOT_KEPT = [
     ("fp8 blocks", "*.mlp.gate", "", "compressed-tensors", r"matches no linear"),
     ("fp8 blocks", "*.kv_a_proj_with_mqa", "", "compressed-tensors", "make the pattern more specific"),
     ("fp8 channels", "*mlp*", "rotate", "compressed-tensors", r"the step rotate changes all weights"),
-    ("fp8 channels", "*mlp*", "", "gptq", r"mlp.* cannot be kept as the source has it: the gptq format has no place"),
+    (
+        "fp8 channels",
+        "*mlp*",
+        "",
+        "gptq",
+        r"mlp.* cannot be kept as the source has it: the gptq format does not support",
+    ),
     ("fp8 channels", "*.q_proj", "", "compressed-tensors", r"fused by inference engines and need one scheme"),
     (
         "fp8 ragged blocks",
         "*.self_attn.*_a_proj*",
         "",
         "compressed-tensors",
-        r"of 128 outputs do not divide 144",
+        r"of 128 outputs do not divide the 144 outputs",
     ),
-    ("nvfp4 of modelopt", "*.experts.*", "", "compressed-tensors", r"cannot be kept .*two levels"),
+    ("nvfp4 of modelopt", "*.experts.*", "", "compressed-tensors", r"cannot be kept .*global scale"),
     ("nf4", "*mlp*", "", "compressed-tensors", r"cannot be kept as the source has it"),
 ]
 

@@ -90,9 +90,9 @@ def test_a_model_of_which_transformers_loads_no_codes_is_refused_before_the_work
 
 def test_what_would_not_load_beside_codes_is_refused_before_the_work(tmp_path, monkeypatch):
     model = make_undescribed(tmp_path / "model", "diffllama")
-    problems = Problems(unconverted={"vision.experts.down_proj": "it comes out with other numbers"})
+    problems = Problems(unconverted={"vision.experts.down_proj": "its converted values are wrong"})
     monkeypatch.setattr(HfLoader, "check", lambda *_: problems)
-    with pytest.raises(ModelError, match=r"beside these codes .* vision\.experts\.down_proj \(it comes out"):
+    with pytest.raises(ModelError, match=r"beside these codes .* vision\.experts\.down_proj \(its converted"):
         run(model, "rtn-int8", tmp_path / "out")
 
 

@@ -179,7 +179,7 @@ def test_groups_of_zeros_and_odd_shapes(model, tmp_path):
             tmp_path / "odd",
             {"weights": {"dtype": "fp8", "group_size": "32x128"}, "ignore": ["*.self_attn.*", "*gate*", "*up*"]},
         )
-    with pytest.raises(SchemeError, match=r"blocks of 128 outputs do not divide 64"):
+    with pytest.raises(SchemeError, match=r"blocks of 128 outputs do not divide the 64 outputs"):
         quantized(copy, tmp_path / "odd", {"weights": {"dtype": "fp8", "group_size": "128x32"}})
 
 

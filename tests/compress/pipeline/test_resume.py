@@ -238,7 +238,7 @@ def test_a_source_that_changes_between_two_layers_is_refused(tmp_path, text_file
             weights.unlink()
         weights.write_bytes(data[:-1] + (b" " if how == "config.json" else b"\x40"))
 
-    with pytest.raises(CheckpointError, match=rf"{weights.name} changed while it was read; start over"):
+    with pytest.raises(CheckpointError, match=rf"{weights.name} changed while it was read; run the command again"):
         quantize(model, tmp_path / "out", text_file, listener=AfterFirst(change))
     assert not (tmp_path / "out").exists()
     with pytest.raises(ResumeError, match=r"source\."):  # its first layer is of the old model
