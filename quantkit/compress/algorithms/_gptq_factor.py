@@ -73,6 +73,29 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
 
 
+def add_lower(total: Tensor, other: Tensor) -> None:
+    """Add one (K, K) matrix to another, on and below the diagonal; memory above it stays untouched, so not taken."""
+    for start in range(0, len(total), _COPIED):
+        rows, columns = slice(start, start + _COPIED), slice(0, start + _COPIED)
+        total[rows, columns] += other[rows, columns]
+
+
+def plain_factor(hessian: Tensor, ridge: float) -> Tensor | None:
+    """Cholesky factor (K, K) of a Hessian with its columns as they are; None where it has none.
+
+    Args:
+        hessian: (K, K) float32, of which the upper half is not read; not modified.
+        ridge: fraction of the mean diagonal that is added.
+    Returns:
+        a matrix of which what is above the diagonal means nothing.
+    """
+    lower, diagonal = torch.empty_like(hessian), hessian.diagonal()
+    for start in range(0, len(hessian), _COPIED):
+        lower[start : start + _COPIED, : start + _COPIED] = hessian[start : start + _COPIED, : start + _COPIED]
+    lower.diagonal().add_(ridge * diagonal.mean())
+    return lower if _factorise(lower) and torch.isfinite(lower.diagonal()).all() else None
+
+
 def _factorise(matrix: Tensor) -> bool:
     """Replace the lower half of a square by its Cholesky factor; whether it has one. What is above means nothing.
 

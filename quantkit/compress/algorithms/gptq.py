@@ -15,32 +15,26 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from quantkit.compress.algorithms._gptq_factor import Factor, cholesky_factor
+from quantkit.compress.algorithms._gptq_asymmetric import Shift, choose_correction, corrected, shift_of
+from quantkit.compress.algorithms._gptq_factor import Factor, add_lower, cholesky_factor
 from quantkit.compress.algorithms._gptq_fit import fit_scales
 from quantkit.compress.algorithms._gptq_jobs import Job, cut_set, fitting_rounds, is_of_one_expert, owners
 from quantkit.compress.algorithms._gptq_loop import settle_columns
 from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, Step, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.observers import CrossGram, Gram, Workspace
-from quantkit.distributed import assign_work, fill, rank, share_out, world
+from quantkit.compress.calibration.observers import CrossErrors, CrossGram, Gram, Workspace
+from quantkit.distributed import rank, share_out, world
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import WeightGrid
-from quantkit.numerics.matmul import add_products, multiplies_bfloat16, pack_matrix
 from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 ActOrder = Literal["none", "weight", "group"]
 
-# Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
-_DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
-
-Errors = Tensor | tuple[Tensor, ...]
-"""Of a set: see `CrossGram.errors`."""
-
-Statistics = dict[tuple[str, ...], tuple[Tensor, Errors | None]]
-"""Of sets: the Hessian, and what the layers before have got wrong, where that counts."""
+Statistics = dict[tuple[str, ...], tuple[list[Tensor], CrossErrors | None]]
+"""Of sets: parts that add up to the Hessian, and what the layers before have got wrong, where that counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +50,9 @@ class GptqStep(Step):
             inputs was measured to be worse: the loop moves them to other columns anyway.
         true_sequential: each set of linears sees inputs made with the sets before it already quantized; a little
             better at 3 bits and fewer.
-        asymmetric_calibration: share, 0 to 1, of what the layers before have got wrong that this one's target
-            makes up for (GPTAQ); above 0 the original model runs beside the quantized one, for more time and
-            memory.
+        asymmetric_calibration: the largest share, 0 to 1, of what the layers before have got wrong that this one's
+            target makes up for (GPTAQ); how much of it is taken is chosen by cross-validation, see `_gptq_asymmetric`.
+            Above 0 the original model runs beside the quantized one, for more time and memory.
         refit: how often the scales of integers are fitted to the codes by least squares on the outputs, and the codes
             chosen again; each time costs one more run of the loop.
     """
@@ -96,20 +90,21 @@ class GptqStep(Step):
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         for entries in fitting_rounds(layer, layer.pending(), one_by_one=self.true_sequential):
             sets, workspace = [names for _, names in entries], Workspace()
-            grams = {
-                names[0]: Gram(
-                    layer.weight(names[0]).shape[1],
-                    layer.device,
-                    split=not is_of_one_expert(names),
-                    workspace=workspace,
-                )
-                for names in sets
-            }
             errors = {
                 names[0]: CrossGram([layer.weight(name) for name in names], workspace)
                 for names in sets
                 # An expert may see other tokens than it used to, so its inputs cannot be compared.
                 if self.asymmetric_calibration and find_expert(names[0]) is None
+            }
+            grams = {
+                names[0]: Gram(
+                    layer.weight(names[0]).shape[1],
+                    layer.device,
+                    parts=2 if names[0] in errors else 1,
+                    split=not is_of_one_expert(names),
+                    workspace=workspace,
+                )
+                for names in sets
             }
             grams = layer.observe(grams, errors)
             del workspace
@@ -125,7 +120,7 @@ class GptqStep(Step):
     def _quantize_sets(self, layer: LayerContext, sets: list[tuple[str, ...]], statistics: Statistics) -> None:
         """Linears that share inputs share the Hessian; what is solved together, one process solves."""
         jobs = [job for names in sets for job in cut_set(layer, names)]
-        factors: dict[tuple[str, ...], tuple[Factor, Errors | None]] = {}  # of the set that is being solved
+        factors: dict[tuple[str, ...], tuple[Factor, Shift | None]] = {}  # of the set that is being solved
         workspace = Workspace()
 
         def solve(job: Job) -> tuple[list[QuantizedTensor], float]:
@@ -133,17 +128,19 @@ class GptqStep(Step):
                 factors.clear()
                 workspace.clear()
                 # Taken out, so that a set's matrices are free again once its linears are settled.
-                hessian, error = statistics.pop(job.set)
-                factor = self._factor(hessian)
-                del hessian
-                if isinstance(error, Tensor):
-                    divide = shared_correction if job.set in common else correction
-                    error = divide(error, factor, self.asymmetric_calibration)
-                factors[job.set] = factor, error
-            factor, error = factors[job.set]
+                parts, errors = statistics.pop(job.set)
+                shift = None
+                chosen = choose_correction(parts, errors.halves, self.asymmetric_calibration) if errors else None
+                hessian = parts.pop(0)
+                while parts:
+                    add_lower(hessian, parts.pop())
+                if errors and chosen:
+                    shift = shift_of(errors, hessian, chosen, by_all=job.set in common)
+                factors[job.set] = self._factor(hessian), shift
+            factor, shift = factors[job.set]
             if layer.device.type == "cpu":  # what the job before took lies in pieces that do not fit this one's
                 release_freed_memory()
-            return self._solve_job(layer, job, factor, error, workspace), factor.raised
+            return self._solve_job(layer, job, factor, shift, workspace), factor.raised
 
         solvers = owners(layer, jobs)
         own = [{job.set for job, solver in zip(jobs, solvers, strict=True) if solver == n} for n in range(world())]
@@ -171,14 +168,13 @@ class GptqStep(Step):
         return cholesky_factor(hessian, order, self.damping)
 
     def _solve_job(
-        self, layer: LayerContext, job: Job, factor: Factor, error: Errors | None, workspace: Workspace
+        self, layer: LayerContext, job: Job, factor: Factor, shift: Shift | None, workspace: Workspace
     ) -> list[QuantizedTensor]:
         weights = [layer.weight(name)[rows] for name, rows in job.rows]
         dtype = weights[0].dtype
-        if isinstance(error, tuple):  # of outputs, each of which belongs to one linear
-            own = (error[job.set.index(name)][rows] for name, rows in job.rows)
-            error = tuple(correction(part, factor, self.asymmetric_calibration) for part in own)
-        weights = weights if error is None else corrected(weights, error)
+        if isinstance(shift, tuple):  # of outputs, each of which belongs to one linear
+            shift = tuple(shift[job.set.index(name)][rows] for name, rows in job.rows)
+        weights = weights if shift is None else corrected(weights, shift)
         return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor, dtype, workspace)
 
     def _solve(
@@ -218,63 +214,6 @@ class GptqStep(Step):
             affine.assemble(code, own, grid, index if reordered else None)
             for code, own, grid in zip(codes, ranges.split(sizes), grids, strict=True)
         ]
-
-
-def corrected(weights: list[Tensor], shift: Errors) -> list[Tensor]:
-    """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
-
-    Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
-
-    Args:
-        weights: (N_i, K) W each; not modified.
-        shift: (K, K) (O - X) X' (X X')^-1, see `correction`, or (N_i, K) each weight times it, which is used up.
-    Returns:
-        (N_i, K) float32 each.
-    Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
-    loop spreads the same correction over its columns.
-    """
-    if not isinstance(shift, Tensor):
-        return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
-    if weights[0].dtype != torch.bfloat16 or not multiplies_bfloat16(shift.device):
-        return [torch.addmm(values, values, shift) for values in (weight.float() for weight in weights)]
-    packed, targets = pack_matrix(shift.bfloat16()), [weight.float() for weight in weights]
-    for weight, target in zip(weights, targets, strict=True):
-        add_products(target, pack_matrix(weight.T.contiguous()), slice(0, len(weight)), packed)
-    return targets
-
-
-def correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
-    """A share of (N, K) error (X X')^-1, in its place; the factor is of X X'."""
-    return _divide(error, factor).mul_(strength)
-
-
-def shared_correction(error: Tensor, factor: Factor, strength: float) -> Tensor:
-    """`correction` of what all processes have, by all of them at once."""
-    parts = torch.split(error, _DIVIDED_ROWS)
-    owned = list(zip(parts, assign_work([len(part) for part in parts]), strict=True))
-    for part, owner in owned:
-        if owner == rank():
-            correction(part, factor, strength)
-    for part, owner in owned:
-        fill(part, owner)
-    return error
-
-
-def _divide(matrix: Tensor, factor: Factor) -> Tensor:
-    """(N, K) matrix H^-1, in its place: by products for the most part, and without LAPACK's copy of the factor."""
-    lower, width = factor.lower, len(factor.lower)
-    blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]
-    forwards = torch.argsort(factor.backwards)
-    for rows in torch.split(matrix, _DIVIDED_ROWS):
-        values = rows.index_select(1, factor.backwards)  # the factor is of the reordered Hessian
-        for own in blocks:
-            block = values[:, own].addmm_(values[:, : own.start], lower[own, : own.start].T, alpha=-1)
-            block.copy_(torch.linalg.solve_triangular(lower[own, own].T, block, upper=True, left=False))
-        for own in reversed(blocks):
-            block = values[:, own].addmm_(values[:, own.stop :], lower[own.stop :, own], alpha=-1)
-            block.copy_(torch.linalg.solve_triangular(lower[own, own], block, upper=False, left=False))
-        torch.index_select(values, 1, forwards, out=rows)
-    return matrix
 
 
 STEP = GptqStep

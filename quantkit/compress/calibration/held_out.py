@@ -30,6 +30,7 @@ from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, re
 from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import spread_rows
+from quantkit.distributed import broadcast
 from quantkit.errors import CheckpointError
 from quantkit.huggingface.layer_call import Batch
 from quantkit.models.linear_sets import find_expert
@@ -37,6 +38,8 @@ from quantkit.results import LinearRecord
 
 # Tokens that errors are measured on, and the share of the calibration tokens that they are where these limits allow it.
 _LEAST_ROWS, _MOST_ROWS, _SHARE = 64, 512, 128
+# So much larger an error than plain rounding's is not chance.
+_WORSE = 1.02
 # Elements of the targets of a layer, held while it is compressed: 64 MiB. Experts by the hundred get fewer rows.
 _TARGETS = 1 << 24
 
@@ -88,16 +91,50 @@ class HeldOut:
     def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> None:
         """Put the errors of a layer in codes into its records, and pass the quantized states through it.
 
+        Codes that a step chose are replaced where plain rounding gives a clearly smaller error.
+
         Args:
-            layer: finished.
+            layer: finished; modified where codes are replaced.
             original: gives the weight W of a linear as the layer was read.
             is_last: nothing comes after it.
         """
-        rows = self._pass(layer, self.quantized or self.original, advances=not is_last and self.quantized is not None)
-        for name, record in layer.chosen.records.items() if self.original.own else ():
-            if math.isnan(record.error):  # not of codes that the source has
-                weight = original(name).to(layer.device, layer.weight(name).dtype)
-                layer.chosen.records[name] = self._judged(layer, record, weight, rows.get(layer.set_key(name)))
+        store, rounded = self.quantized or self.original, list[str]()
+        new = [name for name, record in layer.chosen.records.items() if math.isnan(record.error)]  # not codes kept
+
+        def weight(name: str) -> Tensor:
+            return original(name).to(layer.device, layer.weight(name).dtype)
+
+        while True:
+            rows = self._pass(layer, store, advances=False)
+            for name in new if self.original.own else ():
+                record = layer.chosen.records[name]
+                layer.chosen.records[name] = self._judged(layer, record, weight(name), rows.get(layer.set_key(name)))
+            worse = broadcast(self._first_worse(layer, new, rounded))
+            if not worse:
+                break
+            for name in worse:  # before what reads their outputs is judged
+                layer.round_plainly(name, weight(name))
+            rounded += worse
+        if rounded:
+            layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, which has the smaller held-out error")
+        if not is_last and self.quantized is not None:
+            self._pass(layer, store, advances=True)
+
+    def _first_worse(self, layer: LayerContext, names: list[str], rounded: list[str]) -> list[str]:
+        """Linears of the first set with some that are worse than plain rounding of the same weight."""
+        worse = [
+            name
+            for name in names
+            if name in layer.chosen.solved
+            and name not in rounded
+            # Of weights with scales folded in, plain rounding would be another one.
+            and layer.set_key(name) not in layer.data.divisors
+            and name not in layer.data.output_divisors
+            and (record := layer.chosen.records[name]).measure == self.measure
+            and record.error > _WORSE * record.rounding_error
+        ]
+        first = next((group for group in layer.sets if not set(worse).isdisjoint(group.linears)), None)
+        return [] if first is None else [name for name in worse if name in first.linears]
 
     def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
         """A record with errors; those of the weight alone where no held-out token has come by (unused modules)."""

@@ -6,7 +6,7 @@ This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inpu
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -281,6 +281,14 @@ class LayerContext:
         for name, (weight, record) in zip(names, self.by_owners(names, rounded), strict=True):
             self._put(name, weight, record)
 
+    def round_plainly(self, name: str, weight: Tensor) -> None:
+        """Replace the codes of a linear by those of its unquantized weight (N, K) in covering ranges."""
+        before = self.chosen.quantized.pop(name)
+        self.weight(name).copy_(weight)
+        self.chosen.ranges[name] = affine.minmax_parameters(weight, self.grid(name))
+        self.round([name])
+        self.chosen.quantized[name] = replace(self.chosen.quantized[name], input_scale=before.input_scale)
+
     def finish(self) -> None:
         """Round the linears that no step has quantized."""
         names = [name for group in self.sets for name in group.linears if name in self.schemes]
@@ -292,6 +300,7 @@ class LayerContext:
         Args:
             weights: codes and scales by relative name; from here on the layer computes with their decoded values.
         """
+        self.chosen.solved |= weights.keys()
         records = self.by_owners(list(weights), lambda name: measured(self, name, weights[name]))
         for (name, weight), record in zip(weights.items(), records, strict=True):
             self._put(name, weight, record)

@@ -41,6 +41,7 @@ class LayerChoices:
     Args:
         ranges: that a step has left for the rounding that follows.
         quantized: codes; the layer computes with their values.
+        solved: linears whose codes a step has chosen itself, not only their ranges.
         tensor_largest: see `WeightGrid`, of linears that share it, by the first of them; fixed by their first codes.
         cache_scales: tensors of the KV cache to write beside the weights.
         records: what the codes cost.
@@ -49,6 +50,7 @@ class LayerChoices:
 
     ranges: dict[str, Ranges] = field(default_factory=dict)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    solved: set[str] = field(default_factory=set)
     tensor_largest: dict[str, Tensor] = field(default_factory=dict)
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
     records: dict[str, LinearRecord] = field(default_factory=dict)

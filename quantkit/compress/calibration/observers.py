@@ -8,7 +8,7 @@ and memory holds no second copy of it. Alone nothing travels.
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ from quantkit.numerics.matmul import Operand, add_products, multiplies_bfloat16,
 _PANEL = 512
 # Tokens copied at once for it.
 _TOKENS = 1024
+# Norm of an input, in medians, above which a token counts as if it had this one. The first token of a text, and a few
+# others, are a hundred times as large, all alike, and hardly say anything of other texts.
+_LARGEST_NORM = 2.0
+# Combinations of outputs that stand for all of them where an error has to be estimated only.
+_SKETCHED = 256
 
 
 class Observer(Protocol):
@@ -76,6 +81,7 @@ class _MeanMatrix:
         width: K.
         device: where the matrix lives.
         rows: R, if not K.
+        parts: sums that are kept apart, each of its share of every update's tokens.
         split: with several processes all are shown all inputs, and each sums some of the panels.
         workspace: that it shares with others; None = its own.
     """
@@ -86,18 +92,19 @@ class _MeanMatrix:
         device: torch.device,
         rows: int | None = None,
         *,
+        parts: int = 1,
         split: bool = False,
         workspace: Workspace | None = None,
     ) -> None:
         self._workspace = workspace or Workspace()
-        self._shape, self._device = (rows or width, width), device
+        self._shape, self._device, self._parts = (rows or width, width), device, parts
         self.is_split = split
         starts = range(0, self._shape[0], _PANEL)
         panels = [slice(start, min(start + _PANEL, self._shape[0])) for start in starts]
         # As dear as those of a Gram matrix, of which each is wider than the one before.
         self._shared = list(zip(panels, assign_work([panel.stop for panel in panels]), strict=True))
-        self._sums = [
-            (panel, torch.zeros(self._part(panel), dtype=torch.float32, device=device))
+        self.sums = [
+            (panel, [torch.zeros(self._part(panel), dtype=torch.float32, device=device) for _ in range(parts)])
             for panel, owner in self._shared
             if not split or owner == rank()
         ]
@@ -107,40 +114,63 @@ class _MeanMatrix:
         """Shape of what of these rows is summed, from their first column on."""
         return panel.stop - panel.start, self._shape[1]
 
-    def finish(self) -> Tensor:
-        """The mean; the observer gives up its memory and is not to be used again. All processes at once, if split."""
-        self._workspace, own = Workspace(), self._sums[::-1]
-        self._sums = []
+    def chunks(self, *rows: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield the number of a part and rows of each (T, ...) that are summed in it, as many as are copied at once."""
+        for part, own in enumerate(zip(*(torch.tensor_split(each, self._parts) for each in rows), strict=True)):
+            for start in range(0, len(own[0]), _TOKENS):
+                yield part, [each[start : start + _TOKENS] for each in own]
+
+    def finish(self) -> list[Tensor]:
+        """The parts, which add up to the mean; the observer gives up its memory. All processes at once, if split."""
+        self._workspace, own = Workspace(), self.sums[::-1]
+        self.sums = []
         # Not zeros: what is never written to takes no memory, and of a Gram matrix that is nearly half.
-        mean = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        parts = [torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(self._parts)]
         for panel, owner in self._shared:
             mine = not self.is_split or owner == rank()
-            total = own.pop()[1] if mine else torch.empty(self._part(panel), device=self._device)
-            if self.is_split:
-                fill(total, owner)
-            mean[panel, : total.shape[1]] = total.div_(max(self.num_tokens, 1))
-        return mean
+            totals = own.pop()[1] if mine else [torch.empty(self._part(panel), device=self._device) for _ in parts]
+            for part, total in zip(parts, totals, strict=True):
+                if self.is_split:
+                    fill(total, owner)
+                part[panel, : total.shape[1]] = total.div_(max(self.num_tokens, 1))
+        return parts
 
 
 class Gram(_MeanMatrix):
-    """Mean of x x' over tokens: GPTQ's Hessian up to a factor. What is above its diagonal means nothing."""
+    """Mean of x x' over tokens, very large x made smaller: GPTQ's Hessian up to a factor.
+
+    What is above its diagonal means nothing.
+    """
 
     def _part(self, panel: slice) -> tuple[int, int]:
         return panel.stop - panel.start, panel.stop
 
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
-        for rows in torch.split(inputs, _TOKENS):
-            values = self._workspace.operand(rows, "inputs")
-            for panel, total in self._sums:
-                add_products(total, values, panel, values, lower=True)
+        for part, (rows, shares) in self.chunks(inputs, _token_shares(inputs)):
+            values = self._workspace.operand(_scaled(rows, shares), "inputs")
+            for panel, totals in self.sums:
+                add_products(totals[part], values, panel, values, lower=True)
         self.num_tokens += inputs.shape[0]
+
+
+class CrossErrors(NamedTuple):
+    """What the layers before a set of linears have got wrong, as the set sees it.
+
+    Args:
+        mean: (K, K) E, the mean of (o - x) x', o from the original model; or (N_i, K) W E of each linear.
+        halves: (R, K) S W E of each half of the tokens, which add up to that of all; S (R, N) combines outputs.
+    """
+
+    mean: Tensor | tuple[Tensor, ...]
+    halves: list[Tensor]
 
 
 class CrossGram(_MeanMatrix):
     """Products of the inputs of linears and their errors: mean of (o - x) x', o from the original model.
 
-    Linears with few outputs only need W (o - x) x', which is a smaller matrix. Split as a `Gram` may be.
+    Linears with few outputs only need W (o - x) x', which is a smaller matrix. Split as a `Gram` may be, and tokens
+    count as they do there.
 
     Args:
         weights: (N_i, K) of all linears that read the input, as they are until the mean is taken.
@@ -148,28 +178,36 @@ class CrossGram(_MeanMatrix):
     """
 
     def __init__(self, weights: Sequence[Tensor], workspace: Workspace | None = None) -> None:
-        sizes, width = [len(weight) for weight in weights], weights[0].shape[1]
+        sizes, (_, width), device = [len(weight) for weight in weights], weights[0].shape, weights[0].device
         # By outputs each token costs a product more, so they must be at most half as many.
         self._sizes = sizes if 2 * sum(sizes) <= width else None
         self._weights = list(weights) if self._sizes else []
-        super().__init__(width, weights[0].device, sum(sizes) if self._sizes else None, split=True, workspace=workspace)
+        super().__init__(width, device, sum(sizes) if self._sizes else None, split=True, workspace=workspace)
+        self._sketch = _sketch(weights)
+        self._halves = _MeanMatrix(width, device, len(self._sketch), parts=2, split=True)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
-        for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
+        for half, (rows, others, shares) in self._halves.chunks(inputs, original, _token_shares(inputs)):
             # The difference first: of two sums o x' and x x' little but rounding would be left.
             wrong = torch.sub(others, rows, out=self._workspace.empty(rows.shape, "errors", rows))
             if not wrong.any():  # what enters the first layer
                 continue
-            values = self._workspace.operand(rows, "inputs")
+            wrong, values = _scaled(wrong, shares), self._workspace.operand(_scaled(rows, shares), "inputs")
             left = None if self._weights else self._workspace.operand(wrong, "left")
-            for panel, total in self._sums:
+            for panel, (total,) in self.sums:
                 if left is None:
-                    part = self._workspace.operand(linear(wrong, self._rows(panel).to(wrong.dtype)), "left")
-                    add_products(total, part, slice(0, len(total)), values)
+                    self._add_outputs(total, wrong, self._rows(panel), values)
                 else:
                     add_products(total, left, panel, values)
+            for _, totals in self._halves.sums:
+                self._add_outputs(totals[half], wrong, self._sketch, values)
         self.num_tokens += inputs.shape[0]
+        self._halves.num_tokens = self.num_tokens
+
+    def _add_outputs(self, total: Tensor, errors: Tensor, weight: Tensor, values: Operand) -> None:
+        outputs = self._workspace.operand(linear(errors, weight.to(errors.dtype)), "left")
+        add_products(total, outputs, slice(0, len(total)), values)
 
     def _rows(self, panel: slice) -> Tensor:
         """Stack these rows of all weights: a copy of no more than a panel."""
@@ -181,10 +219,46 @@ class CrossGram(_MeanMatrix):
             ]
         )
 
-    def errors(self) -> Tensor | tuple[Tensor, ...]:
-        """The (K, K) mean, or (N_i, K) W times it of each linear; as `finish`."""
-        mean, self._weights = self.finish(), []
-        return mean if self._sizes is None else torch.split(mean, self._sizes)
+    def errors(self) -> CrossErrors:
+        """Return the mean and its halves; as `finish`."""
+        (mean,), self._weights = self.finish(), []
+        return CrossErrors(mean if self._sizes is None else torch.split(mean, self._sizes), self._halves.finish())
+
+
+def limit_tokens(rows: Tensor, inputs: Tensor) -> Tensor:
+    """Scale rows of tokens that are very large, so that a mean of squares is of all tokens and not of these alone.
+
+    Args:
+        rows: (T, K) values of each token; not modified.
+        inputs: (T, K) by whose norm a token is large; likewise. See `_LARGEST_NORM`.
+    Returns:
+        (T, K); `rows` itself where no token is.
+    """
+    return _scaled(rows, _token_shares(inputs))
+
+
+def _token_shares(inputs: Tensor) -> Tensor:
+    """(T, 1) float32 at most 1: what each token of (T, K) inputs is multiplied by."""
+    norms = torch.linalg.vector_norm(inputs, dim=1, keepdim=True, dtype=torch.float32)
+    if not len(norms):  # no token is routed to an expert
+        return norms
+    return (_LARGEST_NORM * norms.median() / norms).nan_to_num_(1.0).clamp_(max=1.0)
+
+
+def _scaled(rows: Tensor, shares: Tensor) -> Tensor:
+    return rows if (shares == 1).all() else rows * shares.to(rows.dtype)
+
+
+def _sketch(weights: Sequence[Tensor]) -> Tensor:
+    """(R, K) random sums of the outputs of (N_i, K) weights, or all outputs where these are no more."""
+    count = sum(len(weight) for weight in weights)
+    if count <= _SKETCHED:
+        return torch.cat(list(weights))
+    generator = torch.Generator().manual_seed(count)
+    signs = torch.randint(2, (_SKETCHED, count), generator=generator).mul_(2).sub_(1)
+    signs = (signs / _SKETCHED**0.5).to(weights[0].device, weights[0].dtype)
+    parts = torch.split(signs, [len(weight) for weight in weights], dim=1)
+    return torch.stack([part @ weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
 
 
 class GroupGram:

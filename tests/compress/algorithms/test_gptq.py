@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 
-from quantkit.compress.algorithms import _gptq_factor, _gptq_jobs, gptq
-from quantkit.compress.algorithms._gptq_factor import cholesky_factor
+from quantkit.compress.algorithms import _gptq_asymmetric, _gptq_factor, _gptq_jobs
+from quantkit.compress.algorithms._gptq_asymmetric import Correction, choose_correction, corrected, shift_of
+from quantkit.compress.algorithms._gptq_factor import add_lower, cholesky_factor
 from quantkit.compress.algorithms._gptq_jobs import cut_rows
 from quantkit.compress.algorithms._gptq_loop import settle_columns
 from quantkit.compress.algorithms.awq import AwqStep
-from quantkit.compress.algorithms.gptq import STEP, GptqStep, corrected, correction
+from quantkit.compress.algorithms.gptq import STEP, GptqStep
 from quantkit.compress.calibration.hidden_state_store import ActivationStore
+from quantkit.compress.calibration.observers import CrossErrors, CrossGram, Gram
 from quantkit.compress.calibration.stream import Stream
 from quantkit.errors import ModelError
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters
@@ -148,24 +151,62 @@ def test_act_order_group_stores_the_index(make_layer):
 
 @pytest.mark.parametrize("rows", [10, 60])  # fewer and more than inputs
 def test_the_corrected_target_is_the_least_squares_solution(rows, monkeypatch):
-    monkeypatch.setattr(gptq, "_DIVIDED_ROWS", 7)  # several blocks, the last ones smaller
-    monkeypatch.setattr(gptq, "_DIVIDED_COLUMNS", 20)
+    monkeypatch.setattr(_gptq_asymmetric, "_DIVIDED_ROWS", 7)  # several blocks, the last ones smaller
+    monkeypatch.setattr(_gptq_asymmetric, "_DIVIDED_COLUMNS", 20)
     weight, hessian = problem(rows=rows)
     torch.manual_seed(1)
-    order, error = torch.randperm(48), torch.randn(48, 48) * 0.1
-    factor = cholesky_factor(hessian.clone(), order, 0.01)
+    error, chosen = torch.randn(48, 48) * 0.1, Correction(0.01, 0.5)
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
     expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
+    hessian = hessian.tril() + torch.full_like(hessian, math.nan).triu(1)  # which is not read
     parts = [weight[:4], weight[4:]]
-    products = tuple(part @ error for part in parts)
-    by_outputs = torch.cat(corrected(parts, tuple(correction(part, factor, 0.5) for part in products)))
-    actual = torch.cat(corrected(parts, correction(error, factor, 0.5)))
+
+    def target(mean):
+        shift = shift_of(CrossErrors(mean, []), hessian, chosen, by_all=False)
+        return torch.cat(corrected(parts, shift))
+
+    by_outputs, actual = target(tuple(part @ error for part in parts)), target(error.clone())
     torch.testing.assert_close(by_outputs, actual, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
     in_16_bits = [part.bfloat16() for part in parts]
     shift = torch.randn(48, 48) / 50
     wanted = torch.cat([part.double() + part.double() @ shift.double() for part in in_16_bits])
     torch.testing.assert_close(torch.cat(corrected(in_16_bits, shift)).double(), wanted, rtol=0, atol=0.01)
+
+
+def upstream(tokens, noise=0.3, outputs=24):
+    """Statistics of inputs that carry an error: one part of it follows from them, the other is noise."""
+    torch.manual_seed(4)
+    mix, weight = 0.05 * torch.randn(48, 48) / 48**0.5, torch.randn(outputs, 48)
+    inputs = torch.randn(tokens, 48) @ torch.randn(48, 48) / 48**0.5
+    original = inputs + inputs @ mix + noise * torch.randn(tokens, 48)
+    gram, cross = Gram(48, torch.device("cpu"), parts=2), CrossGram([weight])
+    gram.update(inputs)
+    cross.update(inputs, original)
+    return gram.finish(), cross.errors(), weight @ mix.T
+
+
+def test_a_correction_that_few_tokens_ask_for_is_not_believed(monkeypatch):
+    monkeypatch.setattr(_gptq_asymmetric, "_DIVIDED_COLUMNS", 20)
+    shares = {}
+    for tokens in (100, 1000, 200_000):
+        hessians, errors, true = upstream(tokens)
+        chosen = choose_correction(hessians, errors.halves, 1.0)
+        shares[tokens] = chosen.share
+        add_lower(hessians[0], hessians[1])
+
+        def distance(correction, total=hessians[0], errors=errors, true=true):
+            mean = tuple(part.clone() for part in errors.mean)
+            shift = shift_of(CrossErrors(mean, []), total, correction, by_all=False)
+            return (true if shift is None else shift[0] - true).square().sum().item()
+
+        whole = distance(Correction(0.01, 1.0))
+        assert distance(chosen) < (1.01 if tokens == 200_000 else 0.7) * whole
+        assert distance(chosen) < 1.05 * distance(Correction(0.01, 0.0))
+    assert shares[100] < 0.2 and shares[200_000] > 0.95, shares
+    hessians, errors, _ = upstream(200_000)
+    assert choose_correction(hessians, errors.halves, 0.25).share == 0.25
+    assert choose_correction(hessians, [torch.zeros_like(half) for half in errors.halves], 1.0).share == 0
 
 
 def gptaq(weight, hessian, error, scale):
@@ -201,7 +242,8 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
         codes = settled_codes([target], factor, torch.zeros(32, dtype=torch.int64), ranges, scheme)
         return distance(codes * ranges[0])
 
-    ours = loop(corrected([weight], correction(error.clone(), factor, 1.0))[0])
+    shift = shift_of(CrossErrors(error.clone(), []), hessian, Correction(0.01, 1.0), by_all=False)
+    ours = loop(corrected([weight], shift)[0])
     assert ours < distance(gptaq(weight, hessian, error, scale)) < loop(weight)
 
 

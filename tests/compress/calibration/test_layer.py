@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,27 @@ def test_scales_that_only_move_cost_nothing(make_layer):
         layer.finish()
         held_out.judge(layer, weights.__getitem__, is_last=True)
     assert all(record.error < 0.03 for record in layer.chosen.records.values())
+
+
+def test_codes_that_are_worse_than_plain_rounding_are_replaced_by_it(make_layer):
+    layer = make_layer()
+    held_out, weights = held_out_of(layer)
+    bad = "self_attn.k_proj"
+    with torch.inference_mode():
+        held_out.aim(layer, is_last=True)
+        layer.finish()
+        kept = dict(layer.chosen.quantized)
+        worse = replace(kept[bad], scale=kept[bad].scale * 1.5, input_scale=torch.ones(1))
+        layer.commit({bad: worse})
+        held_out.judge(layer, weights.__getitem__, is_last=True)
+    plain = round_to_nearest(weights[bad], layer.grid(bad))
+    assert torch.equal(layer.weight(bad), plain.dequantize())
+    assert torch.equal(layer.chosen.quantized[bad].codes, plain.codes)
+    assert layer.chosen.quantized[bad].input_scale == 1
+    assert layer.chosen.notes[-1].startswith(f"{bad}") and "smaller held-out error" in layer.chosen.notes[-1]
+    for name, record in layer.chosen.records.items():
+        assert 0 < record.error <= 1.02 * record.rounding_error, name
+    assert layer.chosen.records[bad].error == pytest.approx(layer.chosen.records[bad].rounding_error)
 
 
 def held_out_of(layer):

@@ -1,0 +1,139 @@
+"""How far a set of linears makes up for what the layers before it have got wrong.
+
+A linear with the weight W sees x where it saw o in the original model. Least |V x - W o|^2 over V is at
+V = W + W E H^-1, with E = mean (o - x) x' and H = mean x x'. This is a fit with K unknowns per output: from few tokens
+it is mostly noise, and worse than no correction. So H gets a ridge, and of the correction only a share is taken. Both
+are chosen by cross-validation: the correction that one half of the tokens asks for is judged on the other half.
+Shapes: N outputs, K inputs, R outputs or combinations of outputs.
+Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose loop
+spreads the same correction over its columns; the cross-validation is our own.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.algorithms._gptq_factor import plain_factor
+from quantkit.compress.calibration.observers import CrossErrors
+from quantkit.distributed import assign_work, fill, rank
+from quantkit.numerics.matmul import add_products, multiplies_bfloat16, pack_matrix
+
+# Ridges that are tried, as fractions of the Hessian's mean diagonal.
+_RIDGES = (0.01, 0.1, 0.3)
+# Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
+_DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
+
+Shift = Tensor | tuple[Tensor, ...]
+"""(K, K) E H^-1, or (N_i, K) W_i times it of each linear of a set."""
+
+
+class Correction(NamedTuple):
+    """A ridge, as a fraction of the Hessian's mean diagonal, and the share of the correction that is taken."""
+
+    ridge: float
+    share: float
+
+
+def choose_correction(hessians: list[Tensor], halves: list[Tensor], limit: float) -> Correction:
+    """Choose the ridge whose correction, found on the first half of the tokens, gains most on the second.
+
+    Args:
+        hessians: (K, K) of each half, of which the upper half is not read; not modified.
+        halves: see `CrossErrors`; not modified.
+        limit: of the share.
+    Returns:
+        the share is 0 where no correction gains anything.
+    """
+    first, second = hessians
+    best, gain = Correction(0.0, 0.0), 0.0
+    for ridge in _RIDGES if halves[0].any() else ():
+        lower = plain_factor(first, ridge)
+        if lower is None:
+            continue
+        shift = divide(halves[0].clone(), lower)
+        # On the second half a share s of the shift changes the squared error by s^2 b - 2 s a.
+        a, b = (shift * halves[1]).sum().item(), _energy(shift, second)
+        share = min(a / b, 1.0) if a > 0 and b > 0 else 0.0
+        if share * (2 * a - share * b) > gain:
+            gain = share * (2 * a - share * b)
+            # Of b the part a is signal and the rest noise, of which all tokens together have half as much.
+            best = Correction(ridge, min(2 * a / (a + b), limit))
+    return best
+
+
+def _energy(rows: Tensor, hessian: Tensor) -> float:
+    """Sum of r H r' over the rows r of (R, K), the upper half of H (K, K) not being read."""
+    total = 0.0
+    for start in range(0, len(hessian), _DIVIDED_COLUMNS):
+        stop = start + _DIVIDED_COLUMNS
+        own = rows[:, start:stop]
+        below = (rows[:, stop:] @ hessian[stop:, start:stop]).mul_(own).sum()
+        corner = hessian[start:stop, start:stop]
+        inside = (own @ (corner.tril() + corner.tril(-1).T)).mul_(own).sum()
+        total += (2 * below + inside).item()
+    return total
+
+
+def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all: bool) -> Shift | None:
+    """Compute the shift that a correction adds to weights, in the memory of `errors.mean`.
+
+    Args:
+        errors: used up.
+        hessian: (K, K), of which the upper half is not read; not modified.
+        chosen: see `choose_correction`.
+        by_all: every process asks for the same, and each computes some rows.
+    Returns:
+        None where nothing is corrected.
+    """
+    lower = plain_factor(hessian, chosen.ridge) if chosen.share else None
+    if lower is None:
+        return None
+    if not isinstance(errors.mean, Tensor):
+        return tuple(divide(part, lower).mul_(chosen.share) for part in errors.mean)
+    parts = torch.split(errors.mean, _DIVIDED_ROWS)
+    owners = assign_work([len(part) for part in parts]) if by_all else [rank()] * len(parts)
+    for part, owner in zip(parts, owners, strict=True):
+        if owner == rank():
+            divide(part, lower).mul_(chosen.share)
+    for part, owner in zip(parts, owners, strict=True) if by_all else ():
+        fill(part, owner)
+    return errors.mean
+
+
+def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
+    """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
+
+    Args:
+        weights: (N_i, K) W each; not modified.
+        shift: of these weights; used up if it is not of the inputs.
+    Returns:
+        (N_i, K) float32 each.
+    """
+    if not isinstance(shift, Tensor):
+        return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
+    if weights[0].dtype != torch.bfloat16 or not multiplies_bfloat16(shift.device):
+        return [torch.addmm(values, values, shift) for values in (weight.float() for weight in weights)]
+    packed, targets = pack_matrix(shift.bfloat16()), [weight.float() for weight in weights]
+    for weight, target in zip(weights, targets, strict=True):
+        add_products(target, pack_matrix(weight.T.contiguous()), slice(0, len(weight)), packed)
+    return targets
+
+
+def divide(matrix: Tensor, lower: Tensor) -> Tensor:
+    """(N, K) matrix H^-1, in its place: by products for the most part, and without LAPACK's copy of the factor.
+
+    Args:
+        matrix: overwritten.
+        lower: (K, K) Cholesky factor of H, of which the upper half is not read.
+    """
+    width = len(lower)
+    blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]
+    for values in torch.split(matrix, _DIVIDED_ROWS):
+        for own in blocks:
+            block = values[:, own].addmm_(values[:, : own.start], lower[own, : own.start].T, alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own].T, block, upper=True, left=False))
+        for own in reversed(blocks):
+            block = values[:, own].addmm_(values[:, own.stop :], lower[own.stop :, own], alpha=-1)
+            block.copy_(torch.linalg.solve_triangular(lower[own, own], block, upper=False, left=False))
+    return matrix
