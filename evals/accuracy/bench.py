@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rows import LENGTH, SAMPLES, Model
-from score import Windows, load, log_probabilities, read_windows, score
+from rows import Model
+from score import Windows, first_ids, load, log_probabilities, read_windows, score
 from store import Answers, Row, pack
 from torch import Tensor
 
-from quantkit.demo import DEMO_MODEL, DEMO_TEXT
+from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT, is_demo
 from quantkit.evaluate.run import evaluate
 from quantkit.runtime.llm import LLM
 
@@ -35,7 +35,7 @@ class Bench:
         data: folder with texts and items, or None.
         original: the original in float32.
         windows: of the text.
-        reference: the original's predictions there; a few hundred MB.
+        reference: the original's predictions there; None where they are too large to be kept.
     """
 
     model: Model
@@ -43,7 +43,7 @@ class Bench:
     data: Path | None
     original: LLM
     windows: Windows
-    reference: list[Tensor]
+    reference: list[Tensor] | None
 
 
 def open_bench(model: Model, models: Path | None, data: Path | None) -> Bench:
@@ -53,7 +53,7 @@ def open_bench(model: Model, models: Path | None, data: Path | None) -> Bench:
         model: which.
         models, data: folders of models and of data; not needed for the demo model.
     """
-    path = DEMO_MODEL if model.text is None else _below(models, model.name, "--models")
+    path = DEMO_MODEL if model.text is None else _below(models, model.folder or model.name, "--models")
     original = load(path)
     windows = read_windows(original, _text(model.text, data, "accuracy", TEXT_CHARACTERS), max_windows=model.windows)
     return Bench(
@@ -62,7 +62,7 @@ def open_bench(model: Model, models: Path | None, data: Path | None) -> Bench:
         data=data,
         original=original,
         windows=windows,
-        reference=list(log_probabilities(original, windows)),
+        reference=list(log_probabilities(original, windows)) if model.keeps_predictions else None,
     )
 
 
@@ -82,20 +82,20 @@ def _text(name: str | None, data: Path | None, seed: str, characters: int) -> st
 
 
 def write_calibration(bench: Bench, path: Path) -> None:
-    """Windows of BOS and LENGTH - 1 ids from random places of the calibration text, seed 0, one a line.
+    """Windows of ids from random places of the calibration text, seed 0, one a line; BOS first where there is one.
 
     Args:
         bench: whose model reads them.
         path: a .jsonl file, as a recipe's calibration.data takes it.
     """
-    bundled = DEMO_TEXT
-    name = bench.model.calibration
+    bundled = DEMO_TEXT if is_demo(bench.path) else GENERAL_TEXT
+    name, count, length = bench.model.calibration, bench.model.samples, bench.model.length
     text = bundled.read_text(encoding="utf-8") if name is None else _text(name, bench.data, "", 0)
     tokenizer: Any = bench.original.tokenizer
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    draw = random.Random(0)
-    starts = [draw.randrange(0, len(ids) - LENGTH + 1) for _ in range(SAMPLES)]
-    samples = [[tokenizer.bos_token_id, *ids[start : start + LENGTH - 1]] for start in starts]
+    draw, first = random.Random(0), first_ids(bench.original)
+    starts = [draw.randrange(0, len(ids) - length + 1) for _ in range(count)]
+    samples = [[*first, *ids[start : start + length - len(first)]] for start in starts]
     path.write_text("".join(json.dumps({"input_ids": sample}) + "\n" for sample in samples), encoding="utf-8")
 
 

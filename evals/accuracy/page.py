@@ -145,7 +145,9 @@ def _bests(models: list[list[Group]]) -> list[Row]:
 
 def changed(row: Row) -> list[str]:
     """What a row of ours rests on that is another today; nothing for a row that is as today's code makes it."""
-    wanted = Wanted(numbers=row.numbers, method=row.method, symmetric=row.symmetric)
+    wanted = Wanted(
+        numbers=row.numbers, method=row.method, symmetric=row.symmetric, samples=row.samples, length=row.length
+    )
     if row.taken is None or row.method not in METHODS:
         return ["the recipe"]
     return row.taken.changed(recipe(wanted, "calibration.jsonl"))

@@ -81,6 +81,8 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
             method=peer.method,
             numbers=numbers,
             symmetric=symmetric,
+            samples=bench.model.samples,
+            length=bench.model.length,
             how=", ".join(f"{name}={value}" for name, value in job["options"].items()),
             cpu_s=usage.cpu_s,
             others=usage.others_share,

@@ -47,6 +47,11 @@ class Model:
         text: scored, below --data; None = drawn from the demo language.
         calibration: text that calibration windows are drawn from, below --data; None = the bundled one.
         without: why a tool has no rows, by its name.
+        folder: below --models, if it is not called as the model is.
+        samples, length: calibration windows, the same ids for every tool.
+        methods: names of ours, if not all that its number types are measured with.
+        peers: names of methods of other tools, likewise.
+        keeps_predictions: the original's are held in memory: windows x vocabulary.
     """
 
     name: str
@@ -56,10 +61,17 @@ class Model:
     calibration: str | None = None
     windows: int = 1000
     without: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
+    samples: int = 128
+    length: int = 256
+    methods: tuple[str, ...] | None = None
+    peers: tuple[str, ...] | None = None
+    keeps_predictions: bool = True
 
 
 NUMBERS = {
     "w4g32": Numbers(bits=4, group=32),
+    "w4g64": Numbers(bits=4, group=64),
     "w3g32": Numbers(bits=3, group=32),
     "w2g32": Numbers(bits=2, group=32),
     "w4g4": Numbers(bits=4, group=4),
@@ -96,6 +108,15 @@ LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND = "llm-compressor", "GPTQModel", "auto-ro
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
 FLOATS = ("fp8", "nvfp4", "mxfp4")
+# Of real models 4 bits alone, by the two shipped recipes, their combination, and what needs no tuning of other tools.
+REAL: dict[str, Any] = {
+    "numbers": ("w4g64",),
+    "text": "wikitext2/test.raw.txt",
+    "windows": 80,
+    "methods": ("rtn", "awq", "gptq", "gptq asymmetric sequential", "awq+gptq asymmetric sequential"),
+    "peers": ("GPTQ, memoryless_mse", "AWQ, then GPTQ", "GPTQ", "AutoRound, 200 iterations"),
+    "keeps_predictions": False,
+}
 DEMO_TASKS = ("demo_agreement", "demo_answers", "demo_arithmetic", "demo_facts", "demo_recall", "demo_stories")
 MODELS = (
     Model(
@@ -116,9 +137,12 @@ MODELS = (
         without={AUTO_ROUND: "it leaves matrices as they were whose sizes 32 does not divide, here 15 of 35"},
         **STORIES,
     ),
+    *(
+        Model(name=f"{folder}-{samples}x{length}", folder=folder, samples=samples, length=length, **REAL)
+        for folder in ("smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-0.5b-instruct")
+        for samples, length in ((16, 256), (64, 512))
+    ),
 )
-
-SAMPLES, LENGTH = 128, 256  # calibration windows, the same ids for every tool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +152,8 @@ class Wanted:
     numbers: str
     method: str
     symmetric: bool
+    samples: int = 128
+    length: int = 256
 
     @property
     def key(self) -> str:
@@ -139,8 +165,10 @@ def wanted(model: Model) -> Iterator[Wanted]:
     """All rows of a model: both forms of ranges where integers of fewer than 8 bits are all that is quantized."""
     for name in model.numbers:
         numbers = NUMBERS[name]
-        for method in (*methods_of(numbers), *ABLATED.get((model.name, name), ())):
-            yield from (Wanted(numbers=name, method=method, symmetric=form) for form in forms(numbers))
+        for method in (*(model.methods or methods_of(numbers)), *ABLATED.get((model.name, name), ())):
+            for form in forms(numbers):
+                calibration = {"samples": model.samples, "length": model.length}
+                yield Wanted(numbers=name, method=method, symmetric=form, **calibration)
 
 
 def methods_of(numbers: Numbers) -> tuple[str, ...]:
@@ -171,7 +199,7 @@ def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
         made["activations"] = {"dtype": numbers.activations}
     if steps:
         made["steps"] = steps
-        made["calibration"] = {"data": calibration, "samples": SAMPLES, "sequence_length": LENGTH}
+        made["calibration"] = {"data": calibration, "samples": row.samples, "sequence_length": row.length}
     return made
 
 
@@ -219,7 +247,9 @@ PEERS = (  # plain rounding, and GPTQ without a search of ranges, are left to th
 
 def peer_rows(model: Model) -> Iterator[tuple[Peer, str, bool]]:
     """Method, number type and form of every row that a peer can do."""
-    for peer in (peer for peer in PEERS if peer.tool not in model.without):
+    for peer in PEERS:
+        if peer.tool in model.without or (model.peers is not None and peer.method not in model.peers):
+            continue
         for name in model.numbers:
             numbers = NUMBERS[name]
             can = numbers.bits in peer.bits and (peer.groups or (numbers.group or 16) >= 16)

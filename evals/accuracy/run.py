@@ -5,10 +5,10 @@
     python evals/accuracy/run.py --work DIR --models DIR --data DIR            # all models of `rows.py`
     python evals/accuracy/run.py --work DIR --only 'demo w4g32 *' --only 'demo w8pc *'   # some rows
 
---models holds babyllama-361 and stories260k; --data holds tinystories/{calibration,validation}.txt and
-benchmarks/blimp/*.jsonl. Results are kept after every row, so a killed run goes on, and several runs may go on at once;
-a row is measured again when its recipe or the code that quantizes has changed (`provenance.Stamp.changed`), or its
-seconds are not known, unless --keep.
+--models holds babyllama-361, stories260k and the real models of `rows.py`, by their names; --data holds
+tinystories/{calibration,validation}.txt, wikitext2/test.raw.txt and benchmarks/blimp/*.jsonl. Results are kept after
+every row, so a killed run goes on, and several runs may go on at once; a row is measured again when its recipe or the
+code that quantizes has changed (`provenance.Stamp.changed`), or its seconds are not known, unless --keep.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
         method=row.method,
         numbers=row.numbers,
         symmetric=row.symmetric,
+        samples=row.samples,
+        length=row.length,
         how=yaml.safe_dump(data.get("steps", []), default_flow_style=True).strip(),
         cpu_s=usage.cpu_s,
         others=usage.others_share,

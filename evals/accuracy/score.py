@@ -3,8 +3,9 @@
     python evals/accuracy/score.py QUANTIZED [ANOTHER ...] --baseline ORIGINAL --text FILE [--max-windows 400] [--json]
 
 Protocol: the text is tokenized once without special tokens and cut into chunks of (window - 1) ids, a last shorter one
-dropped; BOS goes in front of each. Weights and arithmetic are float32. The nll of every token after BOS is summed;
-perplexity = exp(mean). KL is KL(original || quantized) over the whole vocabulary at the same positions, nats.
+dropped; BOS goes in front of each. Chunks of a model without BOS are whole windows. Weights and arithmetic are float32.
+The nll of every token after the first is summed; perplexity = exp(mean). KL is KL(original || quantized) over the whole
+vocabulary at the same positions, nats.
 
 Every model goes through quantkit's runtime, which reads dense folders, compressed-tensors, and the GPTQ and AWQ
 layouts that other tools write; what is measured is what is on disk, decoded in float32 (W8A8 rounds its activations).
@@ -112,12 +113,19 @@ def read_windows(llm: LLM, text: str, *, window: int = WINDOW, max_windows: int 
         window: positions, BOS included.
         max_windows: the rest is not used.
     """
-    assert llm.tokenizer is not None and llm.tokenizer.bos_token_id is not None, f"{llm.path}: no tokenizer with BOS"
+    assert llm.tokenizer is not None, f"{llm.path}: no tokenizer"
     ids = llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    step = window - 1
+    first = first_ids(llm)
+    step = window - len(first)
     count = min(len(ids) // step, max_windows)
     count -= count % min(count, MAX_BLOCKS)
-    return tuple((llm.tokenizer.bos_token_id, *ids[at * step : (at + 1) * step]) for at in range(count))
+    return tuple((*first, *ids[at * step : (at + 1) * step]) for at in range(count))
+
+
+def first_ids(llm: LLM) -> tuple[int, ...]:
+    """BOS, for models that have one."""
+    bos = None if llm.tokenizer is None else llm.tokenizer.bos_token_id
+    return () if bos is None else (bos,)
 
 
 def log_probabilities(llm: LLM, windows: Windows) -> Iterator[Tensor]:

@@ -51,6 +51,7 @@ class Row:
         method: name of the method within the tool.
         numbers: w4g32, w4pc, w8a8, ...
         symmetric: whether there are no zero points.
+        samples, length: calibration windows.
         how: steps or options, as text.
         cpu_s: of the whole process that quantized, with one thread; None = not taken.
         peak_mb: of its memory.
@@ -66,6 +67,8 @@ class Row:
     method: str
     numbers: str
     symmetric: bool
+    samples: int = 128
+    length: int = 256
     how: str = ""
     cpu_s: float | None = None
     peak_mb: int | None = None
