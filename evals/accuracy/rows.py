@@ -112,10 +112,9 @@ FLOATS = ("fp8", "nvfp4", "mxfp4")
 REAL: dict[str, Any] = {
     "numbers": ("w4g64",),
     "text": "wikitext2/test.raw.txt",
-    "windows": 80,
+    "windows": 40,
     "methods": ("rtn", "awq", "gptq", "gptq asymmetric sequential", "awq+gptq asymmetric sequential"),
     "peers": ("GPTQ, memoryless_mse", "AWQ, then GPTQ", "GPTQ", "AutoRound, 200 iterations"),
-    "keeps_predictions": False,
 }
 DEMO_TASKS = ("demo_agreement", "demo_answers", "demo_arithmetic", "demo_facts", "demo_recall", "demo_stories")
 MODELS = (
@@ -138,8 +137,19 @@ MODELS = (
         **STORIES,
     ),
     *(
-        Model(name=f"{folder}-{samples}x{length}", folder=folder, samples=samples, length=length, **REAL)
-        for folder in ("smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-0.5b-instruct")
+        Model(
+            name=f"{folder}-{samples}x{length}",
+            folder=folder,
+            samples=samples,
+            length=length,
+            keeps_predictions=keeps,
+            **REAL,
+        )
+        for folder, keeps in (
+            ("smollm2-135m-instruct", True),
+            ("gemma3-270m", False),  # a vocabulary of 262 thousand
+            ("qwen2.5-coder-0.5b-instruct", False),
+        )
         for samples, length in ((16, 256), (64, 512))
     ),
 )
