@@ -20,7 +20,7 @@ import pytest
 
 FOLDER = os.environ.get("QUANTKIT_REAL_MODELS")
 MODELS = sorted(path.parent for path in Path(FOLDER).glob("*/config.json")) if FOLDER else []
-TEXT = "The river rises in the hills north of the town. It turns south and reaches the sea after ninety miles. " * 40
+TEXT = "The river rises in the hills north of the town. It turns south and reaches the sea after ninety miles. " * 10
 
 pytestmark = pytest.mark.skipif(not MODELS, reason="QUANTKIT_REAL_MODELS names no folder with models")
 
@@ -62,7 +62,7 @@ def served(checkpoint: Path) -> str:
     assert process.stdout is not None
     try:
         address = next(found[0] for line in process.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-        body = {"model": "m", "messages": [{"role": "user", "content": "Count to three."}], "max_tokens": 16}
+        body = {"model": checkpoint.name, "messages": [{"role": "user", "content": "Count to three."}], "max_tokens": 16}
         request = urllib.request.Request(
             f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
