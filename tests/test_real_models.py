@@ -62,7 +62,8 @@ def served(checkpoint: Path) -> str:
     assert process.stdout is not None
     try:
         address = next(found[0] for line in process.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-        body = {"model": checkpoint.name, "messages": [{"role": "user", "content": "Count to three."}], "max_tokens": 16}
+        messages = [{"role": "user", "content": "Count to three."}]
+        body = {"model": checkpoint.name, "messages": messages, "max_tokens": 16}
         request = urllib.request.Request(
             f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

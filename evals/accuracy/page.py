@@ -40,7 +40,12 @@ Every method x number type x model of the test bed, other tools beside us. This 
 **How it was measured.** Every checkpoint is read from disk and decoded in float32 by quantkit's runtime, whoever wrote
 it. Text in windows of 256 positions, BOS and 255 tokens, all after BOS scored. *KL* is the mean of KL(original ||
 quantized) over the whole vocabulary at the same positions, in nats x 1000; *same top token* the share of positions
-where both prefer the same. All tools were calibrated with the same 128 x 256 token ids.
+where both prefer the same. All tools were calibrated with the same token ids: 128 windows of 256, or as a model's
+heading says. The windows of the demo model are of its own text, those of babyllama-361 and stories260k of TinyStories,
+and those of the real models of the bundled general text; the real models are scored on WikiText-2.
+
+**Real models.** The weights of SmolLM2-135M-Instruct and Gemma 3 270M were decoded from GGUF files, so they lie on a
+grid already: SmolLM2's of 4 bits with zero points in groups of 32. No row here has that grid; noise was not added.
 
 **What is real.** Two rows read the same text, so their difference is paired: Student's t over blocks of windows, 95 %.
 `+` better than the best peer of that column, `-` worse, `=` within noise. ± is half of a 95 % interval; for
@@ -68,7 +73,7 @@ of a text, most of which cannot be predicted, and rounding takes some of that em
 def render(results: Path = RESULTS) -> str:
     """The page as text; a function of the files in `results` alone."""
     parts = [HEAD]
-    for model in MODELS:
+    for model in sorted(MODELS, key=lambda model: not model.folder):  # real models first
         own = load_rows(results / f"{model.name}.json")
         if ORIGINAL in own:
             parts.append(_model(model, own, load_rows(results / f"{PEERS}-{model.name}.json")))

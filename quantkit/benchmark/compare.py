@@ -103,7 +103,7 @@ class Ratio:
         metric: "TTFT", "ITL", "TPOT" or "tokens/s".
         value, baseline: medians over all rounds of the model and of the baseline; seconds, or tokens per second.
         low, high: smallest and largest ratio of a single round.
-        noise: half the spread of a model's own rounds, as a share of its median; the larger of the two models.
+        noise: half the spread of a model's own rounds, as a share of its median; the larger of the two models' values.
         verdict: speed verdict, where a smaller ITL is faster; "noise": no difference beyond the noise.
     """
 

@@ -207,7 +207,7 @@ def _indexed_tensors(folder: Path, weight_map: dict[str, str]) -> tuple[dict[str
     for tensor, name in weight_map.items():
         if tensor not in headers[name]:
             raise CheckpointError(
-                f"{folder / name} does not hold tensor {shorten(tensor)}, although {INDEX_NAME} says so; "
+                f"{folder / name} does not hold tensor {shorten(tensor)}, although {INDEX_NAME} says that it does; "
                 "index and files are from different downloads: download or copy them again"
             )
     tensors = {tensor: headers[name][tensor] for tensor, name in weight_map.items()}

@@ -217,7 +217,8 @@ BALANCED_EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Which modules have biases: keys of config.json, or constants. They serve for counting; files may lack biases.
+    """Which modules have biases: keys of config.json, or constants. They only
+    serve to count parameters; a checkpoint may lack some of the biases.
 
     Args:
         qkv, output: whether the projections of attention have biases.

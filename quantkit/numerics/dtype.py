@@ -56,7 +56,7 @@ def _integer(bits: int) -> DType:
 
 
 def _float(name: str, bits: int, maximum: float, **fields: Any) -> DType:
-    """Return a float type whose codes are stored as their values, which e4m3 holds exactly."""
+    """Return a float type. Each code is stored in e4m3 as the number that it stands for, exactly."""
     storage = torch.float8_e4m3fn
     return DType(name=name, kind="float", bits=bits, minimum=-maximum, maximum=maximum, storage=storage, **fields)
 

@@ -1,4 +1,4 @@
-"""The whole plan in one call: shape, sizes, what fits, time limits, and a recipe's effect. Computed, not measured."""
+"""The whole plan in one call: shape, sizes, what fits, lower bounds on time, a recipe's effect; nothing is measured."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

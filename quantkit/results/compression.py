@@ -162,7 +162,7 @@ class CompressionResult(Record):
     """Result of `quantkit quantize`, as printed by `--json` and kept in `quantkit.json`.
 
     Args:
-        model: the compressed model, as given by the user.
+        model: the model that was compressed, as the user named it.
         output: directory of the finished checkpoint.
         recipe: name of the recipe.
         format: on-disk format.

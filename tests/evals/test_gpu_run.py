@@ -210,7 +210,7 @@ def test_a_call_ends_with_its_budget(tree):
 
 def test_a_part_whose_time_is_over_has_done_nothing_wrong(tmp_path):
     """It is told to stop: what was under way is measured by the next call."""
-    part = BEGIN + PART.format(name="first", cases={"a": "", "b": "time.sleep(60)"}, options="{}")
+    part = BEGIN + PART.format(name="first", cases={"a": "", "b": "time.sleep(600)"}, options='{"row_seconds": 600}')
     environment = {**os.environ, "PYTHONPATH": str(GPU), "RESULTS": str(tmp_path)}
     pipe = {"stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", part], env=environment, **pipe)

@@ -104,7 +104,7 @@ def _inputs(layer: LayerContext) -> list[list[str]]:
 
 
 def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:
-    """The magnitude that the scale is to hold."""
+    """The largest magnitude that the scale must cover."""
     # Under a global scale the groups have scales of their own at run time, so there is nothing that clipping helps.
     if method == "absmax" or seen.largest == 0 or scheme.dynamic:
         return seen.largest

@@ -55,7 +55,7 @@ class Draft:
 
 
 def template(name: str) -> str:
-    """A name with `.*` in place of the number of an expert; the last part of a name is no such number."""
+    """A name with `.*` in place of an expert's index; the last part of a name is never taken for one."""
     return _EXPERT.sub(".*", name)
 
 

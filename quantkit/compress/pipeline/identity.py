@@ -62,7 +62,7 @@ def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def calibration_digest(recipe: Recipe) -> str | None:
-    """SHA-256 of the text of a recipe's own file; None where its data are no file here."""
+    """SHA-256 of the calibration file that a recipe names; None if its data are not a local file."""
     data = None if recipe.calibration is None else Path(recipe.calibration.data)
     return hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None
 

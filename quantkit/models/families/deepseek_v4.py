@@ -136,7 +136,8 @@ def _attention(read: ConfigReader, index: int) -> AttentionShape:
 
 
 def _layer_type(read: ConfigReader, index: int) -> str:
-    """Return a layer's type by name, by ratio, or by the family's rule: two layers of 128, then 128 and 4 in turn."""
+    """Return a layer's type: from `layer_types`, from `compress_ratios`, or by the family's rule, ratios 128, 128, then
+    128 and 4 in turn."""
     types, ratios = read.get("layer_types"), read.get("compress_ratios")
     by_ratio = {ratio: name for name, ratio in _RATES.items()}
     if isinstance(types, list):
