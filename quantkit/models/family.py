@@ -217,8 +217,7 @@ BALANCED_EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Which modules have biases: keys of config.json, or constants. They only
-    serve to count parameters; a checkpoint may lack some of the biases.
+    """Which modules have biases: keys of config.json, or constants. Only for counting: a file may lack some.
 
     Args:
         qkv, output: whether the projections of attention have biases.
