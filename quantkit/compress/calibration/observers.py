@@ -232,8 +232,8 @@ def _token_shares(inputs: Tensor) -> Tensor:
     """
     norms = torch.linalg.vector_norm(inputs, dim=1, keepdim=True, dtype=torch.float32)
     if not len(norms):  # no token is routed to an expert
-        return norms
-    return (_LARGEST_NORM * norms.median() / norms).nan_to_num_(1.0).clamp_(max=1.0)
+        return norms  # type: ignore[no-any-return]
+    return (_LARGEST_NORM * norms.median() / norms).nan_to_num_(1.0).clamp_(max=1.0)  # type: ignore[no-any-return]
 
 
 def _scaled(rows: Tensor, shares: Tensor) -> Tensor:
