@@ -269,7 +269,10 @@ class Server:
         return capacity if self.max_prompt is None else min(capacity, self.max_prompt)
 
     def _shown(self, prompts: list[str | list[int]]) -> list[str]:
-        return [prompt if isinstance(prompt, str) else self.vocabulary.text(prompt) for prompt in prompts]
+        try:
+            return [prompt if isinstance(prompt, str) else self.vocabulary.text(prompt) for prompt in prompts]
+        except OverflowError:
+            raise Refused("prompt has a token id that is not in the model's vocabulary", "prompt") from None
 
     def _bounded(self, ids: list[int]) -> list[int]:
         if self.max_prompt is not None and len(ids) > self.max_prompt:
