@@ -84,6 +84,9 @@ TABLE = {
     "a stream's option that is unknown": (
         *text(stream=True, stream_options={"x": 1}), 400, "stream_options", "stream_options.x is not supported"
     ),
+    "an echo of a token id of no vocabulary": (
+        *text(prompt=[5, -(10**21)], echo=True), 400, "prompt", "not in the model's vocabulary"
+    ),
     "a stream of an echo's log-probabilities": (
         *text(stream=True, echo=True, logprobs=1), 400, "echo", "not streamed"
     ),

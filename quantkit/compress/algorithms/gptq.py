@@ -82,7 +82,7 @@ class GptqStep(Step):
         """Memory at the peak, the factorising of the widest inputs' Hessian; see `Step`."""
         square = sizes.width**2
         # Hessian and factor, both whole for that long, beside the cross Gram, which has a row for each output where
-        # these are few. Gram matrices that wait are half, and of inputs that are no wider.
+        # these are few. Gram matrices that wait are half, or in two parts whole, and of inputs that are no wider.
         cross = sizes.tallest if 2 * sizes.tallest <= square else square
         return StepBytes(statistics=4 * (2 * square + (cross if self.asymmetric_calibration else 0)))
 
