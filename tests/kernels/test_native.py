@@ -20,7 +20,8 @@ from quantkit.native import Library, build
 from quantkit.numerics import native as numerics
 from tests import forked
 
-OF_NUMERICS = ["../compress/algorithms/test_gptq_loop.py", "../numerics/test_products.py"]
+OF_KERNELS = ["test_linear.py", "test_native_attention.py", "test_ops.py"]
+OF_NUMERICS = ["../compress/algorithms/test_gptq_loop.py", "../numerics/test_matmul.py"]
 FOLDER = Path(cpu.__file__).parent
 SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 
@@ -68,11 +69,14 @@ def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
     assert library.status() == reason
 
 
+def test_the_files_that_wider_cpus_run_again_are_there(request):
+    assert [file for file in [*OF_KERNELS, *OF_NUMERICS] if not (request.path.parent / file).is_file()] == []
+
+
 @needs_compiler
 @pytest.mark.skipif(cpu.library() is None or not cpu.has_avx512(), reason="the tests beside this one use AVX2 already")
 def test_the_kernels_without_avx512_pass_the_same_tests(request):
-    files = ["test_linear.py", "test_native_attention.py", "test_ops.py"]
-    done = run_again_with("avx2", [*files, *OF_NUMERICS], request.path.parent)
+    done = run_again_with("avx2", [*OF_KERNELS, *OF_NUMERICS], request.path.parent)
     assert done.returncode == 0, done.stdout[-2000:]
 
 
@@ -84,7 +88,7 @@ def test_what_amx_does_is_done_without_it(request):
 
 
 def run_again_with(widest, files, folder):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native or gptq_loop or products", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "native or gptq_loop or matmul", *files]
     environment = {**os.environ, "QUANTKIT_NATIVE": widest}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
