@@ -174,13 +174,13 @@ def plan_of(arguments: argparse.Namespace) -> list[tuple[Case, str]]:
     if arguments.tiny:
         cases = [TINY_PREFILL if arguments.prefill else TINY]
     if arguments.first:
-        return [(cases[0], kind) for kind in KV_TYPES]
+        cases = cases[:1]
     return [(case, kind) for case in cases for kind in (*KV_TYPES, SDPA)]
 
 
 def main() -> None:
     """Write attention.json, or prefill.json."""
-    arguments = parse(prefill="chunks of prompts, not decode steps", first="only the first case, and not torch")
+    arguments = parse(prefill="chunks of prompts, not decode steps", first="only the first case")
     results = open_results("prefill" if arguments.prefill else "attention", arguments)
     results.meta["gemm_rate"] = gemm_rate(128 if arguments.tiny else 8192, arguments.device)
     bench(plan_of(arguments), arguments.device, results)

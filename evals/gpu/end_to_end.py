@@ -9,18 +9,14 @@ hidden where the next step is launched before the last one's tokens are read.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from timing import open_results, parse
+from timing import open_results, parse, refuse_nan
 
 # isort: split
 import torch
@@ -63,8 +59,13 @@ PLAN = (
     ("w4a16", REST),
 )
 NUM_STEPS = 2
-PATIENCE = 20.0  # seconds for what counts launches, once nothing else is left to do
+# A short call: batches of each, then long contexts as far as there is time.
+SHORT = tuple(("auto", batch, 1024) for batch in (1, 8, 32))
+LONG = (("int4", 32, 8192), ("auto", 32, 8192))
+SHORT_PLAN = (("w4a16 head8", SHORT), ("bf16", SHORT), ("w4a16 head8", LONG))
 TINY_PLAN = (("bf16", (("int4", 2, 70),)), ("bf16", ENGINE), ("w8a8", (("int4", 2, 70),)))
+TINY_SHORT_PLAN = tuple((weights, (("auto", 2, 70),)) for weights in ("w4a16 head8", "bf16"))
+Plan = tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
 # How the engine runs: graphs, overlap.
 WAYS = {"graph, overlap": (True, True), "graph": (True, False), "eager": (False, False)}
 PROMPTS = (512, 2048, 8192)
@@ -93,12 +94,16 @@ def _wait(device: str) -> None:
 def step_times(model: NativeModel, cache: KVCache, batch: ForwardBatch, device: str) -> dict[str, Any]:
     """Milliseconds of a decode step."""
 
+    logits: list[torch.Tensor] = []
+
     def step() -> object:
-        return model.forward(batch, cache).argmax(-1)
+        logits[:] = [model.forward(batch, cache)]
+        return logits[0].argmax(-1)
 
     if device == "cuda":
         step()
         step()
+        refuse_nan(logits[0])
     times: dict[str, Any] = {"eager_ms": _milliseconds(step, device)}
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
@@ -108,7 +113,8 @@ def step_times(model: NativeModel, cache: KVCache, batch: ForwardBatch, device: 
             times["graph_ms"] = _milliseconds(graph.replay, device)
         except Exception as error:  # a host sync inside
             torch.cuda.synchronize()
-            times["graph"] = f"not captured: {str(error).splitlines()[0][:120]}"
+            times["graph"] = f"not captured: {first_line(error)[:120]}"
+    refuse_nan(logits[0])
     return times
 
 
@@ -286,52 +292,24 @@ class Models:
         return self._model
 
 
-class LaunchCount:
-    """Launches per layer of a step, counted by a process of its own, because there none is made; nobody waits for it.
-
-    Args:
-        tiny: of the tiny model.
-    """
-
-    def __init__(self, tiny: bool) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("step_count.py")), "--json"]
-        command += ["--shape", "tiny"] if tiny else ["--batch", "8"]
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        self._per_layer: dict[str, float] | None = None
-
-    def fill(self, results: Results, patience: float = 0.0) -> None:
-        """Write the counts into all rows of steps, if they are there after so many seconds."""
-        if self._per_layer is None:
-            try:
-                said, _ = self._process.communicate(timeout=patience)
-            except subprocess.TimeoutExpired:
-                return
-            self._per_layer = {} if self._process.returncode else json.loads(said.splitlines()[-1])
-        for row in results.rows:
-            if row.get("part") == "step" and "launches_per_layer" not in row:
-                results.extend(row, launches_per_layer=self._per_layer.get(f"{row['weights']}, {row['kv']}"))
-
-    def stop(self) -> None:
-        """Leave no process behind."""
-        self._process.kill()
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """Weights and cases, most telling first."""
+    if arguments.tiny:
+        return TINY_SHORT_PLAN if arguments.short else TINY_PLAN
+    return SHORT_PLAN if arguments.short else PLAN[:NUM_STEPS] if arguments.steps else PLAN
 
 
 def bench(arguments: argparse.Namespace, results: Results) -> None:
     """All of the plan, while there is time."""
-    launches = LaunchCount(arguments.tiny)
     models = Models("tiny" if arguments.tiny else "8B", arguments.device)
-    for weights, what in TINY_PLAN if arguments.tiny else PLAN[:NUM_STEPS] if arguments.steps else PLAN:
+    for weights, what in plan_of(arguments):
         if what == ENGINE:
             engine_rows(models, weights, results, arguments.tiny)
         else:
             steps(models, weights, what, results, arguments.device)
-        launches.fill(results)
-    launches.fill(results, PATIENCE)
-    launches.stop()
     results.finish()
 
 
 if __name__ == "__main__":
-    options = parse(110, steps="only decode steps of the first entries of the plan")
+    options = parse(110, steps="only decode steps of the first entries of the plan", short="those of a short call")
     bench(options, open_results("end_to_end", options, row_seconds=120))

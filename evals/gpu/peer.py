@@ -18,18 +18,23 @@ import transformers
 from random_model import settings
 from results import Absent
 
+BATCHES = (1, 32, 8)
+
 
 def main() -> None:
     """Write peer.json."""
-    arguments = parse(45)
-    results = open_results("peer", arguments, row_seconds=90)
+    arguments = parse(45, short="only generate")
+    results = open_results("peer", arguments, row_seconds=90, share=1.0)
     results.meta["transformers"] = str(transformers.__version__)
     shape, device = "tiny" if arguments.tiny else "8B", arguments.device
     model = cache(partial(_model, shape, device))
     prompt, short, long = (8, 1, 3) if arguments.tiny else (1024, 4, 36)
-    for batch in (2,) if arguments.tiny else (1, 32, 8):
+    rates = {"transformers generate": _generate, "transformers continuous batching": _continuous}
+    if arguments.short:
+        del rates["transformers continuous batching"]
+    for batch in (2,) if arguments.tiny else BATCHES:
         ids = torch.randint(3, settings(shape)["vocab_size"], (batch, prompt), device=device)
-        for kind, rate in (("transformers generate", _generate), ("transformers continuous batching", _continuous)):
+        for kind, rate in rates.items():
             work = partial(_per_token, lambda count, rate=rate, ids=ids: rate(model(), ids, count), ids, short, long)
             results.attempt(work, kind=kind, weights="bf16", batch=batch, context=prompt)
     results.finish()

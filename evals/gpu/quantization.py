@@ -87,11 +87,16 @@ def write_samples(path: Path, count: int, length: int, vocabulary: int) -> None:
             file.write(json.dumps({"input_ids": row}) + "\n")
 
 
+def two_layers(tiny: bool) -> dict[str, Any]:
+    """config.json of two layers of the 8B shape with the demo model's vocabulary."""
+    vocabulary = json.loads((_TOKENIZER / "config.json").read_text())["vocab_size"]
+    return {**settings("tiny" if tiny else "8B"), "vocab_size": vocabulary, "num_hidden_layers": 2}
+
+
 def quantize(work: Path, device: str, tiny: bool, results: Results) -> dict[str, Any]:
     """Compress, and say what it took."""
     count, length = (4, 32) if tiny else (128, 2048)
-    vocabulary = json.loads((_TOKENIZER / "config.json").read_text())["vocab_size"]
-    config = {**settings("tiny" if tiny else "8B"), "vocab_size": vocabulary, "num_hidden_layers": 2}
+    config = two_layers(tiny)
     write_model(work / "model", config, device)
     write_samples(work / "samples.jsonl", count, length, config["vocab_size"])
     on_gpu = device == "cuda"
@@ -122,7 +127,7 @@ def quantize(work: Path, device: str, tiny: bool, results: Results) -> dict[str,
 def main() -> None:
     """Write quantization.json."""
     arguments = parse(60)
-    results = open_results("quantization", arguments, row_seconds=arguments.seconds)
+    results = open_results("quantization", arguments, row_seconds=arguments.seconds, share=1.0)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         work = partial(quantize, Path(folder), arguments.device, arguments.tiny, results)
         results.attempt(work, kind="gptq-int4 g128")

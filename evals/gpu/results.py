@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
@@ -74,6 +75,8 @@ class Results:
         self.meta = {**before["meta"], **meta}
         self.is_unfinished = False
         self._running: Row = {}
+        self._unwritten = ""  # why what is in memory is not in the file
+        self._predictions = [row for row in _predictions() if row["file"] == name]
         self._writing = threading.RLock()  # some parts have rows from several threads
         self._begun, self._seconds = time.monotonic(), seconds
         self._row_seconds, self._is_lost = row_seconds, is_lost
@@ -116,7 +119,10 @@ class Results:
             except Exception as error:  # whatever a kernel raises on a machine it has never seen
                 failed = {**self._running, "error": f"{type(error).__name__}: {first_line(error)}"}
         if failed is None:
-            return self.add(**labels, **figures)
+            odd = [key for key, value in figures.items() if isinstance(value, float) and not math.isfinite(value)]
+            if not odd:
+                return self.add(**labels, **self._predicted(labels), **figures)
+            failed = {**labels, **figures, **dict.fromkeys(odd), "error": f"not a finite number: {', '.join(odd)}"}
         self.add(**failed)
         if "error" in failed and self._is_lost():
             print("the device is lost; a new process goes on", flush=True)
@@ -134,19 +140,24 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write everything so far."""
+        """Write everything so far; what a full disk refuses is written with the next row, if it can be."""
         with self._writing:
             data: Row = {"meta": self.meta, "rows": self.rows}
             if self._running:
                 data["running"] = self._running
-            _write(self.path, data)
+            try:
+                _write(self.path, data)
+                self._unwritten = ""
+            except OSError as error:
+                self._unwritten = f"{self.path.name} is not written: {error}"
+                print(f"== {self._unwritten}", flush=True)
             if _is_due(_archive_path()):
                 archive()
 
     def finish(self, *, is_wrong: bool = False) -> NoReturn:
         """Write, and end the process with the code that says how far it has come."""
         self.save()
-        is_wrong |= any("error" in row for row in self.rows)
+        is_wrong |= any("error" in row for row in self.rows) or bool(self._unwritten)
         sys.exit(GO_ON if self.is_unfinished else WRONG if is_wrong else 0)
 
     @contextlib.contextmanager
@@ -160,6 +171,11 @@ class Results:
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._running = {}
+
+    def _predicted(self, labels: Row) -> Row:
+        """What was said of a measurement before the first run."""
+        (found, *_) = [row for row in self._predictions if row["labels"] == labels] or [{"figures": {}}]
+        return {f"predicted_{key}": value for key, value in found["figures"].items()}
 
     def _is_given_up(self, kind: str | None) -> bool:
         rows = [row for row in self.rows if kind and row.get("kind") == kind]
@@ -179,6 +195,12 @@ def _taken_up(before: Row, meta: Row) -> list[Row]:
     if commit not in (None, meta.get("commit")):
         before["rows"] = [{"commit": commit, **row} for row in before["rows"]]
     return [row for row in before["rows"] if not ("error" in row and os.environ.get("RETRY"))]
+
+
+def _predictions() -> list[Row]:
+    """What predictions.py has written beside this file."""
+    path = Path(__file__).with_name("predictions.json")
+    return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
 def first_line(error: BaseException) -> str:
@@ -204,14 +226,18 @@ def _write(path: Path, data: Row) -> None:
 def strike(path: Path, why: str) -> Row | None:
     """Make an error of what was under way when its process ended.
 
-    Returns: its row; None if nothing was.
+    Returns: its row; None if nothing was, or if it cannot be written.
     """
     data = _read(path)
     if "running" not in data:
         return None
     row = {**data.pop("running"), "error": why}
     data["rows"].append(row)
-    _write(path, data)
+    try:
+        _write(path, data)
+    except OSError as error:  # a full disk: it is struck once there is space
+        print(f"== {path.name} is not written: {error}", flush=True)
+        return None
     return row
 
 
@@ -233,8 +259,12 @@ def close(name: str, code: int, seconds: float) -> bool:
         state == "dead"
     )
     print(f"== {name}: {state} after {seconds:.0f} s{''.join(f'; {one}' for one in ended)}", flush=True)
-    with (folder() / "state").open("a") as states:
-        states.write(f"{name} {state}\n")
+    try:
+        with (folder() / "state").open("a") as states:
+            states.write(f"{name} {state} {'; '.join(ended)}\n")
+    except OSError as error:
+        print(f"== {name}: its state is not written: {error}", flush=True)
+        again = False
     archive()
     return again
 
@@ -263,11 +293,14 @@ def archive() -> None:
     path = _archive_path()
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _whole(path) as (tar, _):
-        for one in sorted(folder().parent.glob("*/*")):
-            if one.suffix != ".tmp":
-                tar.add(one, one.relative_to(folder().parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _whole(path) as (tar, _):
+            for one in sorted(folder().parent.glob("*/*")):
+                if one.suffix != ".tmp":
+                    tar.add(one, one.relative_to(folder().parent))
+    except OSError as error:  # the one before it is still there
+        print(f"== {path.name} is not written: {error}", flush=True)
 
 
 @contextlib.contextmanager

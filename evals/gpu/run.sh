@@ -3,26 +3,29 @@
 #
 #   evals/gpu/run.sh               the parts of parts.txt, in that order, as far as they are not done yet
 #   evals/gpu/run.sh PART...       these, also what failed in them before
-#   evals/gpu/run.sh --rehearse    on the CPU: tiny shapes, kernels in Triton's interpreter; also with PART...
+#   evals/gpu/run.sh --short       the parts of parts-short.txt: the most telling figures in one call of 480 s
+#   evals/gpu/run.sh --rehearse    on the CPU: tiny shapes, kernels in Triton's interpreter; also with the others
 #
 # PYTHON is one with torch, triton, transformers, safetensors and numpy; what else is imported comes as wheels in .gpu/,
-# fetched by wheels.sh. BUDGET is the seconds of a call, 530 if not said. $WORK/results/<name of the GPU>/ has a JSON
+# fetched by wheels.sh. BUDGET is the seconds of a call, 530 if not said, 480 for --short. $WORK/results/<name of the GPU>/ has a JSON
 # and a log of each part, written with every row, and performance.md; $OUT has them as results.tar.gz, rewritten all the
 # time, and in the end Triton's compiled kernels. Put into .gpu/, a call takes them up, on another machine too; without
 # them, and without $WORK, it begins anew. A part that dies or is stopped costs what it was at. Exit code: parts that
 # are not well done.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
-here=evals/gpu PYTHON=${PYTHON:-python3} WORK=${WORK:-/tmp/quantkit-gpu} PARTS=${PARTS:-evals/gpu/parts.txt}
-carried=${CARRIED:-.gpu}
+here=evals/gpu PYTHON=${PYTHON:-python3} WORK=${WORK:-/tmp/quantkit-gpu} carried=${CARRIED:-.gpu}
+list=parts.txt most=530
 flags=() names=() factor=1 needed="import torch, triton; torch.cuda.init()"
 for word in "$@"; do
   case $word in
     -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$here/run.sh"; exit 0 ;;
+    --short) list=parts-short.txt most=480 ;;
     --rehearse) flags=(--device cpu --tiny) factor=${REHEARSAL:-8} gpu=rehearsal needed="import torch, triton" ;;
     *) names+=("$word") ;;
   esac
 done
+PARTS=${PARTS:-$here/$list}
 mapfile -t parts < <(grep -v '^#' "$PARTS")
 for name in "${names[@]}"; do
   [[ $'\n'$(printf '%s\n' "${parts[@]}") = *$'\n'"$name "* ]] && continue
@@ -37,7 +40,7 @@ gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | hea
 export RESULTS=$WORK/results/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
 export QUANTKIT_TRITON=force TRITON_STORE_BINARY_ONLY=1 # what else Triton keeps of a kernel is ten times as large
 export PYTHONPATH=$PWD:$WORK/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-budget=$(((${BUDGET:-530} - 20) * factor)) least=$((15 * factor)) tidy=$((12 * factor))
+budget=$(((${BUDGET:-$most} - 20) * factor)) least=$((15 * factor)) tidy=$((10 * factor))
 [ ${#names[@]} = 0 ] || export RETRY=1
 "$PYTHON" "$here/results.py" unpack "$carried"
 mkdir -p "$RESULTS"
@@ -54,7 +57,7 @@ part() { # part NAME SECONDS PROGRAM ARGUMENTS...: in as many processes as it ta
     [ "$limit" -gt "$least" ] || return
     echo "== $name: at most $limit s" | tee -a "$log"
     lines=$(wc -l <"$log")
-    timeout -k 10 "$limit" "$PYTHON" "$here/$1" "${@:2}" --seconds $((limit - tidy)) "${flags[@]}" >>"$log" 2>&1 &
+    timeout -k 5 $((limit - 5)) "$PYTHON" "$here/$1" "${@:2}" --seconds $((limit - tidy)) "${flags[@]}" >>"$log" 2>&1 &
     pid=$!
     wait "$pid"
     code=$?

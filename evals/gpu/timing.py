@@ -75,16 +75,17 @@ def dtype_on(device: str) -> torch.dtype:
     return torch.float16 if device == "cpu" else torch.bfloat16
 
 
-def open_results(name: str, arguments: argparse.Namespace, row_seconds: float = 60.0) -> Results:
+def open_results(name: str, arguments: argparse.Namespace, row_seconds: float = 60.0, share: float = 0.6) -> Results:
     """The rows of a part, with what this machine is.
 
     Args:
         name: of the file.
         arguments: see `parse`.
         row_seconds: the longest that one measurement may take on a GPU.
+        share: of the part's time that one measurement may take: one that hangs leaves the rest to those behind it.
     """
-    factor = 1.0 if arguments.device == "cuda" else 20.0
-    return Results(name, describe(arguments.device), arguments.seconds, row_seconds * factor, is_lost)
+    limit = min(row_seconds, share * arguments.seconds) if arguments.device == "cuda" else 20 * row_seconds
+    return Results(name, describe(arguments.device), arguments.seconds, limit, is_lost)
 
 
 def is_lost() -> bool:
@@ -157,7 +158,11 @@ def measure(calls: Calls, device: str, repeats: int = 15) -> dict[str, Any]:
 
     On CUDA a graph of all calls is recorded once and replayed, so that the host is not in the figure; calls that cannot
     be recorded are timed as they are, and the figure says so. Elsewhere it is the host's clock, for rehearsals.
+
+    Raises:
+        ArithmeticError: see `refuse_nan`.
     """
+    refuse_nan(calls[0]())
     if device != "cuda":
         times = sorted(_seconds(calls) * 1e6 / len(calls) for _ in range(min(repeats, 3)))
         how = "host"
@@ -179,6 +184,12 @@ def measure(calls: Calls, device: str, repeats: int = 15) -> dict[str, Any]:
         torch.cuda.synchronize()
         times = sorted(begin.elapsed_time(end) * 1e3 / (len(calls) * rounds) for begin, end in marks)
     return {"us": median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "how": how}
+
+
+def refuse_nan(result: object) -> None:
+    """Raise ArithmeticError if a result has numbers that are not finite: the time of a wrong result is no figure."""
+    if isinstance(result, torch.Tensor) and result.is_floating_point() and not result.isfinite().all():
+        raise ArithmeticError("the result has numbers that are not finite")
 
 
 def _seconds(calls: Calls) -> float:

@@ -69,8 +69,8 @@ def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
 
 
 def test_a_measurement_is_a_median_with_its_spread(evals, monkeypatch):
-    """On the host's clock; graphs need a GPU."""
-    timing, clock, steps = evals("timing"), [0.0], iter([1e-6, 9e-6, 2e-6])
+    """On the host's clock, after a first call that is only checked; graphs need a GPU."""
+    timing, clock, steps = evals("timing"), [0.0], iter([5.0, 1e-6, 9e-6, 2e-6])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def call():
@@ -81,11 +81,33 @@ def test_a_measurement_is_a_median_with_its_spread(evals, monkeypatch):
     assert (times["p10"], times["p90"], times["how"]) == (pytest.approx(1.0), pytest.approx(9.0), "host")
 
 
+def test_the_time_of_a_result_that_is_not_finite_is_no_figure(evals):
+    timing = evals("timing")
+    with pytest.raises(ArithmeticError, match="not finite"):
+        timing.measure([lambda: torch.tensor([1.0, torch.nan])], "cpu")
+    assert timing.measure([lambda: torch.ones(2), lambda: None], "cpu")["how"] == "host"
+
+
+def test_a_step_whose_logits_are_not_finite_is_no_figure(evals):
+    model = SimpleNamespace(forward=lambda batch, cache: torch.full((1, 4), torch.inf))
+    with pytest.raises(ArithmeticError, match="not finite"):
+        evals("end_to_end").step_times(model, None, None, "cpu")
+
+
+def test_the_tests_of_a_short_sanitizer_exist(evals):
+    tests = [f"tests/kernels/gpu/test_on_gpu.py::{test}" for test in evals("sanitizer").SHORT]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *tests]
+    done = subprocess.run(command, cwd=GPU.parents[1], capture_output=True, text=True, check=False)
+    assert done.stdout.count("test_on_gpu.py::") == len(tests), done.stdout
+
+
 def test_memory_is_checked_in_a_call_with_time_for_it(evals, tmp_path, monkeypatch):
     sanitizer = evals("sanitizer")
     monkeypatch.setenv("RESULTS", str(tmp_path))
     monkeypatch.setattr(signal, "signal", lambda *values: None)
-    monkeypatch.setattr(sanitizer, "parse", lambda seconds: SimpleNamespace(device="cpu", seconds=150))
+    monkeypatch.setattr(
+        sanitizer, "parse", lambda seconds, **switches: SimpleNamespace(device="cpu", seconds=150, short=False)
+    )
     monkeypatch.setattr(sanitizer, "check", lambda *values: pytest.fail("begun"))
     with pytest.raises(SystemExit) as ended:
         sanitizer.main()
@@ -190,25 +212,6 @@ def test_a_checkpoint_is_asked_for_by_each_way(evals, tmp_path, monkeypatch):
     assert checkpoints.path("") is None
 
 
-def test_decode_steps_do_not_wait_for_their_launches_to_be_counted(evals, tmp_path, monkeypatch):
-    end_to_end, results = evals("end_to_end"), evals("results")
-    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(60)\nopen(__file__ + '.counted', 'w').close()")
-    counted, early = tmp_path / "step_count.py.counted", []
-    monkeypatch.setattr(end_to_end, "__file__", str(tmp_path / "end_to_end.py"))
-    monkeypatch.setattr(end_to_end, "PATIENCE", 0.1, raising=False)
-    monkeypatch.setattr(end_to_end, "make_model", lambda *values: SimpleNamespace(stored_bytes=1))
-    monkeypatch.setenv("RESULTS", str(tmp_path))
-    monkeypatch.setattr(end_to_end, "steps", lambda *values: early.append(not counted.exists()))
-    monkeypatch.setattr(end_to_end, "engine_rows", lambda *values: None)
-    monkeypatch.setattr(signal, "signal", lambda *values: None)
-    rows = results.Results("end_to_end", {}, 60)
-    with pytest.raises(SystemExit) as ended:
-        end_to_end.bench(SimpleNamespace(device="cpu", tiny=True, steps=False), rows)
-    assert ended.value.code == 0
-    assert early == [True, True]
-    assert not counted.exists()
-
-
 def test_folders_that_name_no_device_are_of_no_gpu(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(GPU.parent))
     page = importlib.import_module("pages").generator("gpu/page.py")
@@ -223,4 +226,4 @@ def test_a_first_part_measures_the_beginning_of_another(evals):
     whole, first = (
         attention.plan_of(SimpleNamespace(prefill=False, tiny=True, first=first)) for first in (False, True)
     )
-    assert first == whole[: len(attention.KV_TYPES)]
+    assert first == whole[: len(attention.KV_TYPES) + 1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -23,8 +25,9 @@ from results import Absent, Results
 def work(case, action):
     def run():
         print("begun", case, os.getpid(), flush=True)
-        exec(action or "")
-        return {"us": 1.0}
+        made = {}
+        exec(action or "", globals(), made)
+        return {"us": made.get("us", 1.0)}
     return run
 """
 PART = """
@@ -62,7 +65,8 @@ class Tree:
         self.parts += f"{name} 60 {name}.py\n"
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
-        (self.gpu / "parts.txt").write_text("# comment\n" + self.parts)
+        for name in ("parts.txt", "parts-short.txt"):
+            (self.gpu / name).write_text("# comment\n" + self.parts)
         places = {"WORK": str(self.work), "OUT": str(self.out), "TRITON_CACHE_DIR": str(self.work / "cache")}
         environment = {**os.environ, **places, "PYTHON": sys.executable, "PYTHONPATH": str(self.folder), **variables}
         command = ["bash", str(self.gpu / "run.sh"), "--rehearse", *words]
@@ -82,6 +86,14 @@ class Tree:
             assert file is not None
             return json.load(file)["rows"]
 
+    def came_back(self) -> set[str]:
+        """Names of parts that have rows in the archive."""
+        if not (self.out / "results.tar.gz").exists():
+            self.out.mkdir(exist_ok=True)
+            return set()
+        with tarfile.open(self.out / "results.tar.gz") as tar:
+            return {Path(name).stem for name in tar.getnames() if name.endswith(".json")}
+
     def said(self, name: str) -> str:
         return (self.results / f"{name}.log").read_text()
 
@@ -92,6 +104,66 @@ def tree(tmp_path):
 
 
 KILL = "os.kill(os.getpid(), 9)"
+# A full disk, and a kernel that never comes back and does not let Python go on.
+FULL = "'FIXED' in os.environ or os.symlink('/dev/full', os.environ['RESULTS'] + '/second.tmp')"
+HANG = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+FAULTS = {
+    "hangs": (HANG, "its process ended with 1"),
+    "returns NaN": ("us = float('nan')", "not a finite number: us"),
+    "is refused": ("raise ValueError('no such kernel')", "ValueError: no such kernel"),
+    "kills its process": (KILL, "its process ended with SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_own_row(tree, fault):
+    action, said = FAULTS[fault]
+    tree.add("first", {"a": "", "b": ""})
+    tree.add("second", {"a": "", "b": action, "c": ""}, options='{"row_seconds": 0.5}')
+    tree.add("third", {"a": ""})
+    assert tree.run("--short")[0] == 1
+    assert [row["case"] for row in tree.rows("first")] == ["a", "b"]
+    assert [row.get("error") for row in tree.rows("second")] == [None, said, None]
+    assert tree.rows("third") == [{"case": "a", "us": 1.0}]
+
+
+def test_a_full_disk_costs_what_was_not_written_yet(tree):
+    tree.add("first", {"a": ""})
+    tree.add("second", {"a": "", "b": FULL, "c": ""})
+    tree.add("third", {"a": ""})
+    code, said = tree.run()
+    assert (code, "second.json is not written: [Errno 28] No space left on device" in said) == (1, True)
+    assert [[row["case"] for row in tree.rows(name)] for name in ("first", "second", "third")] == [["a"], ["a"], ["a"]]
+    (tree.results / "second.tmp").unlink()
+    tree.out.joinpath("results.tar.tmp").symlink_to("/dev/full")
+    code, said = tree.run("second", FIXED="1")
+    assert (code, "results.tar.gz is not written: [Errno 28]" in said) == (0, True)
+    assert [row["case"] for row in json.loads((tree.results / "second.json").read_text())["rows"]] == ["a", "b", "c"]
+    assert tree.rows("first") == [{"case": "a", "us": 1.0}]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_at_any_moment_costs_a_row_at_most(tree, seed):
+    names, cases = ("first", "second", "third"), dict.fromkeys("abc", "time.sleep(0.1)")
+    for name in names:
+        tree.add(name, cases)
+    call = tree.start()
+    time.sleep(random.Random(seed).uniform(0.3, 2.5))
+    os.killpg(call.pid, signal.SIGKILL)  # of the call, and of what it has begun in its session
+    for log in tree.results.glob("*.log"):
+        for line in log.read_text().splitlines():
+            if line.startswith("begun"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(line.split()[-1]), signal.SIGKILL)
+    call.communicate()
+    before = {name: tree.rows(name) for name in names if name in tree.came_back()}
+    shutil.copytree(tree.out, tree.folder / ".gpu", dirs_exist_ok=True)
+    tree.new_machine()
+    tree.run()
+    after = {name: tree.rows(name) for name in names}
+    assert [[row["case"] for row in after[name]] for name in names] == [list("abc")] * 3
+    assert sum("error" in row for name in names for row in after[name]) <= 1
+    assert all(after[name][: len(rows)] == rows for name, rows in before.items())
 
 
 def test_a_part_that_is_killed_costs_what_it_was_at(tree):
