@@ -29,7 +29,8 @@ from quantkit.runtime.model.model import Model, NativeModel
 class Runner:
     """A model, its cache, and the input buffers of its batches.
 
-    On a CUDA device, decode steps are captured as graphs where possible; `QUANTKIT_CUDA_GRAPHS=0` disables this.
+    On a CUDA device, decode steps are captured as graphs where possible; `QUANTKIT_CUDA_GRAPHS=0` disables this, and
+    `QUANTKIT_CUDA_GRAPHS=experts` also captures mixtures of experts.
 
     Args:
         model: to run.
@@ -108,7 +109,10 @@ def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
     """
     if not cache.is_capturable:
         return "attention of this KV cache is computed by torch, sequence by sequence"
-    return model.why_not_capturable(max_length)
+    reason = model.why_not_capturable(max_length)
+    if reason is None and model.config.experts is not None and os.environ.get("QUANTKIT_CUDA_GRAPHS") != "experts":
+        return "mixtures of experts are not captured until a GPU has shown that it is right; see QUANTKIT_CUDA_GRAPHS"
+    return reason
 
 
 class DecodeGraphs:

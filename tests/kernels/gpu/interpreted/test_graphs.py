@@ -185,6 +185,9 @@ def test_the_device_chooses_experts(tmp_path, monkeypatch):
     assert stacked.model.notes == loop.model.notes
     assert (stacked.model.stored_bytes, stacked.model.num_bytes) == (loop.model.stored_bytes, loop.model.num_bytes)
     runner = stacked.engine.runner
+    assert "QUANTKIT_CUDA_GRAPHS" in why_not(stacked.model, runner.cache, 64)
+    monkeypatch.setenv("QUANTKIT_CUDA_GRAPHS", "experts")
+    assert why_not(stacked.model, runner.cache, 64) is None
     runner._graphs = DecodeGraphs(
         stacked.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
     )
