@@ -54,8 +54,15 @@ def accuracy(page: str) -> str:
     return str(generator("accuracy/page.py").render())
 
 
+def gpu_standing(page: str) -> str:
+    """A page with the sentence on whether the kernels have run on a GPU."""
+    gpu = generator("gpu/page.py")
+    return section(page, "gpu", gpu.standing(gpu.gpu_folders(RESULTS)))
+
+
 def promises(page: str) -> str:
     """docs/promises.md."""
+    page = gpu_standing(page)
     return section(page, "accuracy", generator("accuracy/page.py").standing())
 
 
@@ -79,7 +86,7 @@ def serve(page: str) -> str:
 
 def runtime(page: str) -> str:
     """docs/runtime.md."""
-    return section(page, "eviction", generator("checks/eviction_page.py").table())
+    return section(gpu_standing(page), "eviction", generator("checks/eviction_page.py").table())
 
 
 def scale(page: str) -> str:

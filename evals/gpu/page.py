@@ -3,7 +3,7 @@
 
     python evals/gpu/page.py [--write docs/performance.md] [--results FOLDER]
 
-Without `--results` every folder of evals/results with figures of a GPU is shown; with none there is one sentence.
+Without `--results` every folder of evals/results with figures of a GPU is shown; with none, what predictions.json says.
 A table per bench. Figures of a rehearsal on the CPU are only shown where their folder is named, under a heading that
 says so.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ BEGIN, END = "<!-- gpu: made by evals/gpu/page.py -->", "<!-- gpu: end -->"
 PARTS = (
     "machine",
     "smoke",
+    "main_job",
     "tests",
     "linears",
     "attention",
@@ -41,19 +42,29 @@ RIVALS = {
     "w8a8 fp8": ("cublas bf16", "torch _scaled_mm"),
     "": ("cublas bf16",),
 }
-LABELS = ("program", "family", "case", "test", "kind", "weights", "kv", "shape", "m")
+LABELS = ("program", "family", "case", "test", "model", "recipe", "stage", "kind", "weights", "kv", "shape", "m")
+NOT_YET = "not yet run on a GPU"
 NOTHING = (
     "No figure here comes from a GPU: the kernels for CUDA devices are compiled ahead of time and held to their\n"
     "references in Triton's interpreter, and no run on a GPU has been recorded yet. `evals/gpu/run.sh` makes the\n"
     "figures, and this section out of them ([evals/gpu/README.md](../evals/gpu/README.md))."
 )
+PREDICTIONS = Path(__file__).with_name("predictions.json")
+# The figure of a row that a prediction is about, most telling first.
+FIGURES = {"graph_ms": "ms", "us": "µs", "step_ms": "ms", "layer_seconds": "s per layer", "seconds": "s"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """The files of one folder by part."""
+    """The files of one folder by part.
+
+    Args:
+        parts: by name of the file.
+        ended: what became of the parts of run.sh that are not done.
+    """
 
     parts: dict[str, dict[str, Any]]
+    ended: dict[str, str] = field(default_factory=dict)
 
     def rows(self, name: str, /, **labels: Any) -> list[Row]:
         """Measured rows of a part that have these labels."""
@@ -78,7 +89,11 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """What a folder holds."""
-    return Run({name: json.loads(path.read_text()) for name in PARTS if (path := folder / f"{name}.json").exists()})
+    state = folder / "state"
+    lines = state.read_text().splitlines() if state.exists() else []
+    last = dict(line.split(maxsplit=1) for line in lines)
+    parts = {name: json.loads(path.read_text()) for name in PARTS if (path := folder / f"{name}.json").exists()}
+    return Run(parts, {name: said for name, said in last.items() if said != "done"})
 
 
 def best_peer(run: Run, row: Row) -> float | None:
@@ -116,11 +131,14 @@ def _cell(key: str, value: Any) -> str:
 
 def bench_lines(run: Run) -> Iterator[str]:
     """A table per bench."""
+    job = {"model": "model", "recipe": "recipe", "stage": "stage", "seconds": "s", "predicted_seconds": "predicted"}
+    job |= {"prompts": "texts", "same": "same", "ties": "ties", "mean_kl": "KL", "top1_agreement": "same token"}
+    yield from _table("The main job", run.rows("main_job"), job)
     linears = [dict(row) for row in run.rows("linears")]
     for row in linears:
         best = best_peer(run, row) if row["kind"].startswith("quantkit") else None
         row["peer"] = None if best is None else best / row["us"]
-    times = {"us": "µs", "p10": "p10", "p90": "p90"}
+    times = {"us": "µs", "p10": "p10", "p90": "p90", "predicted_us": "predicted"}
     shares = {"share_of_copy": "of copy", "share_of_gemm": "of GEMM"}
     ratios = {"speedup": "to bf16", "peer": "to best peer"}
     yield from _table("Linears", linears, {"shape": "shape", "m": "M", "kind": "", **times, **ratios, **shares})
@@ -129,17 +147,21 @@ def bench_lines(run: Run) -> Iterator[str]:
     yield from _table("Paged decode attention", run.rows("attention"), {**case, **times, **own, **shares})
     yield from _table("Paged attention of chunks", run.rows("prefill"), {**case, **times, **own, **shares})
     model = {"weights": "weights", "kv": "KV", "batch": "batch", "context": "context"}
-    steps = {"eager_ms": "eager ms", "graph_ms": "graph ms", "tokens_per_s": "tokens/s", "share_of_copy": "of copy"}
-    steps |= {"launches_per_layer": "launches per layer"}
+    steps = {"eager_ms": "eager ms", "predicted_eager_ms": "predicted", "graph_ms": "graph ms"}
+    steps |= {"predicted_graph_ms": "predicted", "tokens_per_s": "tokens/s", "share_of_copy": "of copy"}
+    steps |= {"predicted_launches_per_layer": "launches per layer"}
     yield from _table("Decode steps, 8B shape", run.rows("end_to_end", part="step"), {**model, **steps})
     engine = {"way": "how", "step_ms": "step ms", "gpu_ms": "GPU ms", "host_share": "host"}
     yield from _table("The engine", run.rows("end_to_end", part="engine"), {**model, **engine})
     first = {"ttft_ms": "ms", "prompt_tokens_per_s": "prompt tokens/s"}
     yield from _table("First token", run.rows("end_to_end", part="first token"), {**model, **first})
     yield from _table(
-        "transformers", run.rows("peer"), {"kind": "", **model, "step_ms": "ms", "tokens_per_s": "tokens/s"}
+        "transformers",
+        run.rows("peer"),
+        {"kind": "", **model, "step_ms": "ms", "predicted_step_ms": "predicted", "tokens_per_s": "tokens/s"},
     )
     gptq = {"kind": "", "samples": "samples", "sequence_length": "tokens", "layer_seconds": "s per layer"}
+    gptq |= {"predicted_layer_seconds": "predicted"}
     yield from _table("Quantization", run.rows("quantization"), {**gptq, "model_minutes": "min, 32 layers"})
     text = {"way": "how", "prompts": "texts", "same": "same", "ties": "ties", "judged": "judged"}
     yield from _table("Greedy text, GPU and CPU", run.rows("greedy"), {"weights": "", "kv": "KV", **text})
@@ -155,6 +177,8 @@ def _left_out(run: Run) -> Iterator[str]:
             if said:
                 labels = ", ".join(str(row[key]) for key in LABELS if row.get(key))
                 yield f"- {name}: {labels}: {said}"
+    for part, said in run.ended.items():
+        yield f"- {part}: {said}"
 
 
 def run_lines(name: str, run: Run) -> Iterator[str]:
@@ -182,12 +206,45 @@ def run_lines(name: str, run: Run) -> Iterator[str]:
         yield from missing
 
 
+def predicted() -> Iterator[str]:
+    """What a first run should show, and what that assumes."""
+    said = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+    yield f"Predicted for an {said['device']}, as rooflines ([predictions.json](../evals/gpu/predictions.json)):"
+    yield ""
+    yield from (f"- {line}" for line in said["assumptions"])
+    rows = []
+    for row in said["rows"]:
+        key = next(key for key in FIGURES if key in row["figures"])
+        shown = {name: value for name, value in row["labels"].items() if name not in ("n", "k", "new", "part")}
+        what = (f"{name} {value}" if name in ("batch", "context", "m") else str(value) for name, value in shown.items())
+        rows.append(
+            {
+                "file": row["file"],
+                "what": ", ".join(what),
+                "predicted": f"{row['figures'][key]:g} {FIGURES[key]}",
+                "measured": NOT_YET,
+            }
+        )
+    yield from _table(
+        "Before the first run", rows, {"file": "", "what": "", "predicted": "predicted", "measured": "measured"}
+    )
+
+
+def standing(folders: list[Path]) -> str:
+    """One sentence for pages that name the kernels: whether they have run on a GPU."""
+    named = {run.meta(part).get("device") for run in map(read_run, folders) for part in run.parts}
+    devices = sorted(filter(None, named))
+    if not devices:
+        return f"They have {NOT_YET}; once they have, the figures stand in [performance](performance.md#on-a-gpu)."
+    return f"They have run on {' and '.join(devices)}: [performance](performance.md#on-a-gpu)."
+
+
 def section(folders: list[Path]) -> str:
     """The section of these folders."""
     lines: list[str] = []
     for folder in folders:
         lines += [*([""] if lines else []), *run_lines(folder.name, read_run(folder))]
-    return "\n".join(lines) if lines else NOTHING
+    return "\n".join(lines or [NOTHING, "", *predicted()])
 
 
 def gpu_folders(results: Path) -> list[Path]:

@@ -11,8 +11,10 @@ or died goes on behind that. `$OUT` gets all of it as one archive, because a mac
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import faulthandler
+import hashlib
 import json
 import math
 import os
@@ -21,7 +23,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -261,7 +263,7 @@ def close(name: str, code: int, seconds: float) -> bool:
     print(f"== {name}: {state} after {seconds:.0f} s{''.join(f'; {one}' for one in ended)}", flush=True)
     try:
         with (folder() / "state").open("a") as states:
-            states.write(f"{name} {state} {'; '.join(ended)}\n")
+            states.write(f"{name} {state} {'; '.join(ended)}".strip() + "\n")
     except OSError as error:
         print(f"== {name}: its state is not written: {error}", flush=True)
         again = False
@@ -320,17 +322,28 @@ def pack() -> None:
     """Results, and compiled kernels, newest first, in as many files as may come back."""
     archive()
     out = _archive_path()
+    if out is None:
+        return
+    left = pack_kernels(_cache(), [out.parent / f"kernels-{number}.tar.gz" for number in range(_CACHE_FILES)])
+    if left:
+        print(f"== {left} compiled kernels do not fit and stay here", flush=True)
+
+
+def pack_kernels(cache: Path, archives: list[Path]) -> int:
+    """Write compiled kernels, newest first, into archives of the size that may come back; return how many are left."""
     # A kernel is a folder, of use only as a whole.
-    kernels = sorted((path for path in _cache().glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for number in range(_CACHE_FILES if out is not None else 0):
+    kernels = sorted((path for path in cache.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for archive in archives:
         if not kernels:
             break
-        with _whole(out.parent / f"kernels-{number}.tar.gz") as (tar, raw):
-            while kernels and raw.tell() < _CACHE_FILE_BYTES:
-                kernel = kernels.pop()
-                tar.add(kernel, kernel.name)
-    if kernels:
-        print(f"== {len(kernels)} compiled kernels do not fit and stay here", flush=True)
+        try:
+            with _whole(archive) as (tar, raw):
+                while kernels and raw.tell() < _CACHE_FILE_BYTES:
+                    kernel = kernels.pop()
+                    tar.add(kernel, kernel.name)
+        except OSError as error:
+            print(f"== {archive.name} is not written: {error}", flush=True)
+    return len(kernels)
 
 
 def unpack(source: Path) -> None:
@@ -345,9 +358,36 @@ def unpack(source: Path) -> None:
             with tarfile.open(path) as tar:
                 new = [member for member in tar if member.name.partition("/")[0] not in here]
                 tar.extractall(target, new, **SAFELY)
+            if target == _cache():
+                adopt({target / member.name.partition("/")[0] for member in new})
             print(f"== taken up: {path}", flush=True)
         except (OSError, EOFError, tarfile.TarError) as error:  # it did not come back whole
             print(f"== not taken up: {path}: {error}", flush=True)
+
+
+def adopt(kernels: Iterable[Path]) -> None:
+    """Give kernels that were compiled elsewhere the paths of this machine, and the names of its build of Triton."""
+    here: tuple[str, str] | None = None
+    for folder in kernels:
+        if (folder / "key.json").exists():
+            here = here or _triton()
+            there = json.loads((folder / "key.json").read_text())
+            if here[0] == there["triton"]:
+                name = base64.b32encode(hashlib.sha256((here[1] + there["key"]).encode()).digest()).decode().rstrip("=")
+                folder = folder.replace(folder.with_name(name)) if name != folder.name else folder
+        for group in folder.glob("__grp__*"):
+            paths = {name: str(folder / name) for name in json.loads(group.read_text())["child_paths"]}
+            group.write_text(json.dumps({"child_paths": paths}))
+
+
+def _triton() -> tuple[str, str]:
+    """Version of Triton, and what names every kernel that this build of it compiles; empty if there is none."""
+    try:
+        from triton import __version__
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return "", ""
+    return __version__, triton_key()
 
 
 def main(command: str, *words: str) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -97,6 +98,30 @@ def test_the_page_shows_rows_beside_the_best_peer_and_names_what_is_missing(resu
 def test_a_rehearsal_is_no_figure(results):
     write(results, "machine", [], rehearsal=True)
     assert "no figures of a GPU" in page("--results", str(results))
+
+
+def test_pages_say_not_yet_run_only_while_no_result_is_there(results, monkeypatch):
+    """Those that name the kernels, without results and with made-up ones."""
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    pages = importlib.import_module("pages")
+    names = ("docs/performance.md", "docs/promises.md", "docs/runtime.md")
+    for folder, is_there in ((results / "nothing", False), (results.parent, True)):
+        monkeypatch.setattr(pages, "RESULTS", folder)
+        for name in names:
+            write = pages.performance if name == "docs/performance.md" else pages.gpu_standing
+            text = write((ROOT / name).read_text(encoding="utf-8"))
+            assert ("not yet run on a GPU" in text) == (not is_there), name
+            assert ("Test GPU" in text) == is_there, name
+
+
+def test_predictions_stand_beside_what_is_measured(results):
+    row = {"model": "demo", "recipe": "awq-int4", "stage": "quantize", "seconds": 4.0, "predicted_seconds": 3.0}
+    write(results, "main_job", [row])
+    (results / "state").write_text("smoke done\nw4 unfinished\nw4 dead its process ended with 1: no such library\n")
+    text = page("--results", str(results))
+    assert "| demo | awq-int4 | quantize | 4 | 3 |" in text
+    assert "- w4: dead its process ended with 1: no such library" in text
+    assert "- smoke" not in text
 
 
 def parts(file: str = "parts.txt") -> list[list[str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -152,6 +154,44 @@ def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
     results.unpack(tmp_path / "OUT")
     kept = {str(path.relative_to(other)) for path in other.rglob("*.*")}
     assert kept == {f"key{number}/kernel.{suffix}" for number in range(2, 8) for suffix in ("cubin", "json")}
+
+
+def test_kernels_from_another_build_of_triton_get_the_names_and_paths_of_this_one(evals, tmp_path, monkeypatch):
+    results = evals("results")
+    monkeypatch.setattr(results, "_triton", lambda: ("3.6.0", "here"))
+    for name, version in (("A", "3.6.0"), ("B", "3.5.0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "key.json").write_text(json.dumps({"triton": version, "key": "-of the kernel"}))
+        group = {"child_paths": {"k.cubin": f"/elsewhere/{name}/k.cubin"}}
+        (tmp_path / name / "__grp__k.json").write_text(json.dumps(group))
+    results.adopt([tmp_path / "A", tmp_path / "B"])
+    named = base64.b32encode(hashlib.sha256(b"here-of the kernel").digest()).decode().rstrip("=")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([named, "B"])
+    for name in (named, "B"):
+        group = json.loads((tmp_path / name / "__grp__k.json").read_text())
+        assert group == {"child_paths": {"k.cubin": str(tmp_path / name / "k.cubin")}}
+
+
+@needs_triton
+@pytest.mark.slow
+def test_predictions_are_those_of_the_program_and_cover_a_short_call():
+    """Each row of a short call that has a time; launches of a step are counted anew."""
+    environment = {**os.environ, "PYTHONPATH": str(GPU.parents[1]), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    program = str(GPU / "predictions.py")
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_prediction_becomes_part_of_its_row(evals, tmp_path, monkeypatch):
+    results = evals("results")
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    rows = results.Results("quantization", {}, 60)
+    rows.attempt(lambda: {"layer_seconds": 9.0}, kind="gptq-int4 g128")
+    (row,) = rows.rows
+    assert row.keys() == {"kind", "predicted_layer_seconds", "predicted_model_minutes", "layer_seconds"}
+    rows.attempt(lambda: {"us": 1.0}, kind="something else")
+    assert rows.rows[1] == {"kind": "something else", "us": 1.0}
 
 
 COMPILE = """
