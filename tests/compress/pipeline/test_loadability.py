@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from safetensors.torch import save_file
 from quantkit.compress.pipeline import finish
 from quantkit.compress.pipeline.loadability import _together
 from quantkit.errors import GateFailure, ModelError
-from quantkit.huggingface.load_rules import HfLoader, Problems, _Made
-from quantkit.huggingface.names import Renaming
+from quantkit.huggingface.load_rules import HfLoader, Problems, Stored, _Made
+from quantkit.huggingface.names import Destination, Renaming
 from tests.compress.pipeline.test_quantize import IDS, run
 from tests.helpers import known_to_transformers, load_tensors, make_model, transformers_logits
 from tests.undescribed import RENAMED, make_undescribed
@@ -130,6 +131,21 @@ def _without(original, ending):
         return original(folder, *others, **options)
 
     return damaged
+
+
+def test_zero_points_may_be_packed_in_files_only():
+    """As with transformers 5.17, whose model without weights has them unpacked; other shapes are compared."""
+    shapes = {"m.weight_packed": (256, 64), "m.weight_zero_point": (256, 4), "m.weight_scale": (256, 4)}
+    stored = {**shapes, "m.weight_zero_point": (32, 4), "m.weight_scale": (255, 4)}
+    loader = HfLoader.__new__(HfLoader)
+    loader._rules = SimpleNamespace(
+        shapes=shapes,
+        destinations=lambda names: {name: Destination(target=name, renamed=name, pattern=None) for name in names},
+    )
+    loader._model = SimpleNamespace(_adjust_missing_and_unexpected_keys=lambda info: None), None
+    tensors = {name: Stored(module="m", kind="int4", shape=shape) for name, shape in stored.items()}
+    problems = loader.check(tensors, lambda name: torch.zeros(1), lambda module: ("m.weight", torch.zeros(1)))
+    assert problems.summary == "1 of other shapes, e.g. m.weight_scale [255, 4] instead of [256, 4]"
 
 
 @pytest.mark.parametrize("damage", ["scale", "shape", "name"])
