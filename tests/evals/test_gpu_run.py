@@ -296,9 +296,10 @@ def test_a_part_whose_time_is_over_has_done_nothing_wrong(tmp_path):
     assert json.loads((tmp_path / "first.json").read_text())["rows"] == [{"case": "a", "us": 1.0}]
 
 
-def test_wheels_are_on_the_path_of_parts(tree):
+def test_wheels_for_this_python_are_on_the_path_of_parts(tree):
     (tree.folder / ".gpu").mkdir()
-    with zipfile.ZipFile(tree.folder / ".gpu/brought-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("brought.py", "")
-    tree.add("first", {"a": "import brought"})
+    for name in ("brought-1.0-py3-none-any", "theirs-1.0-cp30-cp30-linux"):
+        with zipfile.ZipFile(tree.folder / f".gpu/{name}.whl", "w") as wheel:
+            wheel.writestr(f"{name.partition('-')[0]}.py", "")
+    tree.add("first", {"a": "import brought", "b": "import importlib.util as u; assert u.find_spec('theirs') is None"})
     assert tree.run()[0] == 0
