@@ -376,7 +376,8 @@ def adopt(kernels: Iterable[Path]) -> None:
                 name = base64.b32encode(hashlib.sha256((here[1] + there["key"]).encode()).digest()).decode().rstrip("=")
                 folder = folder.replace(folder.with_name(name)) if name != folder.name else folder
         for group in folder.glob("__grp__*"):
-            paths = {name: str(folder / name) for name in json.loads(group.read_text())["child_paths"]}
+            names = json.loads(group.read_text())["child_paths"]  # without what stayed behind Triton would find nothing
+            paths = {name: str(folder / name) for name in names if (folder / name).exists()}
             group.write_text(json.dumps({"child_paths": paths}))
 
 

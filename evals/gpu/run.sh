@@ -44,10 +44,15 @@ budget=$(((${BUDGET:-$most} - 20) * factor)) least=$((15 * factor)) tidy=$((10 *
 [ ${#names[@]} = 0 ] || export RETRY=1
 "$PYTHON" "$here/results.py" unpack "$carried"
 mkdir -p "$RESULTS"
-mine=$("$PYTHON" -c 'import sys; print("cp%d%d" % sys.version_info[:2])') # others' compiled modules would be in the way
-for wheel in "$carried"/*-py3-none-any.whl "$carried"/*"-$mine-"*.whl "$carried"/*-abi3-*.whl; do
-  [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$WORK/site"
+mine=$("$PYTHON" -c 'import sys; print("cp%d%d" % sys.version_info[:2])') wheels=()
+for wheel in "$carried"/*.whl; do
+  [ -e "$wheel" ] || continue
+  case $wheel in
+    *-none-any.whl | *-abi3-* | *"-$mine-"*) wheels+=("$wheel") ;;
+    *) wheels=() && echo "== no wheel is used: ${wheel##*/} is not for $mine" && break ;; # they are of one piece
+  esac
 done
+for wheel in "${wheels[@]}"; do "$PYTHON" -m zipfile -e "$wheel" "$WORK/site"; done
 trap '"$PYTHON" "$here/page.py" --results "$RESULTS" --write "$RESULTS/performance.md"; "$PYTHON" "$here/results.py" pack' EXIT
 
 state() { grep -s "^$1 " "$RESULTS/state" | tail -n 1 | cut -d' ' -f2; }

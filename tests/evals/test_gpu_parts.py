@@ -162,7 +162,8 @@ def test_kernels_from_another_build_of_triton_get_the_names_and_paths_of_this_on
     for name, version in (("A", "3.6.0"), ("B", "3.5.0")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "key.json").write_text(json.dumps({"triton": version, "key": "-of the kernel"}))
-        group = {"child_paths": {"k.cubin": f"/elsewhere/{name}/k.cubin"}}
+        (tmp_path / name / "k.cubin").touch()
+        group = {"child_paths": {file: f"/elsewhere/{name}/{file}" for file in ("k.cubin", "k.source")}}
         (tmp_path / name / "__grp__k.json").write_text(json.dumps(group))
     results.adopt([tmp_path / "A", tmp_path / "B"])
     named = base64.b32encode(hashlib.sha256(b"here-of the kernel").digest()).decode().rstrip("=")
@@ -170,6 +171,43 @@ def test_kernels_from_another_build_of_triton_get_the_names_and_paths_of_this_on
     for name in (named, "B"):
         group = json.loads((tmp_path / name / "__grp__k.json").read_text())
         assert group == {"child_paths": {"k.cubin": str(tmp_path / name / "k.cubin")}}
+
+
+AHEAD = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import compile_ahead, results
+from pathlib import Path
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.driver import driver
+
+driver.set_active(compile_ahead.Chip(90))
+launches = list(compile_ahead.record(90))
+(number,) = [i for i, one in enumerate(launches) if one.name == "_gate_kernel"][:1]
+assert compile_ahead._compile(number) == ""
+cache = Path(os.environ["TRITON_CACHE_DIR"])
+results.pack_kernels(cache, [cache.parent / "kernels-ahead.tar.gz"])
+os.environ["TRITON_CACHE_DIR"] = str(cache.parent / "other")
+results.unpack(cache.parent)
+CUDABackend.make_ttir = CUDABackend.make_cubin = None
+kernel, given = compile_ahead._launches[number]
+kernel.device_caches.clear()
+compile_ahead._run(kernel, grid=(1,), warmup=True, **given)
+print(len(launches))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_what_a_short_call_launches_is_compiled_ahead(tmp_path):
+    """One kernel is compiled, travels to another folder, and is found there by the same launch."""
+    places = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "RESULTS": str(tmp_path / "results/one")}
+    environment = {**os.environ, **places, "PYTHONPATH": str(GPU.parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", AHEAD, str(GPU)]
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_STORE_BINARY_ONLY": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.splitlines()[-1]) > 250
 
 
 @needs_triton

@@ -296,10 +296,23 @@ def test_a_part_whose_time_is_over_has_done_nothing_wrong(tmp_path):
     assert json.loads((tmp_path / "first.json").read_text())["rows"] == [{"case": "a", "us": 1.0}]
 
 
-def test_wheels_for_this_python_are_on_the_path_of_parts(tree):
-    (tree.folder / ".gpu").mkdir()
-    for name in ("brought-1.0-py3-none-any", "theirs-1.0-cp30-cp30-linux"):
-        with zipfile.ZipFile(tree.folder / f".gpu/{name}.whl", "w") as wheel:
-            wheel.writestr(f"{name.partition('-')[0]}.py", "")
-    tree.add("first", {"a": "import brought", "b": "import importlib.util as u; assert u.find_spec('theirs') is None"})
+def add_wheel(tree, name):
+    (tree.folder / ".gpu").mkdir(exist_ok=True)
+    with zipfile.ZipFile(tree.folder / f".gpu/{name}.whl", "w") as wheel:
+        wheel.writestr(f"{name.partition('-')[0]}.py", "")
+
+
+def test_wheels_are_on_the_path_of_parts(tree):
+    for name in ("brought-1.0-py3-none-any", "stable-1.0-cp36-abi3-linux"):
+        add_wheel(tree, name)
+    tree.add("first", {"a": "import brought, stable"})
     assert tree.run()[0] == 0
+
+
+def test_wheels_for_another_python_are_all_left_out(tree):
+    """One of them would meet the others in versions that are installed here."""
+    for name in ("brought-1.0-py3-none-any", "theirs-1.0-cp30-cp30-linux"):
+        add_wheel(tree, name)
+    tree.add("first", {"a": "import importlib.util as u; assert not (u.find_spec('brought') or u.find_spec('theirs'))"})
+    code, said = tree.run()
+    assert (code, "theirs-1.0-cp30-cp30-linux.whl is not for cp3" in said) == (0, True)
