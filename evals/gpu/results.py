@@ -78,7 +78,8 @@ class Results:
         self.is_unfinished = False
         self._running: Row = {}
         self._unwritten = ""  # why what is in memory is not in the file
-        self._predictions = [row for row in _predictions() if row["file"] == name]
+        # Of a GPU, so a rehearsal has none.
+        self._predictions = [row for row in _predictions() if row["file"] == name and not meta.get("rehearsal")]
         self._writing = threading.RLock()  # some parts have rows from several threads
         self._begun, self._seconds = time.monotonic(), seconds
         self._row_seconds, self._is_lost = row_seconds, is_lost

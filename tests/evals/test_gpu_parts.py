@@ -96,6 +96,7 @@ def test_a_step_whose_logits_are_not_finite_is_no_figure(evals):
         evals("end_to_end").step_times(model, None, None, "cpu")
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_short_sanitizer_exist(evals):
     tests = [f"tests/kernels/gpu/test_on_gpu.py::{test}" for test in evals("sanitizer").SHORT]
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *tests]
@@ -230,6 +231,9 @@ def test_a_prediction_becomes_part_of_its_row(evals, tmp_path, monkeypatch):
     assert row.keys() == {"kind", "predicted_layer_seconds", "predicted_model_minutes", "layer_seconds"}
     rows.attempt(lambda: {"us": 1.0}, kind="something else")
     assert rows.rows[1] == {"kind": "something else", "us": 1.0}
+    rehearsal = results.Results("peer", {"rehearsal": True}, 60)
+    labels = {"kind": "transformers generate", "weights": "bf16", "batch": 1, "context": 1024}
+    assert rehearsal.attempt(lambda: {"step_ms": 1.0}, **labels) == {**labels, "step_ms": 1.0}
 
 
 COMPILE = """

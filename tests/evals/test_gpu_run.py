@@ -232,14 +232,6 @@ def test_what_is_named_is_tried_again_where_it_failed(tree):
     assert tree.run("third")[0] == 64
 
 
-def test_what_hangs_ends_and_the_rest_goes_on(tree):
-    tree.add("first", {"a": "", "b": "time.sleep(60)", "c": ""}, options='{"row_seconds": 0.5}')
-    code, _ = tree.run()
-    assert code == 1
-    assert [row.get("error") for row in tree.rows("first")] == [None, "its process ended with 1", None]
-    assert "Timeout" in tree.said("first")
-
-
 def test_a_lost_device_has_the_rest_done_by_a_new_process(tree):
     cases = {"a": "", "b": "raise RuntimeError('illegal memory access')", "c": ""}
     tree.add("first", cases, options='{"is_lost": lambda: True}')
@@ -265,11 +257,15 @@ def test_parts_that_no_call_has_begun_come_first(tree):
 def test_a_part_that_cannot_begin_is_said_in_a_line_and_not_tried_for_ever(tree):
     tree.add("first", {})
     (tree.gpu / "first.py").write_text("import nothing_of_this_name")
+    tree.add("second", {"a": ""})
     code, said = tree.run()
     assert code == 1
+    assert tree.rows("second") == [{"case": "a", "us": 1.0}]
     assert said.count("== first: at most") == 1
     (dead,) = [line for line in said.splitlines() if line.startswith("== first: dead after")]
-    assert dead.endswith("its process ended with 1: ModuleNotFoundError: No module named 'nothing_of_this_name'")
+    why = "its process ended with 1: ModuleNotFoundError: No module named 'nothing_of_this_name'"
+    assert dead.endswith(why)
+    assert (tree.results / "state").read_text().splitlines() == [f"first dead {why}", "second done"]
 
 
 def test_a_call_ends_with_its_budget(tree):
