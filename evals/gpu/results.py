@@ -37,8 +37,9 @@ STATES = {0: "done", WRONG: "wrong", GO_ON: "unfinished", 124: "unfinished", 137
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python from 3.11.4 on has it
 _MOST_FAILURES = 3
 _ARCHIVE_EVERY_S = 5.0
-# A machine that is lent hands back 8 files of 16 MiB; all that comes back is carried in again beside the sources.
-_CACHE_FILES, _CACHE_FILE_BYTES = 3, 14 << 20
+# A machine that is lent hands back 8 files of 16 MiB; what comes back is carried in again with wheels and kernels that
+# were compiled ahead, and all that is carried stays below 40 MiB.
+_CACHE_FILES, _CACHE_FILE_BYTES = 2, 14 << 20
 
 
 class Absent(Exception):
