@@ -190,7 +190,7 @@ class HfLoader:
                     problems.modules[stored.module] = "the model has no tensor for it"
             elif destination.pattern is not None:
                 groups.setdefault(destination.target, {})[name] = destination
-            elif stored.shape is not None and stored.shape != expected and not _is_packed_late(name, stored):
+            elif stored.shape not in (None, expected) and not _is_packed_late(name, stored.shape, expected):
                 problems.mismatched.append(f"{name} {list(stored.shape)} instead of {list(expected)}")
             reached.add(destination.target)
         results: dict[Any, str | _Made] = {}
@@ -251,12 +251,13 @@ class HfLoader:
         return sorted(getattr(info, kind))
 
 
-def _is_packed_late(name: str, stored: Stored) -> bool:
-    """Whether this is a zero point: compressed-tensors packs those of a model without weights only as they load.
+def _is_packed_late(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Whether these are packed zero points, and `expected` is their shape before packing.
 
-    With transformers 5.17 that model has them unpacked; it loads them all the same, whatever their shape.
+    With transformers 5.17, compressed-tensors packs them only while a model with weights loads; the model that has only
+    shapes still has one zero point per row.
     """
-    return bool(stored.module) and name.endswith(".weight_zero_point")
+    return name.endswith(".weight_zero_point") and stored[1:] == expected[1:] and stored[0] < expected[0]
 
 
 def _first_of_each(sources: Mapping[str, Destination]) -> dict[str, Destination]:
