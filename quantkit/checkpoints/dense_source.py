@@ -154,7 +154,7 @@ def _stacked(infos: Mapping[str, TensorInfo]) -> int:
     if len(set(sizes.values())) > 1 or () in sizes.values() or (0,) in sizes.values():
         listed = ", ".join(f"{local} {infos[local].shape}" for local in sorted(infos))
         raise CheckpointError(
-            f"parts of one stack of experts differ in the number of experts: {listed}; download it again"
+            f"parts of one stack of experts differ in the number of experts: {listed}; download the checkpoint again"
         )
     return next(iter(sizes.values()))[0]
 

@@ -36,7 +36,7 @@ class LayerCall:
         beside: other tensors by path, e.g. `prev_topk_indices` or `shared_kv_states/full_attention/0`.
         inputs: arguments of the language model that the token ids do not determine: a nested structure of tensors and
             plain data, on the CPU. See `image_inputs`.
-        absent: paths of arguments that are not a tensor in this call but are one in other calls of its shape.
+        absent: paths of arguments that are tensors in other calls of the same shape, but not in this one.
     """
 
     token_ids: Tensor

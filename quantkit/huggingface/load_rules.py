@@ -35,7 +35,7 @@ class Stored:
 
     Args:
         module: the quantized module that the tensor belongs to; "" = none.
-        kind: properties that, with `evenness`, tensors must share to be represented by one sample.
+        kind: tensors of equal `kind` and `evenness` are represented by one sample.
         shape: shape of the tensor; None = not known yet.
     """
 
@@ -103,7 +103,8 @@ class CannotLoad(ModelError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """Names that a rule creates for one target, which are the same for every other target of the same kind.
+    """Names of the tensors that a rule creates for one target. Other targets of the same kind get the same relative
+    names.
 
     Args:
         depth: number of trailing parts of the target's name that are not part of the common module.

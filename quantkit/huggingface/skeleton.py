@@ -265,11 +265,13 @@ class Skeleton:
         return self._arguments[key][index]
 
     def first_call(self, token_ids: Tensor) -> LayerCall:
-        """Return the call of the first layer for one sequence (1, T), if layers exchange more than hidden states."""
+        """Return the arguments of the first layer for one sequence of token ids (1, T), as the model itself would pass
+        them.
+        """
         return self._call(0, LayerCall(token_ids=token_ids, hidden=token_ids), self._record_ids(token_ids)[0])
 
     def first_call_of(self, token_ids: Tensor, inputs: Mapping[str, Any]) -> LayerCall:
-        """Return the call of the first layer for one sequence (1, T) with inputs other than tokens, e.g. images.
+        """Return the arguments of the first layer for one sequence (1, T) that also has other inputs, e.g. images.
 
         Args:
             token_ids: token ids of the sequence.
@@ -297,12 +299,15 @@ class Skeleton:
         return recorder.hidden, recorder.arguments
 
     def hand_on(self) -> None:
-        """From now on, let the model's own code call the layers; see `Family.hands_on`."""
+        """From now on, let the model's own forward call the layers; see `Family.hands_on`."""
         self.family = replace(self.family, hands_on=True)
         self._arguments.clear()
 
     def _compute(self, call: LayerCall | None, compute: Compute) -> Compute:
-        """Wrap a layer on the skeleton's device for a forward pass on the CPU; it receives `call` if one is given."""
+        """Return a function that runs `compute` on the skeleton's device inside a forward pass on the CPU.
+
+        If `call` is given, its hidden states and tensors replace those of the forward pass.
+        """
 
         def run(hidden: Tensor, arguments: dict[str, Any]) -> Any:
             states, beside = (hidden, {}) if call is None else (call.hidden, call.beside)
@@ -314,7 +319,9 @@ class Skeleton:
         return run
 
     def _call(self, index: int, before: LayerCall, recorder: Recorder) -> LayerCall:
-        """Convert a recorder's record of a layer to a `LayerCall`, given an earlier call of the same sequence."""
+        """Convert a recorder's record to the `LayerCall` of layer `index`; `before` is an earlier call of the same
+        sequence.
+        """
         assert recorder.hidden is not None
         usual = moved(self._usual_arguments(index, before), "cpu")
         beside = {path: value.clone() for path, value in tensors_beside(recorder.arguments, usual).items()}

@@ -77,8 +77,8 @@ class Window:
     """Which layers attend only to the last `sliding_window` tokens. `layer_types` overrides every rule except "all".
 
     Args:
-        rule: "all" layers; "listed": all layers unless `layer_types` exists; "pattern": all but every n-th; "upper":
-            from layer `max_window_layers` on; "even_lower": every other layer below it; "none": no layer.
+        rule: layers with a window: "all"; "listed" = all unless `layer_types` exists; "pattern" = all but every n-th;
+            "upper" = from layer `max_window_layers` on; "even_lower" = every second layer below that; "none".
         switch: key that turns the rule on; None = on if `sliding_window` is set.
         pattern: default of n if config.json has no `sliding_window_pattern`.
         first: for "pattern", the first of each n layers has no window, instead of the last.
@@ -104,9 +104,9 @@ class Rope:
         grows: whether queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + floor(position / original
             length)).
         fixed_alpha: whether "dynamic" scaling with an `alpha` enlarges the base independently of the length.
-        layers: layers that rotate: "all"; "window": those with a window; "local": the same, but all layers of a model
-            without windows; "listed": those with a 1 in `no_rope_layers`, by default all but every n-th, where n is
-            `no_rope_layer_interval`; "named": all, if `position_embedding_type` is "rope".
+        layers: layers with rotary positions: "all"; "window": those with a window; "local": likewise, but all layers if
+            the model has no windows; "listed": those with a 1 in `no_rope_layers` (default: all but every n-th, n =
+            `no_rope_layer_interval`); "named": all if `position_embedding_type` is "rope".
         by_layer: keys of the RoPE entries for layers without and with a window, if each kind has its own.
         theta_key: key of the base in layers without a window, if the RoPE entries are not separate.
         attention_factor: default of YaRN's attention factor; None = derive it from `factor`.
@@ -167,7 +167,7 @@ class Experts:
         normalize: whether the scores of the chosen experts are normalized to sum 1; a key or a constant.
         bias: whether experts and router have biases.
         shared_up, shared_down, shared_gate: linears of the shared expert, and the linear that computes its weight.
-        shared_width: key of its intermediate size; None = `n_shared_experts` times that of an expert.
+        shared_width: key of the shared expert's intermediate size; None = `n_shared_experts` times an expert's size.
         smooth_down: whether the last linear in `up` can absorb a smoothing scale of down's input.
         balance: per-expert bias that balances how often experts are chosen.
         balance_rows: size of an additional leading dimension of `balance` in files; 0 = none.
@@ -271,7 +271,7 @@ class Family:
         embedding: name of the token embedding.
         final_norm: name of the norm after the last layer.
         head: name of the output projection, which may be tied to the embedding.
-        stored_head: its name in checkpoints, if that differs.
+        stored_head: name of the head in checkpoints, if it differs.
         linear_sets: sets of linears of a decoder layer, in execution order; None = derive them from `parts`.
         latent: whether the family has multi-head latent attention.
         layer_sets: sets of each layer, if they were determined layer by layer; they override `linear_sets`.
@@ -298,8 +298,8 @@ class Family:
         activation: activation of the MLP, if the entry in config.json is wrong.
         defaults: values of keys that config.json may lack.
         transposed: relative names of linears that are stored as (K, N).
-        stored_modules: names in checkpoints of a layer's modules, if they differ from transformers.
-        stored_tensors: names in checkpoints of a layer's other tensors, by name in transformers, if they differ.
+        stored_modules: names of a layer's modules in checkpoints, if transformers names them differently.
+        stored_tensors: the same for a layer's other tensors, by their name in transformers.
         compressed_experts: whether transformers loads experts that are stored as codes under a name per expert.
         decode_at_load: whether transformers accesses the weights of this family's linears directly, so that a loader
             must decode them first.
@@ -310,8 +310,8 @@ class Family:
         block: function of a layer's number that returns its attention and its tensors except norms and experts, if
             the other fields cannot describe them.
         wrapper: multimodal models whose language model the native backend runs.
-        only: predicate on config.json: whether the family describes this model although `hf_names` match.
-        known: False if planning treats an unknown architecture like Llama's.
+        only: predicate on config.json; False = the family does not describe this model although `hf_names` match.
+        known: False for the family that planning assumes for unknown architectures.
     """
 
     hf_names: tuple[str, ...] = ()

@@ -97,7 +97,9 @@ class AttentionShape:
 
     @property
     def past_width(self) -> int:
-        """Numbers kept per such token: a value and a gate for each channel of the entry and of the indexer's key."""
+        """Count the numbers that are kept for each such token: a value and a gate per channel of the entry and of the
+        indexer's key.
+        """
         return 2 * self.series * (self.key_dim + self.index_dim)
 
     def describe(self) -> str:
@@ -320,7 +322,7 @@ class StateShape:
         return self.num_bytes
 
     def read_bytes(self, tokens: int, form: KVForm) -> float:
-        """Count the bytes that a decode step reads; it writes as many."""
+        """Count the bytes that a decode step reads; it writes the same number of bytes."""
         return self.num_bytes
 
     def decode_flops(self, tokens: int) -> float:

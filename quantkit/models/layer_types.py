@@ -33,7 +33,9 @@ def _types(read: ConfigReader) -> Any:
 
 
 def halves_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
-    """Return for each layer whether it is an MLP or experts without attention; only some families have such layers."""
+    """Return, for each layer, whether it consists of an MLP or experts alone, without attention; few families have such
+    layers.
+    """
     count = count_layers(read)
     if not family.one_half:
         return (False,) * count

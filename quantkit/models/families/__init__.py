@@ -15,7 +15,9 @@ from quantkit.models.linear_sets import MLA_SETS
 
 
 def known() -> dict[str, Family]:
-    """Family by name: each file defines one `FAMILY`, called as the file, or several `FAMILIES` by name."""
+    """Return the families by name. Each file defines one `FAMILY`, named like the file, or several `FAMILIES`
+    by name.
+    """
     return dict(_read(tuple(__path__)))
 
 
@@ -29,12 +31,12 @@ def _read(folders: tuple[str, ...]) -> dict[str, Family]:
 
 
 def supported() -> dict[str, Family]:
-    """Family by the class name that config.json carries."""
+    """Return the families by the class names in `architectures` of config.json."""
     return {name: data for data in known().values() for name in data.hf_names}
 
 
 # By `model_type`: what is known of these is that they are not what their names suggest.
-_REFUSED = {"deepseek_v41": "its layers share caches and look up tables of n-grams, as those of DeepSeek-V4 do not"}
+_REFUSED = {"deepseek_v41": "unlike DeepSeek-V4, its layers share caches and look up n-gram tables"}
 
 
 def _refuse(config: Mapping[str, Any]) -> None:

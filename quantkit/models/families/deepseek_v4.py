@@ -1,8 +1,8 @@
 """DeepSeek-V4: compressed attention, several residual streams, experts chosen by token id in the first layers.
 
-D hidden, d head width, r rank of the queries, g groups of the output projection, n residual streams.
-Stay as they are, as loaders want them: what makes compressed entries, the indexer's weights, the mixing of streams, and
-the first output projection, which is a product of each group of heads by itself.
+Shapes: D hidden width, d head width, r rank of the queries, g groups of the output projection, n residual streams.
+These parts stay unquantized, because loaders expect it: the modules that make compressed entries, the indexer, the
+mixing of streams, and the first output projection (one product per group of heads).
 Source: transformers `models/deepseek_v4/` for names, shapes and defaults; its renaming of published checkpoints.
 """
 
@@ -149,14 +149,16 @@ def _layer_type(read: ConfigReader, index: int) -> str:
         given = by_ratio[4 if index > 2 and index % 2 else 128]
     if not isinstance(given, str) or given not in _RATES:
         raise ModelError(
-            f"{read.where}: layer type {given!r} of layer {index} is not one whose cache plan can count; "
-            f"there are: {', '.join(_RATES)}; give --params for the weights alone"
+            f"{read.where}: plan cannot count the cache of layer {index}, whose type is {given!r}; supported types: "
+            f"{', '.join(_RATES)}; give --params for the weights alone"
         )
     return str(given)
 
 
 def _compressor(name: str, width: int, attention: AttentionShape, hidden: int, vectors: Vectors) -> Sizes:
-    """Two projections, a bias per slot and a norm; overlapping entries (csa) have two series."""
+    """Return the tensors that compress tokens: two projections, a bias per slot and a norm. Overlapping entries (csa)
+    need two series of each.
+    """
     vectors[f"self_attn.{name}.position_bias"] = (attention.ratio, attention.series * width)
     vectors[f"self_attn.{name}.kv_norm.weight"] = (width,)
     return [(f"{name}.{part}_proj", attention.series * width, hidden) for part in ("kv", "gate")]

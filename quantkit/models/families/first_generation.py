@@ -1,4 +1,6 @@
-"""BLOOM, Falcon, MPT and OPT, which transformers runs: one projection for q, k and v, ALiBi or learned positions."""
+"""BLOOM, Falcon, MPT and OPT, with one projection for q, k and v, and ALiBi or learned positions. transformers runs
+them.
+"""
 
 from quantkit.models.family import Biases, Family, Parts, inside
 from quantkit.models.linear_sets import LinearSet

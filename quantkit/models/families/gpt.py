@@ -1,4 +1,4 @@
-"""GPT-2, GPT-J, GPT-NeoX, Phi and what is built like them."""
+"""GPT-2, GPT-J, GPT-NeoX, Phi and similar models."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Granite: Llama with constant multipliers; and Bamba, hybrid like Granite 4."""
+"""Granite: like Llama, with constant multipliers. Bamba: a hybrid of attention and Mamba 2 layers, like Granite 4."""
 
 from dataclasses import replace
 

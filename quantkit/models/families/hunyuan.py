@@ -1,4 +1,4 @@
-"""HunYuan: norms on queries and keys behind the rotation."""
+"""HunYuan: norms of queries and keys follow the rotation."""
 
 from dataclasses import replace
 

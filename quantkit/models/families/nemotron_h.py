@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is Mamba 2, attention without positions, or an MLP or experts, none of which have a gate."""
+"""Nemotron-H: each layer is Mamba 2, attention without positions, an MLP, or experts. MLPs and experts have no gate."""
 
 from collections.abc import Mapping
 from dataclasses import replace

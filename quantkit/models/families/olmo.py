@@ -1,4 +1,4 @@
-"""OLMo, and EXAONE, which has its norms behind attention and MLP too."""
+"""OLMo and EXAONE. In some of them, norms follow attention and MLP instead of preceding them."""
 
 from dataclasses import replace
 
