@@ -23,10 +23,12 @@ HEAD_TYPES = ("int8", "int4")
 DTYPES_BY_SHORT_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
-"""New tokens of a step by type of device, where nobody says: as many as hide what a step costs besides, which on a GPU
-is that packed weights are dequantized once per step (for an 8B model with INT4 weights on an H100 about 10 ms; its
-products with 512 tokens take as long, with 2048 four times that), and not so many that sequences which decode beside a
-prompt wait long, or that a step needs much memory. vLLM's servers have 2048 too, on an H100 and what is larger 8192.
+"""Default of `token_budget`, the number of new tokens per step, by device type.
+
+A step has fixed costs, which more tokens hide. On a GPU the largest one is dequantizing the packed weights: about 10 ms
+for an 8B model with INT4 weights on an H100. Its products take the same time for 512 tokens and four times as long for
+2048. With more tokens, sequences that decode beside a prompt would wait too long, and a step would need more memory.
+vLLM's servers also use 2048, and 8192 on an H100 or larger.
 """
 
 
@@ -53,7 +55,7 @@ class EngineConfig:
     )
     kv_policy: str | None = setting(
         None,
-        "How the tokens that stay are chosen.",
+        "Policy that chooses which tokens stay.",
         flag="--kv-policy",
         choices=tuple(policies.REGISTRY.names()),
         shown=policies.DEFAULT,
@@ -61,32 +63,31 @@ class EngineConfig:
     max_length: int | None = setting(
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
     )
-    num_pages: int | None = setting(None, "Pages of the KV cache; wins over its memory.")
-    page_size: int = setting(
-        DEFAULT_PAGE_SIZE, "Tokens per page of the KV cache; fewer where a small kv_budget needs it."
-    )
-    max_sequences: int = setting(32, "Requests that are computed at the same time.")
+    num_pages: int | None = setting(None, "Pages of the KV cache; overrides its memory.")
+    page_size: int = setting(DEFAULT_PAGE_SIZE, "Tokens per page of the KV cache; a small kv_budget may lower it.")
+    max_sequences: int = setting(32, "Maximum number of requests that are computed at the same time.")
     token_budget: int = setting(
         TOKEN_BUDGET["cpu"], "New tokens per step, of all requests together; 2048 on CUDA devices if not given."
     )
     chunked: bool = setting(True, "Whether long prompts are computed in chunks; if not, each in one step.")
     prefix_cache: bool = setting(True, "Whether the pages of a common beginning are computed once.")
     head_dtype: str | None = setting(
-        None, "Round the output head too, which recipes leave as it is.", flag="--head", choices=HEAD_TYPES
+        None, "Number type of the output head; recipes leave the head unquantized.", flag="--head", choices=HEAD_TYPES
     )
     speculate: str | Path | None = setting(
-        None, "Guess several tokens per step; the same text up to rounding.", flag="--speculate ngram|MODEL"
+        None, "Propose several tokens per step; the text stays the same up to rounding.", flag="--speculate ngram|MODEL"
     )
-    max_drafts: int = setting(4, "Guessed tokens per step, at most.")
-    force_speculation: bool = setting(False, "Whether guessing goes on where measured times say that it loses.")
+    max_drafts: int = setting(4, "Maximum number of proposed tokens per step.")
+    force_speculation: bool = setting(False, "Whether to keep speculating when measured times show no gain.")
     threads: int | None = setting(None, "CPU threads to compute with.", flag="--threads", minimum=1, shown="measured")
     backend: Literal["auto", "native", "transformers"] = setting(
-        "auto", "What runs the model: quantkit's own layers, transformers, or the first of them that can."
+        "auto",
+        ("What runs the model: quantkit's own layers (native), transformers, or the first of these that supports it."),
     )
     overlap: bool | None = setting(
-        None, "Whether a decode step is launched before the last one's tokens are read; None = on CUDA devices."
+        None, "Whether to launch a decode step before the previous step's tokens are read; None = only on CUDA devices."
     )
-    seed: int = setting(0, "Of requests that bring none.")
+    seed: int = setting(0, "Seed of requests without a seed of their own.")
 
     def __post_init__(self) -> None:
         for name in ("max_length", "num_pages", "page_size", "max_sequences", "token_budget"):
@@ -103,7 +104,7 @@ class EngineConfig:
             parse_budget(self.kv_budget)  # refuses what is neither tokens nor a share
             policies.REGISTRY.find(self.kv_policy or policies.DEFAULT)  # refuses an unknown name
         elif self.kv_policy is not None:
-            raise RequestError(f"kv_policy {self.kv_policy!r} evicts beyond a budget, and none is given; add kv_budget")
+            raise RequestError(f"kv_policy {self.kv_policy!r} needs a kv_budget; add one, or leave kv_policy out")
         if self.max_length is not None and self.num_pages is not None and self.kv_budget is None:
             held, pages = self.num_pages * self.page_size, self.pages_for(self.max_length)
             if pages > self.num_pages:

@@ -1,9 +1,9 @@
 """Conversion of token ids to text as they arrive, and search for stop texts.
 
-A delta is text that no later token can change. Incomplete characters are held back, and so is text that may be the
-beginning of a stop text. The concatenated deltas equal the text from decoding all tokens at once, with two exceptions.
-Clean-up of spaces is off, because it would rewrite text already shown. For invalid UTF-8, byte-fallback tokenizers
-replace a run of bytes, not each byte.
+A delta is text that no later token can change. The stream does not yet return incomplete characters, or text that may
+be the beginning of a stop text. The concatenated deltas equal the text from decoding all tokens at once, with two
+exceptions. Clean-up of spaces is off, because it would rewrite text already shown. For invalid UTF-8, byte-fallback
+tokenizers replace a run of bytes, not each byte.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return the text held back, including broken characters; call this last."""
+        """Return the text that is not yet returned, including broken characters; call this last."""
         return self._text_of(self._window)[self._shown :] if self._window else ""
 
     def _restart(self, text: str) -> None:
@@ -104,7 +104,7 @@ class StopFinder:
         return text[: len(text) - size], False
 
     def flush(self) -> str:
-        """Return the text held back."""
+        """Return the text that is not yet returned."""
         held, self._held = self._held, ""
         return held
 

@@ -121,8 +121,8 @@ class JsonSchemas:
             is_quick = False
         if not is_quick:
             raise RequestError(
-                f"json_schema is too complex: compiling it takes more than {_TRIAL_SECONDS} s or "
-                f"{_TRIAL_BYTES >> 30} GiB; leave out what is costly, such as a large multipleOf"
+                f"json_schema is too complex: compiling it takes more than {_TRIAL_SECONDS} s or {_TRIAL_BYTES >> 30} "
+                "GiB; remove costly parts, such as a large multipleOf"
             )
 
     def _compile(self, schema: str) -> Any:

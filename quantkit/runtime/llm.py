@@ -118,7 +118,7 @@ class LLM(Prompts):
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)
         if len(each) != len(asked):
             raise RequestError(
-                f"{len(asked)} prompts with {len(each)} sampling parameters; give one, or one per prompt"
+                f"{len(asked)} prompts have {len(each)} sampling parameters; give one for all, or one per prompt"
             )
         return list(self._run(zip(asked, each, strict=True)))
 

@@ -50,7 +50,7 @@ class PromptScoring:
     def __post_init__(self) -> None:
         _check_integer("num_tokens", self.num_tokens, 0, "leave it out for none")
         _check_integer("top", self.top, 0, "leave it out for none")
-        _check_integer("chunk_size", self.chunk_size, 1, "None for as many as a step takes")
+        _check_integer("chunk_size", self.chunk_size, 1, "None for as many as fit into a step")
         if not (self.num_tokens or self.continuations or self.logits):
             raise RequestError("the request scores nothing; give num_tokens, continuations or logits")
 
@@ -76,21 +76,25 @@ class SamplingParams:
     """
 
     max_tokens: int | None = setting(128, "New tokens, at most.", flag="--max-tokens", minimum=1)
-    temperature: float = setting(0.0, "How freely to draw; 0 always takes the likeliest token.", flag="--temperature")
-    top_k: int | None = setting(None, "Draw from the k likeliest tokens only.", flag="--top-k", kind=int)
-    top_p: float = setting(1.0, "Draw from the likeliest tokens that together have this probability.", flag="--top-p")
+    temperature: float = setting(
+        0.0, "Randomness of sampling; 0 always takes the likeliest token.", flag="--temperature"
+    )
+    top_k: int | None = setting(None, "Draw only from the k likeliest tokens.", flag="--top-k", kind=int)
+    top_p: float = setting(
+        1.0, "Draw only from the likeliest tokens that together have this probability.", flag="--top-p"
+    )
     min_p: float = setting(
-        0.0, "Draw from tokens with at least this share of the best one's probability.", flag="--min-p"
+        0.0, "Draw only from tokens with at least this share of the likeliest token's probability.", flag="--min-p"
     )
     repetition_penalty: float = setting(
-        1.0, "Divides the scores of used tokens; above 1 discourages repeats.", flag="--repetition-penalty"
+        1.0, "Divide the scores of used tokens by this; above 1 discourages repetition.", flag="--repetition-penalty"
     )
-    presence_penalty: float = setting(0.0, "Subtracted from scores of used tokens.", flag="--presence-penalty")
+    presence_penalty: float = setting(0.0, "Subtract this from the scores of used tokens.", flag="--presence-penalty")
     frequency_penalty: float = 0.0
     seed: int | None = setting(None, "Seed of the drawing.", flag="--seed", minimum=0)
-    stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop TEXT")
+    stop: str | Iterable[str] = setting((), "End the text before this stop text; repeatable.", flag="--stop TEXT")
     stop_token_ids: Iterable[int] = ()
-    ignore_eos: bool = setting(False, "Go on past the end-of-text token.", flag="--ignore-eos")
+    ignore_eos: bool = setting(False, "Continue after the end-of-text token.", flag="--ignore-eos")
     json_schema: str | None = None
     logprobs: int | None = None
     scoring: PromptScoring | None = None

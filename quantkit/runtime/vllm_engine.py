@@ -27,7 +27,9 @@ from quantkit.runtime.sequence import Sequence as Request
 from quantkit.runtime.types import Completion, FinishReason, PromptScores, SamplingParams, ScoredText, StepOutput
 
 TOP = 100
-"""Likeliest tokens of a position whose log-probabilities are asked for, where distributions are compared."""
+"""Number of likeliest tokens per position whose log-probabilities quantkit requests from vLLM to
+compare distributions.
+"""
 
 _CACHES = {"auto": "auto", "fp8": "fp8", "bf16": "bfloat16", "fp16": "float16"}
 _NAMES = {

@@ -120,7 +120,7 @@ class NativeAttention:
             torch.get_num_threads(),
         )  # fmt: skip
         if failed:
-            raise ResourceError("no memory is left for the scratch space of attention; lower the token budget")
+            raise ResourceError("out of memory for the scratch space of attention; lower the token budget")
         return out
 
 

@@ -88,7 +88,7 @@ class NativeLinear(Linear):
             x = x.contiguous()
         tokens, width = x.shape
         if width != self.in_features:  # C would read past the end
-            raise ValueError(f"inputs {tuple(x.shape)} do not fit a weight of {self.in_features} inputs")
+            raise ValueError(f"inputs of shape {tuple(x.shape)} do not match a weight with {self.in_features} inputs")
         out = x.new_empty((tokens, self.out_features))
         threads = torch.get_num_threads()
         if self._multiply(self._address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self._activation, threads):

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.kernels import cpu
 
 STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Number of a dtype of activations in `states.h`."""
+"""Number of each activation dtype in `states.h`."""
 
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
 

@@ -24,7 +24,7 @@ FAMILIES = {
     "ops": "norms and gates",
     "quantized_linear": "products with quantized weights",
 }
-"""Kernels that torch replaces together, by their module: what they do."""
+"""Kernel families, each in the module of its name, and what they compute. Torch replaces a family as a whole."""
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def why_replaced(family: str, device: torch.device) -> str | None:
 def replace(family: str, device: torch.device, reason: str) -> None:
     """Let torch replace a kernel family on a device from now on, and warn."""
     _replaced[family, _number(device)] = reason
-    _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
+    _LOG.warning("GPU kernels for %s: %s; torch replaces them on %s and is slower", FAMILIES[family], reason, device)
 
 
 @contextmanager

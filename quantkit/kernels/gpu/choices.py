@@ -14,7 +14,9 @@ from typing import Any
 import triton
 
 TILE_LIMIT = 256
-"""Most rows that meet a packed weight; for more, the weight is dequantized into memory and cuBLAS multiplies."""
+"""Maximum number of rows for the packed kernels. With more rows, the weight is dequantized into memory and cuBLAS
+multiplies.
+"""
 
 IS_TUNING = os.environ.get("QUANTKIT_AUTOTUNE", "0") != "0"
 _TIMED = tuple((warps, stages) for warps in (4, 8) for stages in (2, 3, 4))

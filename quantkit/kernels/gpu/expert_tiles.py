@@ -33,7 +33,7 @@ _BLOCKS_AT_ONCE = 8  # of rows, that go through all outputs before the next ones
 
 @triton.jit
 def _scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP: tl.constexpr, SCALES: tl.constexpr):
-    """Sums (M, N) of one expert times what was not applied to them block by block."""
+    """Apply to one expert's sums (M, N) the scales that were not applied block by block."""
     if GROUP == 0:
         sums *= load_scale(scale + outputs, kept, SCALES)[None, :]
     if SCALES == 1:  # `packing.E4M3_BYTES`
@@ -43,7 +43,9 @@ def _scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP: tl.constexpr,
 
 @triton.jit
 def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a block's expert, and in the order the block's start and its expert's end; end 0 = none."""
+    """Return the expert of a block, the position in `order` where the block starts, and the position where the expert's
+    pairs end. The end is 0 if there is no such block.
+    """
     experts = tl.arange(0, EXPERTS)
     begin = tl.load(starts + experts, mask=experts < E, other=0)
     count = tl.load(starts + experts + 1, mask=experts < E, other=0) - begin
@@ -67,7 +69,7 @@ def _add_tile(
     BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
-    """`add_tile_packed`, or the same for weights in 16 bits."""
+    """Call `add_tile_packed`, or do the same for 16-bit weights."""
     if BITS < 16:
         return add_tile_packed(
             total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, OUT,
@@ -90,7 +92,7 @@ def _expert_tile_kernel(
     HAS_ZERO: tl.constexpr, TOP_K: tl.constexpr, GATE: tl.constexpr, IS_LAST: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows of one expert."""
+    """Compute BLOCK_N outputs of BLOCK_M rows of one expert."""
     number = tl.program_id(0)
     block_of_rows = number // (AT_ONCE * num_tiles) * AT_ONCE + number % AT_ONCE
     tile = number % (AT_ONCE * num_tiles) // AT_ONCE

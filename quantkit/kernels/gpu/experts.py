@@ -24,7 +24,7 @@ from quantkit.kernels.reference.ops import DenseLinear, gated
 from quantkit.kernels.types import Linear, LinearFacts
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Scores (T, E) of experts to weights and numbers (T, k) of those that are chosen."""
+"""Function that maps router scores (T, E) to the weights and the numbers (T, k) of the chosen experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
                 outer = torch.ones(count, device=weight.words.device)
                 stacked.append(replace(weight.each(lambda one: one.new_empty(count, *one.shape)), outer=outer))
             if not _fits(stacked[index], weight):
-                return f"experts are stored in several ways: expert {number} not as those before it"
+                return f"experts are stored in several ways: expert {number} differs from those before it"
             cast(Tensor, stacked[index].outer)[number] = weight.outer
             for whole, one in zip(stacked[index].tensors, weight.tensors, strict=True):
                 # One by one: a layer's experts twice over might not fit the device.

@@ -2,9 +2,9 @@
 # ruff: noqa: ANN001, ANN201, RET505  of branches on constants one is compiled
 """Conversion of 4-bit and 8-bit floats inside words by moving bits, identical on every chip and in the interpreter.
 
-Conversion to e4m3 codes works likewise. Sign, exponent and mantissa of a code move to their positions in float16. The
-result is the code's value times 2^-`packing.FACTOR_BITS`, also for subnormals, which float16 has too. The scales
-already include this power of two.
+To decode, sign, exponent and mantissa of a code move to their positions in float16. The result is the code's value
+times 2^-`packing.FACTOR_BITS`, also for subnormal codes, because float16 has subnormals too. The scales already include
+this power of two. Encoding to e4m3 moves bits in the same way.
 
     e4m3    seee emmm             float16  seee eemm mmmm mmmm
     e2m1    seem                           s..e eeem mm.. ....   <- e4m3, times 2^8
@@ -28,7 +28,9 @@ _E2M1: tl.constexpr = tl.constexpr(0x0E000E00)
 
 @triton.jit
 def field_bits(words, SHIFT: tl.constexpr, KIND: tl.constexpr):
-    """Bits of two float16 numbers, of the fields at SHIFT of both halves: masks and shifts serve both at once."""
+    """Return the float16 bits of the two codes at bit SHIFT of each word's halves; one mask and shift serves both
+    halves.
+    """
     if KIND == 1:  # `packing.E4M3`
         if SHIFT == 0:
             return ((words << 8) & _SIGNS) | ((words << 7) & _E4M3)
@@ -42,19 +44,21 @@ def field_bits(words, SHIFT: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def half_of_e4m3(wide):
-    """The float16 number of e4m3 codes in wider integers, too small by 2^8."""
+    """Convert e4m3 codes, held in wider integers, to float16. The result is the code's value times 2^-8."""
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def half_number(bits):
-    """The float16 number in the lower half of each word, as float32."""
+    """Interpret the lower half of each word as a float16 number and return it as float32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def load_scale(at, kept, SCALES: tl.constexpr):
-    """Scales as float32; bytes of e4m3 come with the factor of e2m1 fields, exponents are stored with theirs."""
+    """Load scales as float32. Scales stored as e4m3 bytes are multiplied by the power of two that e2m1 codes lack;
+    scales stored as exponents already include it.
+    """
     if SCALES == 0:  # `packing.NUMBERS`, E4M3_BYTES, EXPONENT_BYTES
         return tl.load(at, mask=kept, other=0.0).to(tl.float32)
     elif SCALES == 1:
@@ -65,7 +69,9 @@ def load_scale(at, kept, SCALES: tl.constexpr):
 
 @triton.jit
 def load_inputs(at, mask):
-    """Inputs as they are stored, int8 codes likewise; bytes of e4m3 as float16, too small by 2^8 (see `row_factor`)."""
+    """Load inputs in their stored type, including int8 codes. e4m3 bytes become float16 and lack a factor of 2^8; see
+    `row_factor`.
+    """
     if at.dtype.element_ty == tl.uint8:
         return half_of_e4m3(tl.load(at, mask=mask, other=0).to(tl.int32))
     elif at.dtype.element_ty == tl.int8:
@@ -76,7 +82,7 @@ def load_inputs(at, mask):
 
 @triton.jit
 def row_factor(inputs):
-    """Return the factor that the scales of rows lack: see `load_inputs`."""
+    """Return the factor that the row scales must still include; see `load_inputs`."""
     return 256.0 if inputs.dtype.element_ty == tl.uint8 else 1.0
 
 
@@ -88,7 +94,7 @@ def round_even(x):
 
 @triton.jit
 def to_e4m3(x):
-    """Codes (uint8) of float32 numbers, clamped to 448, halves to even; NaN stays NaN."""
+    """Convert float32 numbers to e4m3 codes (uint8): clamp to 448, round halves to even; NaN stays NaN."""
     x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 GATES = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1}
-"""Activations that gates have, by their name in config.json: how kernels number them."""
+"""Supported gate activations: the kernels' number of each, by its name in config.json."""
 
 
 @triton.jit
 def gated_product(gate, up, GATE: tl.constexpr):
-    """activation(gate) * up of float32 numbers."""
+    """Compute activation(gate) * up for float32 numbers."""
     if GATE == 0:
         opened = gate * tl.sigmoid(gate)
     else:  # (1 + tanh z) / 2 = sigmoid(2 z)
@@ -21,7 +21,7 @@ def gated_product(gate, up, GATE: tl.constexpr):
 
 @triton.jit
 def load_gated(x, row, columns, width, GATE: tl.constexpr):
-    """activation(gate) * up of a row with gates first, in the dtype of x."""
+    """Load a row whose first half holds the gates, and compute activation(gate) * up in the dtype of x."""
     gate = tl.load(x + row * 2 * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + columns, mask=columns < width, other=0.0).to(tl.float32)
     return gated_product(gate, up, GATE).to(x.dtype.element_ty)
@@ -29,7 +29,9 @@ def load_gated(x, row, columns, width, GATE: tl.constexpr):
 
 @triton.jit
 def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """The outputs of a product's tile and which of them there are; a gate is followed by its up."""
+    """Return the output numbers of a product's tile, and a mask of the existing ones. With gates, each gate is followed
+    by its up.
+    """
     lanes = tl.arange(0, BLOCK_N)
     if GATED:
         column = tile * (BLOCK_N // 2) + lanes // 2
@@ -42,7 +44,7 @@ def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 def store_gated(
     sums, out, rows, has_row, tile, N, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr
 ):  # fmt: skip
-    """activation(gate) * up of a tile (ROWS, BLOCK_N) of these outputs, rounded where two launches round."""
+    """Store activation(gate) * up of a tile (ROWS, BLOCK_N), rounded at the same points as in two separate launches."""
     kind = out.dtype.element_ty
     gate, up = tl.split(tl.reshape(sums.to(kind).to(tl.float32), (ROWS, BLOCK_N // 2, 2)))
     columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)

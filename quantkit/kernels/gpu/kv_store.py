@@ -30,7 +30,7 @@ from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, State
 
 @triton.jit
 def _round_up(scale):
-    """An fp16 scale not below the given one and never zero; see `reference.kv_codes`."""
+    """Return the smallest nonzero fp16 scale that is not below the given one; see `reference.kv_codes`."""
     # By half a unit in the last place, of normal numbers and of the smallest: then rounding cannot go below.
     raised = scale + scale * 0.00048828125 + 2.9802322387695312e-08
     return tl.minimum(tl.maximum(raised, 5.960464477539063e-08), 65504.0).to(tl.float16)
@@ -38,7 +38,7 @@ def _round_up(scale):
 
 @triton.jit
 def _int4_grid(low, high):
-    """Scale and zero, fp16, of numbers between two bounds."""
+    """Return the fp16 scale and zero of INT4 codes for numbers between two bounds."""
     zero = low - tl.abs(low) * 0.00048828125 - 2.9802322387695312e-08
     zero = tl.minimum(tl.maximum(zero, -65504.0), 65504.0).to(tl.float16)
     return _round_up(tl.div_rn(high - zero.to(tl.float32), 15.0)), zero
@@ -56,7 +56,7 @@ def _store_token(
     source, codes, scale, zero, page, head, inside, code_strides, scale_strides, fixed_scale,
     KIND: tl.constexpr, GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token's keys or values of one head."""
+    """Store the key or the value of one token in one head."""
     channels = tl.arange(0, BLOCK)
     real = channels < WIDTH
     loaded = tl.load(source + channels, mask=real, other=0.0)
@@ -95,7 +95,7 @@ def _turn_head(
     HAS_NORM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm the channels of one head of one token, round, and rotate the first 2 HALF; in place."""
+    """Norm the channels of one head of one token, round them, and rotate the first 2 * HALF channels, in place."""
     factor = 1.0
     if HAS_NORM:
         channels = tl.arange(0, BLOCK)
@@ -136,7 +136,9 @@ def _enter_kernel(
     K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: HEADS of keys, as many of values, and those of queries. A slot below 0 is nowhere."""
+    """Process one head index of one token: norm and rotate its queries and key, and store its key and value. HEADS is
+    the number of key heads. A token with a slot below 0 is not stored.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if head >= 2 * HEADS:
         at = query + token * query_strides[0] + (head - 2 * HEADS) * query_strides[1]
@@ -207,7 +209,7 @@ def enter(
 def _half_of_page(
     fresh, window, positions, cached, channel, real, scale, zero, token_stride, slot_stride, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """INT4 codes (PAGE, CHANNELS) of some channels of a page; their scales are stored."""
+    """Quantize some channels of a page to INT4 codes (PAGE, CHANNELS), and store their scales."""
     is_old = (positions < cached)[:, None]
     slots, tokens = (positions % RESIDUAL).to(tl.int64), (positions - cached).to(tl.int64)
     older = tl.load(window + slots[:, None] * slot_stride + channel[None, :], mask=is_old & real[None, :], other=0.0)
@@ -226,7 +228,9 @@ def _store_keys_kernel(
     key_strides, residual_strides, table_stride, code_strides, scale_strides,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """One page of a sequence, of one head. WIDTH: half the channels, which share bytes with the others."""
+    """Quantize and store one page of one sequence in one head. WIDTH is half the number of channels; channel i shares a
+    byte with channel i + WIDTH.
+    """
     number, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(query_starts + sequence)
     count = tl.load(query_starts + sequence + 1) - start

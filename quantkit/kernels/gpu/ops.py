@@ -26,7 +26,9 @@ def _norm_kernel(
     x, residual, weight, out, total, row_scale, step, eps, offset, x_strides, out_strides, heads, width,
     HAS_RESIDUAL: tl.constexpr, CODES: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: of token p // heads, head p % heads. CODES: 0 = as it is, 1 = int8, 2 = fp8."""
+    """Norm one row, which is head p % heads of token p // heads in program p. CODES: 0 = store unquantized, 1 = int8, 2
+    = fp8.
+    """
     row = tl.program_id(0).to(tl.int64)
     token, head = row // heads, row % heads
     columns = tl.arange(0, BLOCK)
@@ -55,7 +57,7 @@ def _norm_kernel(
 
 @triton.jit
 def _gate_kernel(x, out, width, GATE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK outputs of one row."""
+    """Compute BLOCK gated outputs of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + row * width + columns, load_gated(x, row, columns, width, GATE), mask=columns < width)

@@ -18,8 +18,9 @@ from quantkit.kernels.gpu.floats import INTERPRETED, field_bits, load_inputs, lo
 
 @triton.jit
 def _halves(words, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr):
-    """The two halves of `(words & MASK) | MAGIC` as 16-bit numbers. Written in assembler, because the compiler would
-    make each half on its own."""
+    """Return the two halves of `(words & MASK) | MAGIC` as 16-bit numbers. This is written in assembler, because the
+    compiler would compute each half separately.
+    """
     if INTERPRETED:
         pairs = (words & MASK) | MAGIC
         low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
@@ -44,9 +45,10 @@ def _minus(number, zero):
 
 @triton.jit
 def dequantize(words, zero, PIECE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """field - zero of the fields that lie at place PIECE of both halves of words (N, W): (N, 2 W) in DTYPE, exact.
+    """Return field - zero as exact numbers (N, 2 W) in DTYPE, for the fields of piece PIECE in both halves of words (N,
+    W).
 
-    Floats have no zero and are too small by `floats.FACTOR_BITS`.
+    Float fields have no zero, and the numbers lack the factor 2^`packing.FACTOR_BITS`.
     """
     SHIFT: tl.constexpr = BITS * PIECE
     # The 7 bits of a bfloat16's mantissa hold fields of 4 bits, the 10 of a float16 those of 8.
@@ -74,7 +76,7 @@ def load_zero(zero, index, outputs, kept, num_outputs, BITS: tl.constexpr, HAS_Z
 
 @triton.jit
 def inputs_of(block, PIECE: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, UNPACKED: tl.constexpr):
-    """Return the inputs (2 SPAN,) that the numbers of a piece of a block are multiplied with."""
+    """Return the inputs (2 SPAN,) to multiply with the numbers of one piece of a block."""
     lanes, FIELDS = tl.arange(0, 2 * SPAN), 32 // BITS
     if UNPACKED:
         return block * SPAN * FIELDS + 2 * lanes + PIECE
@@ -83,7 +85,7 @@ def inputs_of(block, PIECE: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr
 
 @triton.jit
 def load_words(words, outputs, block, kept, num_words, SPAN: tl.constexpr, UNPACKED: tl.constexpr, KIND: tl.constexpr):
-    """Words (N, SPAN) of a block; of codes as they are, integers come as bytes above 128."""
+    """Load the words (N, SPAN) of a block. Unpacked integers arrive as bytes offset by 128."""
     column = block * SPAN + tl.arange(0, SPAN)
     at = words + outputs.to(tl.int64)[:, None] * num_words + column[None, :]
     if UNPACKED:
@@ -98,8 +100,10 @@ def add_tile_packed(
     BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, UNPACKED: tl.constexpr, IN_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of one block's words to a tile (N, M); the weight on the left, so that it can go to the product
-    from registers. IN_VALUES: numbers are exact with their scale. OUT: what codes of inputs become."""
+    """Add the products of one block's words to a tile (N, M). The weight is the left factor, so that it can enter the
+    product from registers. IN_VALUES: numbers times their scale are exact. OUT: dtype to which input codes are
+    converted.
+    """
     PIECES: tl.constexpr = 16 // BITS
     PER_GROUP: tl.constexpr = GROUP > 0 and not IN_VALUES
     loaded = load_words(words, outputs, block, kept, num_words, SPAN, UNPACKED, KIND)

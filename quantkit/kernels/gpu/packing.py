@@ -1,7 +1,7 @@
 """Weights of 2 to 8 bits in the layout of `w4a16`: packed once, when a model is loaded. Plain torch, any device.
 
-A row is cut into blocks of `span` words of 32 bits, and a block into pieces of 2 span inputs; piece p has bits p b to
-(p + 1) b of both halves of the block's words, and word j holds inputs 2 j and 2 j + 1 of it:
+A row consists of blocks of `span` 32-bit words, and a block of pieces of 2 * span inputs. With b bits per field, piece
+p occupies bits p b to (p + 1) b of both halves of the block's words. Word j holds inputs 2 j and 2 j + 1 of each piece:
 
     span 32, b = 4        word 0                     word 1      ...   word 31
                        low half    high half
@@ -29,13 +29,15 @@ from quantkit.numerics.dtype import DType
 from quantkit.numerics.tensor import QuantizedTensor
 
 INTEGER, E4M3, E2M1 = 0, 1, 2
-"""What fields are."""
+"""Kinds of fields: integers, e4m3 codes, e2m1 codes."""
 
 NUMBERS, E4M3_BYTES, EXPONENT_BYTES = 0, 1, 2
-"""What scales are stored as: floats, e4m3 under a common scale, or exponents; the latter two as uint8."""
+"""Storage types of scales: floats, e4m3 bytes under a common scale, or exponent bytes. Bytes are uint8."""
 
 FACTOR_BITS = {INTEGER: 0, E4M3: 8, E2M1: 14}
-"""Powers of two by which the numbers that the kernels make of fields are too small; scales make up for it."""
+"""Exponent of the power of two by which the kernels' decoded numbers are too small, by kind of field. Scales include
+it.
+"""
 
 _FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int5": 8, "int6": 8, "int8": 8}
 _FIELD_BITS |= {"fp8": 8, "mxfp8": 8, "nvfp4": 4, "mxfp4": 4}
@@ -85,7 +87,9 @@ class Packing:
 
 
 PLAIN = Packing(bits=16, span=64, group=0)
-"""Storage of weights in 16 bits: blocks of no more inputs than threads, so each thread loads those that it needs."""
+"""Storage of unquantized 16-bit weights. A block has no more inputs than a program has threads, so each thread loads
+only the inputs that it needs.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +135,9 @@ class PackedWeight:
 
 
 def find_span(weight: QuantizedTensor) -> int | None:
-    """Return the words per block that waste least and fit the groups; ties go to the largest. None = impossible."""
+    """Return the number of words per block that wastes least and fits the groups; the largest of several. None = none
+    fits.
+    """
     if weight.scheme.dtype.name not in _FIELD_BITS or weight.group_index is not None:
         return None
     if weight.scheme.dtype.kind == "float" and not _all(~(weight.scale.float().abs() > _LARGEST_SCALE)):

@@ -35,7 +35,9 @@ from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
 from quantkit.numerics.dtype import FP8, INT4
 
 FP8_CAPABILITY = 90
-"""Lowest capability with which the chip converts e4m3. Ada could, but triton 3.6 emits an instruction of Hopper."""
+"""Lowest compute capability (times ten) on which the kernels use the chip's own e4m3 conversion. Ada (89) has one too,
+but triton 3.6 emits a Hopper instruction for it.
+"""
 
 _BY_HAND = 256.0  # e4m3 dequantized by hand is so many times too small
 
@@ -47,8 +49,9 @@ def _over_fresh(
     HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
     V_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The fresh keys and values of the sequence, up to number `stop`, join the running softmax: each row sees those up
-    to its own, in its window."""
+    """Update the running softmax with the sequence's new keys and values up to number `stop`. Each row sees the keys up
+    to its own position, within its window.
+    """
     DTYPE: tl.constexpr = query[0].dtype
     top, total, acc, acc_high = state
     channels = tl.arange(0, V_BLOCK)
@@ -78,7 +81,9 @@ def _store(
     CHUNK: tl.constexpr, HALVED: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the outputs of a program's rows, of which the last program to come merges the first MERGED."""
+    """Store a program's outputs. If the cache is split, the program that finishes last merges the first MERGED rows of
+    all splits.
+    """
     rows, kept, start, count, number, split = own_rows
     out += start * out_strides[0] + head * GROUP * out_strides[1]
     token, lane = number * TOKENS + rows // LANES, rows % LANES
@@ -117,7 +122,7 @@ def _attend_kernel(
 ):  # fmt: skip
     """Attend with ROWS / LANES new tokens of one sequence, each with the GROUP query heads of one key head.
 
-    SINGLE: only sequences with one new token are attended to, else only those with more; the last program to come
+    SINGLE: handle only sequences with one new token, otherwise only sequences with more. The program that finishes last
     merges MERGED rows.
     """
     TOKENS: tl.constexpr = ROWS // LANES

@@ -76,7 +76,7 @@ def strides(views: KVViews) -> tuple[tuple[int, ...], ...]:
 
 @triton.jit
 def _numbers(codes, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes as numbers; e4m3 dequantized by hand is 256 times too small."""
+    """Convert codes to numbers. e4m3 codes that are converted by moving bits are 256 times too small."""
     if KIND == 1 and NATIVE_FP8:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     elif KIND == 1:
@@ -90,7 +90,7 @@ def _numbers(codes, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _nibbles(codes, DTYPE: tl.constexpr):
-    """The low and the high nibbles of bytes as 16-bit numbers, exact; see `packed_blocks`."""
+    """Return the low and the high nibbles of bytes as exact 16-bit numbers; see `packed_blocks`."""
     if INTERPRETED or (DTYPE != tl.bfloat16 and DTYPE != tl.float16):
         low, high = (codes & 15).to(DTYPE), (codes >> 4).to(DTYPE)
     else:
@@ -127,7 +127,9 @@ def _score(q, k, total):
 
 @triton.jit
 def score_keys(query, at, seen, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(ROWS, TILE) products of queries with keys that are not quantized, the first channels of which are at `at`."""
+    """Return the products (ROWS, TILE) of queries with unquantized keys, whose first channels are at the
+    pointers `at`.
+    """
     q, q_high = query
     channels = tl.arange(0, BLOCK)
     mask = seen[:, None] & (channels < WIDTH)[None, :]
@@ -141,7 +143,7 @@ def score_keys(query, at, seen, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK
 
 @triton.jit
 def _load_codes(pages, page, head, inside, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(TILE, BLOCK) codes of a tile, and where the scales of its page begin."""
+    """Load the codes (TILE, BLOCK) of a tile, and return the offset of its page's scales."""
     channels = tl.arange(0, BLOCK)
     mask = seen[:, None] & (channels < WIDTH)[None, :]
     at = page * pages[3][0] + head * pages[3][1] + inside.to(tl.int64)[:, None] * pages[3][2]
@@ -150,14 +152,15 @@ def _load_codes(pages, page, head, inside, seen, WIDTH: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _load_row(at, mask):
-    """Scales or zeros, (1, n) float32."""
+    """Load scales or zeros as (1, n) float32."""
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _token_factors(pages, page, head, inside, seen, KIND: tl.constexpr, GRANULARITY: tl.constexpr):
-    """Scales and zeros of a tile's tokens, (1, TILE). Asked for before the products: the compiler copies nothing so
-    narrow ahead by itself, and would wait for each where it is used."""
+    """Load the scales and zeros of a tile's tokens, (1, TILE). They are loaded before the products, because the
+    compiler does not prefetch such narrow loads and would wait for each one.
+    """
     scale, zero = seen, seen  # nobody looks at these
     at = page * pages[4][0] + head * pages[4][1] + inside
     if GRANULARITY == 1:
@@ -172,7 +175,7 @@ def _score_tile(
     query, pages, factors, page, head, inside, seen,
     KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, TILE) products of queries with the keys of a tile, in units of the fixed scale."""
+    """Return the products (ROWS, TILE) of queries with the keys of a tile, without the fixed scale."""
     q, q_high = query
     scale, zero = pages[1], pages[2]
     loaded, base = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
@@ -203,7 +206,7 @@ def _score_tile(
 
 @triton.jit
 def visible(scores, mask, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores capped, -inf where a row does not see a key."""
+    """Apply the softcap to scores, and set a score to -inf where a row does not see the key."""
     if HAS_SOFTCAP:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     return tl.where(mask, scores, float("-inf"))
@@ -211,7 +214,7 @@ def visible(scores, mask, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, top, total):
-    """Weights of visible scores, what earlier sums are multiplied with, the new largest score, the new sum."""
+    """Return the weights of visible scores, the factor on earlier sums, the new largest score, and the new sum."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     # While a row has seen no key: -inf less -inf would be NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -225,7 +228,7 @@ def _weigh_tile(
     scores, state, pages, factors, page, head, inside, seen, DTYPE: tl.constexpr,
     KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax: visible scores (ROWS, TILE) and the values of a tile join the sums."""
+    """Update the running softmax with the visible scores (ROWS, TILE) and the values of one tile."""
     top, total, acc, acc_high = state
     weights, decay, top, total = softmax_step(scores, top, total)
     loaded, _ = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
@@ -249,7 +252,7 @@ def _weigh_tile(
 
 @triton.jit
 def load_query(at, kept, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Query heads (ROWS, BLOCK), and their second halves where HALVED."""
+    """Load the query heads (ROWS, BLOCK); with HALVED, also the second halves of their channels."""
     channels = tl.arange(0, BLOCK)
     mask = kept[:, None] & (channels < WIDTH)[None, :]
     q = tl.load(at + channels[None, :], mask=mask, other=0.0)
@@ -261,7 +264,9 @@ def load_query(at, kept, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _tile_at(start, first, end, own, window, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Positions of a tile, where they are in their page, which are read, and which of these each row sees."""
+    """Return the positions of a tile, their places in the page, a mask of those to read, and a mask of those that each
+    row sees.
+    """
     at = start + tl.arange(0, TILE)
     inside = start % PAGE + tl.arange(0, TILE)
     # Tiles begin at multiples of their size, the first of them perhaps before the window.
@@ -274,7 +279,9 @@ def _tile_at(start, first, end, own, window, PAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def _page_at(table, start, end, PAGE: tl.constexpr):
-    """The page of the tile at `start`. Asked for a tile ahead, so that loads of keys need not wait for its number."""
+    """Return the page of the tile at `start`. The caller asks one tile ahead, so that loading keys need not wait for
+    the page number.
+    """
     return tl.load(table + start // PAGE, mask=start < end, other=0).to(tl.int64)
 
 
@@ -287,9 +294,10 @@ def over_cache(
     HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
     V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax over begin..end of what is cached: pages, then keys that wait for theirs to be complete.
+    """Run the softmax over cached positions begin..end: first over pages, then over the keys in the residual window,
+    which wait until their page is complete.
 
-    `own` are positions of the rows, for HAS_WINDOW; `residual` is where the newest keys of the sequence are.
+    `own` holds the positions of the rows, for HAS_WINDOW. `residual` points to the sequence's residual window.
     """
     ROWS: tl.constexpr = query[0].shape[0]
     # Without halves nothing joins the second sum, and the compiler leaves it out.

@@ -19,12 +19,14 @@ from quantkit.kernels.torch_linear import int_mm_rows
 from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
 
 PACKED_ROWS = 16
-"""Rows up to which a product of codes reads packed weights; above, `torch._int_mm` may be asked."""
+"""Maximum number of rows that the packed kernel multiplies with quantized inputs. With more rows, `torch._int_mm` may
+multiply.
+"""
 
 
 @triton.jit
 def scale_of_row(largest, is_finite, step, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr):
-    """Scale of a row whose largest magnitude is given; `step` where it is fixed."""
+    """Return the scale of a row with this largest magnitude, or `step` if the scale is fixed."""
     # Half of what codes span, and integers reach from -128 to 127.
     HALF_RANGE: tl.constexpr = 448.0 if IS_FP8 else 127.5
     scale = step
@@ -37,7 +39,7 @@ def scale_of_row(largest, is_finite, step, IS_FP8: tl.constexpr, IS_FIXED: tl.co
 
 @triton.jit
 def is_broken(value, IS_FIXED: tl.constexpr):
-    """1 for what cannot be quantized: NaN, and infinity unless the scale is fixed, where it is cut off."""
+    """Return 1 for values that cannot be quantized: NaN, and infinity unless the scale is fixed (which clamps it)."""
     if IS_FIXED:
         return tl.where(value == value, 0, 1)
     else:
@@ -46,7 +48,7 @@ def is_broken(value, IS_FIXED: tl.constexpr):
 
 @triton.jit
 def row_codes(value, step, IS_FP8: tl.constexpr):
-    """Codes of numbers by their scale; 0 where that is NaN."""
+    """Divide numbers by their scale and round to codes; the code is 0 if the scale is NaN."""
     # False of NaN alone, which is the scale of a row that cannot be quantized.
     is_finite = step == step
     scaled = tl.where(is_finite, tl.div_rn(value, tl.where(is_finite, step, 1.0)), 0.0)
@@ -58,7 +60,7 @@ def row_codes(value, step, IS_FP8: tl.constexpr):
 
 @triton.jit
 def _load_row(x, row, columns, width, GATE: tl.constexpr):
-    """Numbers of a row, float32; of one with gates what comes out of these, rounded to the dtype of x."""
+    """Load a row as float32; with gates, return the gated values, rounded to the dtype of x."""
     if GATE < 0:
         return tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     return load_gated(x, row, columns, width, GATE).to(tl.float32)
@@ -69,7 +71,9 @@ def _quantize_rows_kernel(
     x, codes, scale, step, width,
     GATE: tl.constexpr, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One row. Read, and computed, twice, the second time from the cache: it does not fit the registers."""
+    """Quantize one row. The row does not fit the registers, so it is read and computed twice, the second time from the
+    L2 cache.
+    """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -88,7 +92,7 @@ def _quantize_rows_kernel(
 
 @triton.jit
 def _dequantize_rows_kernel(codes, scale, out, width, BLOCK: tl.constexpr):
-    """BLOCK codes of one row as the numbers they mean."""
+    """Dequantize BLOCK codes of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * width + columns
@@ -98,7 +102,7 @@ def _dequantize_rows_kernel(codes, scale, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale_kernel(sums, row_scale, scale, bias, out, width, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK outputs of one row."""
+    """Compute BLOCK outputs of one row from integer sums."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = columns < width

@@ -25,7 +25,9 @@ _MOST_SPLITS = 64  # of a sequence
 
 @triton.jit
 def split_bounds(first, cached, split, num_splits, TILE: tl.constexpr):
-    """Positions of a split of first..cached, and how many splits there are, one at least; splits begin at tiles."""
+    """Return the positions of one split of first..cached, and the number of splits, at least one. Splits begin at tile
+    boundaries.
+    """
     from_tile = first // TILE * TILE
     tiles = tl.cdiv(tl.maximum(cached - from_tile, 0), TILE)
     each = tl.maximum(tl.cdiv(tiles, num_splits), 1)
@@ -37,7 +39,7 @@ def split_bounds(first, cached, split, num_splits, TILE: tl.constexpr):
 def _store_partials(
     partial_out, partial_sums, slot, kept, state, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a split, each row in its slot."""
+    """Store the sums of a split, each row in its slot."""
     top, total, acc, acc_high = state
     channels = tl.arange(0, BLOCK)
     full = 2 * WIDTH if HALVED else WIDTH
@@ -55,7 +57,7 @@ def _add_partials(
     partial_out, partial_sums, first, num_active, rows, kept,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all splits, CHUNK at a time, in order. Not by way of the L1 cache."""
+    """Sum the partial results of all splits in order, CHUNK at a time. The loads bypass the L1 cache."""
     channels = tl.arange(0, BLOCK)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -83,7 +85,7 @@ def _add_partials(
 
 @triton.jit
 def store_out(at, kept, state, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums (ROWS, BLOCK) as outputs, each row at its own pointer. HALVED: they come in halves."""
+    """Store sums (ROWS, BLOCK) as outputs, each row at its own pointer. HALVED: the channels are in two halves."""
     factor = (1.0 / state[1])[:, None]
     channels = tl.arange(0, BLOCK)
     mask = kept[:, None] & (channels < WIDTH)[None, :]
@@ -99,7 +101,9 @@ def merge_splits(
     out_at, merged, real, MERGED: tl.constexpr, CHUNK: tl.constexpr, HALVED: tl.constexpr, HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a split's sums (ROWS, HALF_BLOCK), in halves where HALVED; the last one makes outputs of all splits."""
+    """Store a split's sums (ROWS, HALF_BLOCK), in two halves if HALVED. The program that finishes last computes the
+    outputs from all splits.
+    """
     slot = (first + split) * MERGED + rows
     _store_partials(partial_out, partial_sums, slot, kept, state, HALVED, HALF, HALF_BLOCK)
     if is_last_to_come(counter, num_active):

@@ -14,14 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_TILES = 1 << 14
-"""Tiles whose splits can be counted; more than that fill any chip without splits."""
+"""Maximum number of tiles whose splits can be counted. More tiles than this fill any chip without splits."""
 
 _MOST_SPLITS = 64
 
 
 @triton.jit
 def is_last_to_come(counter, num_splits):
-    """Whether all programs of a tile have stored their partials. The counter is left at zero for the next launch."""
+    """Whether all other programs of the tile have stored their partial sums. The last program resets the counter to
+    zero.
+    """
     tl.debug_barrier()  # every thread's numbers before the one that counts
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1
     if is_last:

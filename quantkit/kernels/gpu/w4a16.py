@@ -25,7 +25,9 @@ from quantkit.kernels.types import QuantizedActivations
 
 @triton.jit
 def _add_partials(partials, num_splits, rows, outputs, mask, M, N):
-    """The partials of a tile in order, so that the sum does not depend on who was last. Not by way of the L1 cache."""
+    """Sum the partials of a tile in order, so that the result does not depend on which program finishes last. The loads
+    bypass the L1 cache.
+    """
     sums = tl.zeros(mask.shape, tl.float32)
     for split in range(num_splits):
         at = partials + (split * M + rows).to(tl.int64)[:, None] * N + outputs[None, :]
@@ -39,7 +41,9 @@ def _finish(
     GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
     IS_SPLIT: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add up a tile's partials in the program that is last; apply scales of outputs and of rows, the bias, a GATE."""
+    """In the program that finishes a tile last, sum the partials and apply output scales, row scales, the bias and a
+    GATE.
+    """
     mask = (rows < M)[:, None] & kept[None, :]
     is_last = True
     if IS_SPLIT:
@@ -73,7 +77,7 @@ def _tile_kernel(
     HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, IN_VALUES: tl.constexpr, GATE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N x BLOCK_M outputs, transposed. IN_VALUES: numbers of the weight are exact with their scale."""
+    """Compute BLOCK_N x BLOCK_M outputs, transposed. IN_VALUES: numbers of the weight times their scale are exact."""
     outputs, kept = outputs_of(tl.program_id(0), N, BLOCK_N, GATE is not None)
     split = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -100,7 +104,7 @@ def _dequantize_weight_kernel(
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK_N rows of the weight as 16-bit numbers."""
+    """Dequantize one block of BLOCK_N rows of the weight to 16-bit numbers."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
     kept = outputs < N
@@ -129,7 +133,8 @@ def multiply(
         x: (M, K) contiguous, M at least 1; meant for few rows.
         weight: (N, K).
         bias: (N,) or None.
-        activation: a key of `gates.GATES`: the outputs are gates, then as many values to gate; None = no gating.
+        activation: a key of `gates.GATES`; the first half of the outputs are the gates of the second half. None = no
+            gating.
     Returns:
         (M, N), dtype of x; summed in float32, rounded once. With an activation (M, N / 2), as from `ops.gated`.
     """

@@ -57,11 +57,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "linear": lambda x: x,
 }
-"""Activations by the name that transformers configs use."""
+"""Activation functions by their name in transformers configs."""
 
 
 XIELU = "xielu"
-"""Name of the activation that has parameters of its own, see `xielu`."""
+"""Name of the activation with learned parameters, see `xielu`."""
 
 
 def xielu(
@@ -84,7 +84,7 @@ def xielu(
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 LIMITED_SWIGLU = "limited_swiglu"
-"""Names of gates that are more than an activation, see `clamped_swiglu`; the second is DeepSeek-V4's."""
+"""Names of gated activations with clamped inputs, see `clamped_swiglu`; the second name is DeepSeek-V4's."""
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float = 1.0) -> Tensor:

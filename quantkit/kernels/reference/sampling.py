@@ -24,13 +24,13 @@ from quantkit.kernels.transfer import send
 
 # Below this a logit over the temperature may be infinite, and the likeliest token no longer stands out.
 COLDEST = 1e-30
-"""Lower temperatures are taken for this one."""
+"""Lowest temperature; lower ones are raised to it."""
 
 # Sorting few tokens is enough when top-p or top-k ends among them.
 _FEW = 256
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of SplitMix64: the counter's step, and the two factors."""
+"""Constants of SplitMix64: the increment of the counter, and the two multipliers."""
 
 
 class Draw(NamedTuple):

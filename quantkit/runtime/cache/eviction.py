@@ -79,13 +79,15 @@ class Evictor:
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
     def _candidates(self, sequence: Sequence) -> range:
-        """Return the slots that the policy may evict: no newest tokens, no open page, sinks only if it asks."""
+        """Return the slots that the policy may evict: not the newest tokens, not the open page, and the sinks only if
+        the policy asks for them.
+        """
         kept, size = sequence.num_kept, self.budget.page_size
         first = 0 if self.policy.judges_sinks else SINK_TOKENS
         return range(first, min(kept - self.budget.recent, kept // size * size))
 
     def _given_up(self, sequence: Sequence) -> range:
-        """Return the pages to remove from the list, whatever the policy chooses: the first ones after the sinks."""
+        """Return the slots of the pages to remove: the first pages after the sinks, whatever the policy chooses."""
         first, count = self.budget.first_candidate, self.budget.surplus(sequence.num_kept)
         return range(first, first + count)
 

@@ -55,8 +55,8 @@ class KVCache:
         max_sequences: number of rows in the residual windows.
         device: device of the pools.
     Attributes:
-        attention: by layer number: attention of the new tokens to the cache and to each other; it also stores their
-            keys and values.
+        attention: by layer number: function that lets the new tokens attend to the cache and to each other, and stores
+            their keys and values.
         states: by layer number: states of recurrent layers, which have no pages.
         entries: by layer number: pools of layers whose entries each represent several tokens.
     Raises:

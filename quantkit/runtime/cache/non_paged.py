@@ -213,12 +213,14 @@ class EntryPool:
         self._window[row, slots] = self._entry.encode(keys[-size:])
 
     def past(self, row: Tensor, length: int) -> Tensor:
-        """Return the kept rows (n, past width) of the newest tokens of a sequence of this length."""
+        """Return the last `past tokens` rows (n, past width) that a sequence of this length keeps for its
+        next entries.
+        """
         size = self._past.shape[1]
         return self._past[row, max(0, size - length) :]
 
     def keep_past(self, row: Tensor, past: Tensor) -> None:
-        """Store the end of these rows (n, past width); the newest token is last."""
+        """Keep the last of these rows (n, past width) for the next entries; the newest token is last."""
         count = min(len(past), self._past.shape[1])
         self._past[row, self._past.shape[1] - count :] = past[len(past) - count :].to(self._past.dtype)
 

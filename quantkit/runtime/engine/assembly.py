@@ -178,7 +178,7 @@ def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
         RequestError: the message says why eviction would free nothing.
     """
     if not any(isinstance(layout, KVLayout) for layout in layouts):
-        kept = "a state of one size per sequence" if layouts else "its keys and values itself"
+        kept = "a state of one size per sequence" if layouts else "its own keys and values"
         if any(isinstance(layout, EntryLayout) for layout in layouts):
             kept = "a window and entries that each stand for several tokens"
         raise RequestError(f"kv_budget: the model keeps {kept}, which cannot be evicted; leave kv_budget out")

@@ -160,7 +160,7 @@ class Engine:
             if params.scoring.num_tokens >= len(ids):
                 raise RequestError(
                     f"cannot score {params.scoring.num_tokens} of {len(ids)} prompt tokens; score at most "
-                    f"{len(ids) - 1}: the first token has none before it"
+                    f"{len(ids) - 1}, because the first token has no context"
                 )
         # On a GPU an index out of range is a device assertion, after which every request of the process fails.
         if min(given) < 0 or max(given) >= self.model.vocab_size:

@@ -43,10 +43,12 @@ from quantkit.safety.child import python
 from quantkit.safety.untrusted import read_object
 
 TOLERANCE = 0.03
-"""Share of the largest number: rounding to 16 bits is less, a tile or a page that was left out is more."""
+"""Largest accepted error, as a share of the largest output. Rounding to 16 bits causes less; a missing tile or page,
+more.
+"""
 
 WIDTH = 512
-"""Inputs of the products."""
+"""Number of inputs of the tested products."""
 
 _ROWS = (1, 20, 260)  # each way to multiply
 _SECONDS = 60.0
@@ -91,7 +93,7 @@ def self_test(device: torch.device) -> dict[str, Verdict]:
         InputError: no GPU kernels run on this device.
     """
     path = verdict_file(device)
-    _LOG.warning("comparing the GPU kernels with torch on %s, %.0f s at most", device, _SECONDS)
+    _LOG.warning("comparing the GPU kernels with torch on %s; this takes at most %.0f s", device, _SECONDS)
     with ThreadPoolExecutor(len(CASES)) as pool:
         verdicts = dict(zip(CASES, pool.map(partial(_try, device), CASES), strict=True))
     partial_file = path.with_suffix(f".{os.getpid()}")
@@ -108,7 +110,9 @@ def identity(device: torch.device) -> dict[str, str]:
         InputError: no GPU kernels run on this device.
     """
     if not gpu.is_used(device):
-        raise InputError(f"no GPU kernels run on {device}; they need a CUDA device, Triton, and QUANTKIT_TRITON not 0")
+        raise InputError(
+            f"no GPU kernels run on {device}; they need a CUDA device and Triton, and QUANTKIT_TRITON must not be 0"
+        )
     driver = Path("/proc/driver/nvidia/version")
     sources = sorted(Path(gpu.__file__).parent.glob("*.py"))
     return {
@@ -137,7 +141,7 @@ def read_verdicts(device: torch.device) -> dict[str, Verdict]:
 def describe_kernels(device: torch.device) -> str:
     """Describe for users which kernel families torch replaces on a device."""
     reasons = {what: gpu.why_replaced(family, device) for family, what in gpu.FAMILIES.items()}
-    replaced = "; ".join(f"torch in place of {what}: {reason}" for what, reason in reasons.items() if reason)
+    replaced = "; ".join(f"torch replaces {what}: {reason}" for what, reason in reasons.items() if reason)
     return replaced or ("not checked: QUANTKIT_TRITON=force" if _is_forced() else "as torch in all checks")
 
 
@@ -196,8 +200,8 @@ def _try(device: torch.device, family: str) -> Verdict:
         if label not in shares:
             return Verdict(False, f"{label}: {end}", is_final)
         if not shares[label] <= TOLERANCE:  # nor is NaN
-            return Verdict(False, f"{label}: {shares[label]:.2%} of the largest number off torch")
-    return Verdict(True, f"at most {max(shares.values()):.2%} of the largest number off torch")
+            return Verdict(False, f"{label}: {shares[label]:.2%} error relative to torch's largest value")
+    return Verdict(True, f"at most {max(shares.values()):.2%} error relative to torch's largest value")
 
 
 # ---- cases: the engine's own code on random numbers, drawn on the host so that both devices get the same
@@ -302,4 +306,4 @@ CASES: dict[str, dict[str, Case]] = {
     "attention": {f"{kind} cache": partial(_attention, kind) for kind in ("auto", "fp8", "int8", "int4")},
     "experts": {INT4.describe(): partial(_mixture, INT4)},
 }
-"""By family of kernels: what is run, by its name."""
+"""Test cases by kernel family: the function to run, by name of the case."""

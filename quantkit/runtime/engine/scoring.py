@@ -61,7 +61,7 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
         if not 1 <= text.num_scored < len(text.ids):
             raise RequestError(
                 f"cannot score {text.num_scored} of {len(text.ids)} tokens; score at least 1 and at most "
-                f"{len(text.ids) - 1}: the first token has none before it"
+                f"{len(text.ids) - 1}, because the first token has no context"
             )
         fed = text.ids[:-1]
         inputs.setdefault(fed, ScoringInput(fed)).texts.append((number, text))

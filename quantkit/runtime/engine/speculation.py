@@ -61,7 +61,10 @@ class SpeculationController:
 
     def __init__(self, max_drafts: int = 4, *, force: bool = False) -> None:
         if not 1 <= max_drafts <= MAX_ROLLBACK:
-            raise RequestError(f"max_drafts is {max_drafts}; use 1 to {MAX_ROLLBACK}, which a KV cache can take back")
+            raise RequestError(
+                f"max_drafts is {max_drafts}; give 1 to {MAX_ROLLBACK}, the number of tokens that a KV cache can "
+                "discard"
+            )
         self.num_drafted = 0
         self.num_accepted = 0
         self._num_stopped = 0  # runs of drafts that ended with a rejected one
@@ -169,8 +172,8 @@ def check_draft(vocab_size: int, target: int) -> None:
     """
     if vocab_size != target:
         raise RequestError(
-            f"the draft model knows {vocab_size} tokens, the model {target}; "
-            "use a draft model with the same vocabulary, such as a compressed copy"
+            f"the draft model has {vocab_size} tokens in its vocabulary, the model {target}; use a draft model with "
+            "the same vocabulary, such as a compressed copy of the model"
         )
 
 
@@ -184,8 +187,8 @@ def check_states(target: bool, draft: bool) -> None:
     """
     if target or draft:
         raise RequestError(
-            f"the {'model' if target else 'draft model'} keeps a state, and rejected drafts cannot be taken out of "
-            f"it; {'leave speculate out' if target else 'speculate with another draft model'}"
+            f"the {'model' if target else 'draft model'} keeps a state, from which rejected drafts cannot be removed; "
+            f"{'leave speculate out' if target else 'speculate with another draft model'}"
         )
 
 

@@ -49,13 +49,13 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
     """
     if requested is not None:
         if requested < 1:
-            raise InputError(f"threads {requested} is not a positive number; leave it out to have it measured")
+            raise InputError(f"threads is {requested}; give a positive number, or leave it out to measure the best one")
         if requested > MAX_THREADS:
-            raise InputError(f"threads {requested} is over the limit of {MAX_THREADS} on this machine; give fewer")
+            raise InputError(f"threads is {requested}, but this machine allows at most {MAX_THREADS}; give fewer")
         return ThreadChoice(requested if _has_pool else 1, "as requested")
     limit = thread_limit()
     if limit == 1:
-        return ThreadChoice(1, "one is all that is allowed")
+        return ThreadChoice(1, "only one is allowed")
     before = torch.get_num_threads()
     try:
         timings = measure_threads(thread_counts(limit), decodes)

@@ -62,7 +62,13 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     try:
         schemes, note = read_cache_schemes(reader.config, count), ""
     except SchemeError as error:
-        schemes, note = None, f"the KV cache of the checkpoint is not followed, keys and values stay 16 bits: {error}"
+        schemes, note = (
+            None,
+            (
+                "quantkit does not follow the checkpoint's KV cache settings and keeps keys and values in 16 bits: "
+                f"{error}"
+            ),
+        )
     # Scales stand in the attention module, beside its projections.
     attention = config.family.parts.output.rpartition(".")[0]
     heads = 1 if config.latent else config.num_kv_heads
@@ -79,7 +85,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         # Scales that config.json announces are needed; others only earn a note.
         if schemes is not None:
             raise
-        scales, note = (None,) * count, note or f"scales of the KV cache, which config.json does not announce: {error}"
+        scales, note = (None,) * count, note or f"it has KV cache scales that config.json does not announce: {error}"
     for index, pair in enumerate(scales):
         is_announced = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
         # Layers with a window are never quantized and so need no scales.

@@ -88,8 +88,8 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
         # A tensor that nothing computes with would make the output wrong without a word.
         if name not in known and not _IGNORED.fullmatch(name) and not name.startswith(model.family.unread):
             raise CheckpointError(
-                f"{reader.path}: tensor {name} {reader.info(name).shape} has no place in the model that config.json "
-                "describes; config.json and weights are not of one model"
+                f"{reader.path}: the model that config.json describes has no tensor {name} {reader.info(name).shape}; "
+                "config.json and weights belong to different models"
             )
 
 

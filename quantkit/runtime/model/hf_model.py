@@ -1,13 +1,13 @@
-"""Any causal language model of transformers behind the runtime's `Model`: slower, not paged, but it runs.
+"""Run any causal language model of transformers through the runtime's `Model` interface: slower, and not paged.
 
-Each sequence has a cache of its own, which transformers fills; sequences are computed one after another. A sequence
-that continues at an earlier position than its cache (rejected drafts) has its cache cropped, or recomputed where the
+Each sequence has its own cache, which transformers fills. Sequences are computed one after another. If a sequence
+continues at an earlier position than its cache (after rejected drafts), the cache is cropped, or computed again if this
 kind of cache cannot be cropped. Code that comes with a checkpoint is never run.
 
-`Steps` says how a model continues a sequence: with which cache, and whether it is told the positions. Nothing says
-which models keep keys and values alone, which have a cache of a class of their own, and which count
-positions from zero again at every step: each way is tried on a few tokens, and the first that computes what the model
-computes of all tokens at once is taken.
+`Steps` describes how a model continues a sequence: with which cache, and with or without explicit positions. No
+attribute of a model tells this: some models keep only keys and values, some have their own cache class, some count
+positions from zero in every step. `find_steps` therefore tries each way on a few tokens and takes the first whose
+logits equal those of a single pass over all tokens.
 """
 
 import inspect
@@ -39,14 +39,15 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """A way to compute the next tokens.
+    """A way to compute the next tokens of a sequence.
 
     Args:
-        cached: the model takes a cache; None = it knows none; False: all tokens are computed again.
-        argument: in which it takes it, and by which it gives it back.
-        crops: the end of the cache can be cut off.
-        positions: it is told the positions of the tokens.
-        keeps_rows: it can be asked for some rows of the logits.
+        cached: whether the model takes a cache; None = the model creates the cache at the first step; False = every
+            step computes all tokens again.
+        argument: name of the cache argument, and of the output attribute that holds the cache.
+        crops: whether the end of the cache can be removed.
+        positions: whether the model receives the positions of the tokens.
+        keeps_rows: whether the model can return only some rows of the logits.
     """
 
     cached: bool | None
@@ -56,14 +57,14 @@ class Steps:
     keeps_rows: bool
 
     def advance(self, model: Any, tokens: Tensor, past: int, cache: Any, keep: Tensor) -> tuple[Tensor, Any]:
-        """Compute tokens that follow on others.
+        """Compute the tokens that follow the `past` ones.
 
         Args:
-            model: of transformers.
+            model: a transformers model.
             tokens: (T,) int64.
-            past: tokens before them, which the cache holds.
-            cache: None at the beginning.
-            keep: (R,) rows of the T whose logits are wanted.
+            past: number of earlier tokens, which the cache holds.
+            cache: the sequence's cache; None at its beginning.
+            keep: (R,) indices of the tokens whose logits to return.
         Returns:
             logits (R, V), and the cache with these tokens.
         """
@@ -88,10 +89,10 @@ class Steps:
 
 @torch.inference_mode()
 def find_steps(model: Any) -> Steps:
-    """The first way that computes what the model computes of all tokens at once; without a cache if there is none.
+    """Return the first way whose logits equal those of a single pass; if there is none, the way without a cache.
 
     Args:
-        model: of transformers, loaded, in evaluation mode.
+        model: a loaded transformers model in evaluation mode.
     """
     accepted = inspect.signature(model.forward).parameters
     positions = (True, False) if "position_ids" in accepted else (False,)
@@ -112,7 +113,9 @@ def find_steps(model: Any) -> Steps:
 
 
 def _error(steps: Steps, model: Any, tokens: Tensor, whole: Tensor) -> float:
-    """Relative error of logits computed in two steps, the second of them twice if the cache can be cropped."""
+    """Return the relative error of logits computed in two steps; if the cache can be cropped, the second step runs
+    twice.
+    """
     first = len(tokens) - 2
     keep = torch.arange(2, device=tokens.device)
     try:
@@ -137,9 +140,9 @@ class TransformersModel(Model):
     """A transformers model.
 
     Args:
-        model: loaded, in evaluation mode.
-        max_length: tokens of a sequence.
-        eos_ids: tokens that end one.
+        model: a loaded transformers model in evaluation mode.
+        max_length: maximum number of tokens of a sequence.
+        eos_ids: tokens that end a sequence.
         notes: see `Model`.
     """
 
@@ -148,7 +151,10 @@ class TransformersModel(Model):
     def __init__(self, model: Any, max_length: int, eos_ids: tuple[int, ...], notes: tuple[str, ...]) -> None:
         self._steps: Steps = find_steps(model)
         if not self._steps.cached:
-            notes = (*notes, "this model keeps its state in a way of its own: every step computes all tokens again")
+            notes = (
+                *notes,
+                "transformers cannot continue this model from a cache: every step computes all tokens again",
+            )
         parameters = list({id(p): p for p in (*model.parameters(), *model.buffers())}.values())
         num_bytes = sum(parameter.nbytes for parameter in parameters)
         table = model.get_input_embeddings().weight
@@ -187,7 +193,7 @@ class TransformersModel(Model):
         self._states.pop(sequence_id, None)
 
     def _advance(self, sequence_id: int, tokens: Tensor, past: int, rows: list[int]) -> Tensor:
-        """Logits (len(rows), V) of one sequence's new tokens (T,), of which `past` are before."""
+        """Return the logits (len(rows), V) of one sequence's new tokens (T,), which follow `past` earlier tokens."""
         nothing: tuple[Any, list[int]] = (None, [])
         cache, known = self._states.get(sequence_id, nothing) if past else nothing
         if len(known) < past:
@@ -218,14 +224,14 @@ def load_with_transformers(
     """Load a checkpoint with transformers.
 
     Args:
-        reader: of the checkpoint.
-        dtype, device: of the computation.
+        reader: reader of the checkpoint.
+        dtype, device: dtype and device of the computation.
         eos_ids, notes: see `Model`.
     Raises:
-        ModelError: transformers cannot load it.
-        SchemeError: it has expressions with which transformers might never finish.
-        CheckpointError: a weight is missing, is not the model's, or has another shape.
-        ResourceError: it is too large.
+        ModelError: transformers cannot load the model.
+        SchemeError: the quantization config has regular expressions that may keep transformers busy forever.
+        CheckpointError: a weight is missing, does not belong to the model, or has the wrong shape.
+        ResourceError: the model does not fit in memory.
     """
     check_memory(reader, dtype, device)
     check_for_others(reader.config)
@@ -246,7 +252,7 @@ def load_with_transformers(
     config = model.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if length is None:
-        notes = (*notes, "config.json has no max_position_embeddings: contexts are limited to 4096 tokens")
+        notes = (*notes, "config.json has no max_position_embeddings, so contexts are limited to 4096 tokens")
     try:
         return TransformersModel(model.to(device).eval(), length or 4096, eos_ids, notes)
     except Exception as error:  # whatever a model raises that cannot compute a few tokens
@@ -262,19 +268,19 @@ def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
     """
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
-            f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download may be incomplete, "
-            "or config.json is of another model"
+            f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download is incomplete, or "
+            "config.json belongs to another model"
         )
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         raise CheckpointError(
             f"{reader.path}: tensor {name} has shape {list(stored)} where transformers expects {list(expected)} "
-            f"({len(mismatched)} in all); config.json is of another model"
+            f"({len(mismatched)} in all); config.json belongs to another model"
         )
     if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_buffer(reader, name)):
         raise CheckpointError(
-            f"{reader.path}: transformers does not use tensor {unexpected[0]} ({len(unexpected)} in all); "
-            "without it the model would be another one"
+            f"{reader.path}: transformers would ignore tensor {unexpected[0]} ({len(unexpected)} in all), which "
+            "changes the model; use the config.json that belongs to these weights"
         )
 
 

@@ -39,8 +39,8 @@ from quantkit.safety.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 
-_RECURRENT = "layers that keep a state are computed by torch, and beginnings of prompts are not shared"
-_TEXT_ALONE = "only its language model is loaded, for prompts of text; encoders of images and the like are left out"
+_RECURRENT = "torch computes the layers that keep a state, and requests do not share common beginnings"
+_TEXT_ALONE = "only the language model is loaded, for text prompts; image and other encoders are left out"
 
 
 def load_model(
@@ -86,7 +86,13 @@ def load_model(
         raise InputError(f"head_dtype {head_dtype!r} works only with models that run natively; leave it out")
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
-        notes = (*notes, "the checkpoint asks for a quantized KV cache, which only models that run natively have")
+        notes = (
+            *notes,
+            (
+                "the checkpoint asks for a quantized KV cache, which only native models support; keys and values stay "
+                "unquantized"
+            ),
+        )
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
 
 
@@ -187,11 +193,11 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
     except (SchemeError, CheckpointError) as error:
         raise NotNative(f"quantization of this kind ({error})") from error
     if format_ is not None and format_.is_stacked:
-        raise NotNative(f"quantization of this kind ({format_.name}, experts in a stack)")
+        raise NotNative(f"quantization of this kind ({format_.name}, with stacked experts)")
     # As DeepSeek-V4 was published, with experts of two codes in a byte: parts are built from names that formats write.
     scales = (name.removesuffix("scale") for name in reader.names if name.endswith(".scale"))
     if format_ is not None and any(f"{module}weight" in reader for module in scales):
-        raise NotNative(f"quantization of this kind ({format_.name}, scales under names of their own)")
+        raise NotNative(f"quantization of this kind ({format_.name}, with scales under unusual names)")
     return format_, scheme
 
 
@@ -212,7 +218,7 @@ def pick_dtype(
     if device.type != "cpu" or stored in (torch.float32, fast):
         return stored, ()
     old, new = (dtype_name(item) for item in (stored, fast))
-    return fast, (f"computed in {new}: the checkpoint is {old}, in which this CPU is slow; dtype='float32' is exact",)
+    return fast, (f"computed in {new}, because this CPU is slow in the checkpoint's {old}; dtype='float32' is exact",)
 
 
 def read_eos(reader: CheckpointReader) -> tuple[int, ...]:

@@ -141,9 +141,9 @@ class NativeModel(Model):
             max_length: most tokens of one sequence.
         """
         if self.is_recurrent:
-            return "layers that keep a state are computed by torch, launch by launch"
+            return "torch computes the layers that keep a state, launch by launch"
         if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
-            return "which experts are chosen is asked by the host"
+            return "the host must know which experts are chosen"
         if any((table.rope.turning_length or max_length) < max_length for table in self._tables):
             return "rotary embeddings of long sequences depend on their length"
         return None

@@ -146,7 +146,9 @@ class Weights:
         if not isinstance(weight, Tensor):
             weight = weight.dequantize()
             part = name.rpartition(".")[2]
-            self.notes[f"{part} is dequantized at load: its parts are multiplied with queries and outputs"] = None
+            self.notes[f"{part} is dequantized at load, because its parts are multiplied with queries and outputs"] = (
+                None
+            )
         value = weight.to(self.device, self.dtype)
         self.count(value.nbytes)
         return value
@@ -373,5 +375,5 @@ def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> St
         return stacked
     # The experts are read once more, one by one, and must not be counted twice.
     weights.num_bytes, weights.stored_bytes = before
-    weights.notes[f"experts run one after another, as the host asks who is chosen: {stacked}"] = None
+    weights.notes[f"experts run one after another, because the host must know which are chosen: {stacked}"] = None
     return None
