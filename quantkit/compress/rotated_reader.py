@@ -51,7 +51,7 @@ class RotatedReader(ModelReader):
             self.names = tuple(sorted(self._tensors))
             self.config = {**self.config, "tie_word_embeddings": False}
             size = self.info(self._head).num_bytes / 1e6
-            note = f"the output head is tied to the embedding in the source; its own weights add {size:.1f} MB"
+            note = f"the output head is tied to the embedding in the source; separate weights for it add {size:.1f} MB"
             self.notes = (*self.notes, note)
         self._stream = random_rotation(self.info(self._embedding).shape[1], seed)
         rotates_heads = heads and len(parts.qkv) == 3
@@ -73,7 +73,7 @@ class RotatedReader(ModelReader):
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
         """See `CheckpointReader`; works for the embedding only."""
-        assert name == self._embedding, "rows are gathered from the embedding only"
+        assert name == self._embedding, "only rows of the embedding can be gathered"
         value = super().gather_rows(name, indices)
         return self._stream.apply(value.float().view(-1, value.shape[-1])).view(value.shape).to(value.dtype)
 

@@ -1,9 +1,9 @@
-"""A decoder layer ready to be differentiated: weights as leaves, data by sample, the error of its output.
+"""Prepare a decoder layer for gradients: tunable copies of its weights, its inputs and targets, and its output error.
 
-The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses; while a layer is tuned it is called with
-ordinary copies of its parameters. What is differentiated is only the layer itself: the gradient that arrives at a
-decoded weight goes to `_autoround_weight` as soon as it is known, so that there is one at a time. Shapes: B sequences,
-T tokens, D hidden width; N outputs, K inputs of a linear.
+The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses. Tuning therefore calls the layer with
+ordinary copies of its parameters. Autograd differentiates only the layer itself. It passes the gradient of each decoded
+weight to `_autoround_weight` at once, so memory holds only one weight's gradient at a time. Shapes: B sequences, T
+tokens, D hidden width; N outputs, K inputs of a linear.
 """
 
 import math
@@ -36,9 +36,10 @@ class Examples:
     """Inputs of a layer in the quantized model, with the layer's outputs in the original model.
 
     Args:
-        layer: with the hidden states of both models. Outputs are kept where hidden states are, in memory or on disk.
+        layer: the layer, with the hidden states of both models. Outputs are stored where the hidden states are, in
+            memory or on disk.
     Attributes:
-        sequences: batch and row of each.
+        sequences: batch number and row of each sequence.
     """
 
     def __init__(self, layer: LayerContext) -> None:
@@ -52,7 +53,9 @@ class Examples:
         return len(self._store)
 
     def batch(self, number: int, rows: slice = slice(None)) -> tuple[Batch, Tensor]:
-        """Inputs and outputs (B, T, D) of one batch of the store, or of some rows of it, as ordinary tensors."""
+        """Return the inputs and the target outputs (B, T, D) of one batch, or of some rows of it, as
+        ordinary tensors.
+        """
         states, target = self._store[number][rows], states_of(self._target(number))
         if isinstance(states, Tensor):  # else one sequence, whose streams may be in front
             target = target[rows]
@@ -81,12 +84,12 @@ def _saved(folder: Path, tensors: Iterable[Tensor]) -> Callable[[int], Tensor]:
 
 
 class TunedBlock:
-    """The layer with weights that gradients are computed for; made by `tunable`. *Mutable*.
+    """A layer with copies of its weights for which gradients are computed; made by `tunable`. *Mutable*.
 
     Args:
-        layer: called with `values` in place of its parameters and buffers.
+        layer: the layer, called with `values` in place of its parameters and buffers.
         values: ordinary tensors by relative name.
-        weights: those of them that are tuned, by relative name of the linear.
+        weights: the tuned ones of these tensors, by relative name of the linear.
     """
 
     def __init__(self, layer: LayerContext, values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
@@ -101,8 +104,8 @@ class TunedBlock:
 
         Args:
             hidden, target: inputs and outputs from `Examples`.
-            step: called once per linear that received a gradient, as soon as that gradient is complete. None keeps the
-                gradients and adds those of further batches to them. Not called if the error is not finite.
+            step: called once per linear that received a gradient, as soon as that gradient is complete. None = keep the
+                gradients and add those of later batches. It is not called if the error is not finite.
         """
         self._step, self._calls = step, dict.fromkeys(self.weights, 0)
         with torch.enable_grad():
@@ -167,10 +170,10 @@ class TunedBlock:
 
 @contextmanager
 def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBlock]:
-    """While open, a copy of the layer's parameters can be tuned; the layer itself keeps its own.
+    """While open, a copy of the layer's parameters can be tuned; the layer keeps its own parameters.
 
     Args:
-        layer: the layer; while open, its linears see quantized inputs, as at run time.
+        layer: the layer; while open, its linears receive quantized inputs, as at run time.
         linears: relative names of the linears to tune.
     """
     kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
@@ -189,7 +192,7 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
 
 
 class _Product(torch.autograd.Function):
-    """Compute x W' + b; the gradient of W goes to a function instead of to autograd."""
+    """The product x W' + b, whose gradient for W goes to a function instead of to autograd."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -209,7 +212,7 @@ class _Product(torch.autograd.Function):
 
 
 class _QuantizedInputs(torch.autograd.Function):
-    """Quantize inputs as the runtime does; the identity for gradients."""
+    """Quantization of inputs as in the runtime; gradients pass through it unchanged."""
 
     @staticmethod
     def forward(_: Any, values: Tensor, scheme: ActivationScheme, scale: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
-"""Rounding of one weight as something to be tuned: an offset per weight, a factor per scale, a shift per zero point.
+"""Tunable rounding of one weight: an offset per weight, a factor per scale, and a shift per zero point.
 
-Value = scale (code - zero), code = clamp(round(weight / scale + offset) + zero), scale = start * factor. Rounding
-counts as the identity for gradients (straight through), clamping does not. The gradients are written out, and the
-weight is gone through in blocks of rows that stay in a CPU's cache: no graph, no temporary of the weight's size.
-Not here: what the gradient of the values is, and how often to step (`_autoround_block`).
+Value = scale (code - zero), code = clamp(round(weight / scale + offset) + zero), scale = start * factor. For gradients,
+rounding counts as the identity (straight-through estimator), and clamping does not. The gradients are computed by
+explicit formulas, in blocks of rows that fit a CPU's cache. This needs no autograd graph and no temporary of the
+weight's size. `_autoround_block` provides the gradient of the values and decides how often to step.
 Shapes: N outputs, K inputs, G groups of g inputs.
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs; Esser et
 al. 2019, Learned Step Size Quantization (gradient of the scale).
@@ -26,12 +26,13 @@ _FACTORS = (0.25, 2.0)
 
 
 class TunedWeight:
-    """One weight whose rounding and ranges are being tuned. Keeps a reference to the weight and a float32 of its size.
+    """One weight whose rounding and ranges are tuned. It keeps a reference to the weight and a float32 tensor of its
+    size.
 
     Args:
-        weight: (N, K), any float dtype; not modified, and not to be modified meanwhile.
-        grid: integers, a scale per row or group of it.
-        ranges: where to start.
+        weight: (N, K), any float dtype; not modified, and it must not change while it is tuned.
+        grid: the grid; integers with a scale per row or per group of a row.
+        ranges: initial ranges.
     """
 
     def __init__(self, weight: Tensor, grid: WeightGrid, ranges: Ranges) -> None:
@@ -60,7 +61,7 @@ class TunedWeight:
         Args:
             gradient: (N, K) gradient of the loss with respect to the values, any float dtype; not modified.
             values: (N, K), overwritten with the values after the step.
-            rate: how far offsets move; factors move half as far, shifts by half that part of half the code range.
+            rate: step size of the offsets. Factors move by rate / 2, shifts by rate / 2 of half the code range.
         """
         range_rate = rate / 2
         for rows, (ratio, codes, *others) in self._blocks():
@@ -92,9 +93,10 @@ class TunedWeight:
         return assemble(stored, Ranges(self._scale, self._zero), self._grid)
 
     def _blocks(self) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Rows, and four float32 tensors (R, G, g) of any content, the same memory in each turn.
+        """Yield blocks of rows, each with the same four float32 scratch tensors (R, G, g), whose contents are
+        undefined.
 
-        A CPU would otherwise return it after every operation, and pay for each page of it anew.
+        Reusing the memory is faster: a CPU would otherwise free it after every operation and map its pages again.
         """
         num_rows, groups = self._weight.shape[0], self._start.shape[1]
         scratch = torch.empty(
@@ -121,11 +123,11 @@ class TunedWeight:
         )
 
     def _ratio(self, rows: slice, scale: Tensor, out: Tensor) -> Tensor:
-        """(R, G, g) weights in units of their scale."""
+        """Return the weights in units of their scale, (R, G, g)."""
         return out.copy_(self._weight[rows].view_as(out)).div_(scale.unsqueeze(-1))
 
     def _raw(self, rows: slice, ratio: Tensor, zero: Tensor | None, out: Tensor) -> Tensor:
-        """(R, G, g) codes before they are clamped."""
+        """Return the codes before clamping, (R, G, g)."""
         torch.add(ratio, self.offset[rows].view_as(ratio), out=out).round_()
         return out if zero is None else out.add_(zero.unsqueeze(-1))
 

@@ -1,12 +1,13 @@
-"""How far a set of linears makes up for what the layers before it have got wrong.
+"""Choose how far a set of linears compensates for the errors of earlier layers.
 
-A linear with the weight W sees x where it saw o in the original model. Least |V x - W o|^2 over V is at
-V = W + W E H^-1, with E = mean (o - x) x' and H = mean x x'. This is a fit with K unknowns per output: from few tokens
-it is mostly noise, and worse than no correction. So H gets a ridge, and of the correction only a share is taken. Both
-are chosen by cross-validation: the correction that one half of the tokens asks for is judged on the other half.
+Let W be a linear's weight, o its input in the original model, and x its input in the quantized model. The weight V with
+the least |V x - W o|^2 is V = W + W E H^-1, with E = mean (o - x) x' and H = mean x x'. This fit has K unknowns per
+output. From few tokens it is mostly noise, and worse than no correction. Therefore a ridge is added to H, and only a
+share of the correction is applied. Cross-validation chooses both: the correction is computed from one half of the
+tokens and tested on the other half.
 Shapes: N outputs, K inputs, R outputs or combinations of outputs.
-Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose loop
-spreads the same correction over its columns; the cross-validation is our own.
+Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, which
+applies the same correction column by column; the cross-validation is our own.
 """
 
 from typing import NamedTuple
@@ -25,25 +26,25 @@ _RIDGES = (0.01, 0.1, 0.3)
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 
 Shift = Tensor | tuple[Tensor, ...]
-"""(K, K) E H^-1, or (N_i, K) W_i times it of each linear of a set."""
+"""E H^-1 (K, K), or W_i E H^-1 (N_i, K) for each linear i of a set."""
 
 
 class Correction(NamedTuple):
-    """A ridge, as a fraction of the Hessian's mean diagonal, and the share of the correction that is taken."""
+    """Ridge, as a fraction of the Hessian's mean diagonal, and share of the correction to apply."""
 
     ridge: float
     share: float
 
 
 def choose_correction(hessians: list[Tensor], halves: list[Tensor], limit: float) -> Correction:
-    """Choose the ridge whose correction, found on the first half of the tokens, gains most on the second.
+    """Choose the ridge whose correction, computed from the first half of the tokens, helps most on the second half.
 
     Args:
-        hessians: (K, K) of each half, of which the upper half is not read; not modified.
+        hessians: (K, K) Hessian of each half; the upper triangle is not read; not modified.
         halves: see `CrossErrors`; not modified.
-        limit: of the share.
+        limit: upper limit of the share.
     Returns:
-        the share is 0 where no correction gains anything.
+        The correction; its share is 0 if no correction helps.
     """
     first, second = hessians
     best, gain = Correction(0.0, 0.0), 0.0
@@ -63,7 +64,7 @@ def choose_correction(hessians: list[Tensor], halves: list[Tensor], limit: float
 
 
 def _energy(rows: Tensor, hessian: Tensor) -> float:
-    """Sum of r H r' over the rows r of (R, K), the upper half of H (K, K) not being read."""
+    """Return the sum of r H r' over the rows r of a matrix (R, K); the upper triangle of H (K, K) is not read."""
     total = 0.0
     for start in range(0, len(hessian), _DIVIDED_COLUMNS):
         stop = start + _DIVIDED_COLUMNS
@@ -76,15 +77,15 @@ def _energy(rows: Tensor, hessian: Tensor) -> float:
 
 
 def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all: bool) -> Shift | None:
-    """Compute the shift that a correction adds to weights, in the memory of `errors.mean`.
+    """Compute the shift that a correction adds to weights; the result reuses the memory of `errors.mean`.
 
     Args:
-        errors: used up.
-        hessian: (K, K), of which the upper half is not read; not modified.
+        errors: errors of the inputs; must not be used afterwards.
+        hessian: (K, K); the upper triangle is not read; not modified.
         chosen: see `choose_correction`.
-        by_all: every process asks for the same, and each computes some rows.
+        by_all: True = every process calls this with equal arguments, and each computes some of the rows.
     Returns:
-        None where nothing is corrected.
+        The shift; None if nothing is corrected.
     """
     lower = plain_factor(hessian, chosen.ridge) if chosen.share else None
     if lower is None:
@@ -102,13 +103,13 @@ def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all
 
 
 def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
-    """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
+    """Return weights whose outputs for the quantized model's inputs are closest to the original model's outputs.
 
     Args:
-        weights: (N_i, K) W each; not modified.
-        shift: of these weights; used up if it is not of the inputs.
+        weights: (N_i, K) weight of each linear; not modified.
+        shift: shift of these weights; must not be used afterwards if it is W_i E H^-1.
     Returns:
-        (N_i, K) float32 each.
+        A (N_i, K) float32 weight for each linear.
     """
     if not isinstance(shift, Tensor):
         return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
@@ -121,11 +122,11 @@ def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
 
 
 def divide(matrix: Tensor, lower: Tensor) -> Tensor:
-    """(N, K) matrix H^-1, in its place: by products for the most part, and without LAPACK's copy of the factor.
+    """Replace a matrix (N, K) by matrix H^-1. Most of the work is matrix products, without LAPACK's copy of the factor.
 
     Args:
-        matrix: overwritten.
-        lower: (K, K) Cholesky factor of H, of which the upper half is not read.
+        matrix: (N, K), overwritten with the result.
+        lower: (K, K) Cholesky factor of H; its upper triangle is not read.
     """
     width = len(lower)
     blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]

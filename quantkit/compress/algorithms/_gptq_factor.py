@@ -16,16 +16,15 @@ _DAMPING_LIMIT = 100.0
 
 
 class Factor(NamedTuple):
-    """A damped Hessian and its factor, H = L L', in one square.
+    """A damped Hessian H and its Cholesky factor L, H = L L', stored in one square matrix.
 
-    The columns of L are in the order opposite to that in which they are settled, so that the loop can use it as it
-    comes, from its last row up; H is in the order of the inputs.
+    L is in reverse rounding order, so GPTQ's loop runs from its last row upwards. H is in the order of the inputs.
 
     Args:
-        lower: (K, K) float32, L on its diagonal and below, H above.
+        lower: (K, K) float32: L on and below the diagonal, H above it.
         backwards: (K,) input column of each row of L.
-        raised: the damping that was needed if it had to be raised, else 0.
-        diagonal: (K,) float32, of H.
+        raised: the damping, if it had to be raised; otherwise 0.
+        diagonal: (K,) float32, diagonal of H.
     """
 
     lower: Tensor
@@ -44,14 +43,14 @@ class Factor(NamedTuple):
 
 
 def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
-    """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
+    """Return the Cholesky factor of the reordered, damped Hessian; the column that is rounded first comes last.
 
     Args:
-        hessian: (K, K) float32, of which the upper half is not read; damped in place.
-        order: (K,) columns in the order in which they are settled.
-        damping: fraction of the mean diagonal that is added.
+        hessian: (K, K) float32; the upper triangle is not read; damped in place.
+        order: (K,) columns in the order in which they are rounded.
+        damping: fraction of the mean diagonal to add to the diagonal.
     Raises:
-        ModelError: no damping makes it positive definite; the inputs are not finite.
+        ModelError: the Hessian is not positive definite with any damping, because the inputs are not finite.
     """
     diagonal = hessian.diagonal()
     mean = diagonal.mean().item()
@@ -74,20 +73,22 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
 
 
 def add_lower(total: Tensor, other: Tensor) -> None:
-    """Add one (K, K) matrix to another, on and below the diagonal; memory above it stays untouched, so not taken."""
+    """Add a (K, K) matrix to another, on and below the diagonal. Memory above the diagonal stays untouched and
+    unallocated.
+    """
     for start in range(0, len(total), _COPIED):
         rows, columns = slice(start, start + _COPIED), slice(0, start + _COPIED)
         total[rows, columns] += other[rows, columns]
 
 
 def plain_factor(hessian: Tensor, ridge: float) -> Tensor | None:
-    """Cholesky factor (K, K) of a Hessian with its columns as they are; None where it has none.
+    """Return the Cholesky factor (K, K) of a Hessian in input order; None if the Hessian is not positive definite.
 
     Args:
-        hessian: (K, K) float32, of which the upper half is not read; not modified.
-        ridge: fraction of the mean diagonal that is added.
+        hessian: (K, K) float32; the upper triangle is not read; not modified.
+        ridge: fraction of the mean diagonal to add to the diagonal.
     Returns:
-        a matrix of which what is above the diagonal means nothing.
+        The factor; its entries above the diagonal are undefined.
     """
     lower, diagonal = torch.empty_like(hessian), hessian.diagonal()
     for start in range(0, len(hessian), _COPIED):
@@ -97,9 +98,11 @@ def plain_factor(hessian: Tensor, ridge: float) -> Tensor | None:
 
 
 def _factorise(matrix: Tensor) -> bool:
-    """Replace the lower half of a square by its Cholesky factor; whether it has one. What is above means nothing.
+    """Replace the lower triangle of a matrix by its Cholesky factor; return False if it is not positive definite.
 
-    On a CPU by panels, so that most of it are products, see `quick_products`: MKL alone takes twice as long on AMD's.
+    The entries above the diagonal are undefined afterwards. On a CPU, the factor is computed in panels, so that most of
+    the
+    work is matrix products; see `quick_products`. MKL alone takes twice as long on AMD CPUs.
     """
     size = _PANEL if matrix.device.type == "cpu" else len(matrix)
     info = torch.empty((), dtype=torch.int32, device=matrix.device)
@@ -125,6 +128,6 @@ def _copy_upper(lower: Tensor, upper: Tensor) -> None:
 
 
 def _transpose(matrix: Tensor, out: Tensor) -> None:
-    """Copy (R, C) into (C, R), in blocks: torch is several times as slow where the one or the other is not whole."""
+    """Copy (R, C) to (C, R) in blocks; torch is several times slower if either tensor is not contiguous."""
     for own, block in zip(torch.split(out, _COPIED, dim=1), torch.split(matrix, _COPIED), strict=True):
         own.copy_(block.contiguous().T.contiguous())

@@ -1,8 +1,9 @@
-"""Scales fitted to given codes by least squares on the outputs; see `gptq`.
+"""Fit scales to given codes by least squares on the outputs; see `gptq`.
 
-The output error of a row is (w - D s)' H (w - D s), where column j of D holds the codes of group j, less their zero
-point, and s the scales: least squares with one unknown per group.
-Shapes: N outputs, K inputs, G groups of g inputs. Codes are transposed, a row per input.
+The output error of a weight row w is (w - D s)' H (w - D s). H is the Hessian of the inputs, column j of D holds the
+codes of group j minus their zero point, and s holds the scales. This is a least-squares problem with one unknown per
+group.
+Shapes: N outputs, K inputs, G groups of g inputs. Codes are transposed: one row per input.
 """
 
 import ctypes
@@ -37,16 +38,16 @@ _ROWS = 256
 def fit_scales(
     settled: Settled, ranges: Ranges, factor: Factor, group_index: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
+    """Return the scales of all groups of a row that together minimize the output error of given codes.
 
-    Solved for the change of the scales, which only the present error asks for.
+    The system is solved for the change of the scales, which depends only on the current error.
 
     Args:
         settled: codes and errors of all rows; not modified.
-        ranges: scale and zero point (N, G) float32 that the codes were made with.
-        factor: of the inputs' Hessian.
+        ranges: scale and zero point (N, G) float32 from which the codes were computed.
+        factor: factor of the inputs' Hessian.
         group_index: (K,) group of each column.
-        dtype: of what is multiplied, see `settle_columns`.
+        dtype: dtype of the products, see `settle_columns`.
     Returns:
         (N, G) float32; a scale whose fit changes sign keeps its value.
     """
@@ -73,7 +74,9 @@ def fit_scales(
 def _right_sides(
     settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor, groups: int, *, in_c: bool
 ) -> Tensor:
-    """D'H e (N, G) of each row, e the errors: H e = L (L'e), and the loop has left L'e."""
+    """Return D'H e (N, G) for the errors e of each row. With H e = L (L'e), only L'e is needed, which the loop has
+    kept.
+    """
     assert settled.errors is not None, "the loop was not asked for its errors"
     lower, groups_of = factor.lower, group_index[factor.backwards]
     members = torch.arange(groups, device=lower.device).unsqueeze(1) == groups_of  # (G, K)
@@ -104,16 +107,16 @@ def _right_sides(
 def _normal_equations(
     codes: Tensor, zero: Tensor | None, groups: int, hessian: Callable[[slice], Tensor], *, in_c: bool
 ) -> Tensor:
-    """D'H D (R, G, G) of each row.
+    """Return D'H D (R, G, G) for each row.
 
-    In C both operands are bfloat16: codes less their zero point are exact in it; of the Hessian it keeps enough, as an
-    error here only shortens or lengthens the way that `_right_sides` asks for.
+    In C, both operands are bfloat16. Codes minus their zero point are exact in bfloat16. For the Hessian it is precise
+    enough, because an error here only changes the step length towards the solution of `_right_sides`.
 
     Args:
         codes: (K, R), group by group.
         zero: (R, G) or None.
         groups: G.
-        hessian: gives rows of H.
+        hessian: returns rows of H.
     """
     size, num_rows = len(codes) // groups, codes.shape[1]
     in_c = in_c and size % 8 == 0
@@ -139,13 +142,13 @@ def _normal_equations(
 
 
 def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """Multiply a few groups, through the Hessian, with themselves and with the groups after them.
+    """Multiply, through the Hessian, a few groups with themselves and with the later groups.
 
     Args:
         values: (K, R) float32.
-        first: group.
-        panel: their rows of the Hessian.
-        normal: (groups, G, R) contiguous, of which what is before the diagonal is not written.
+        first: number of the first of these groups.
+        panel: rows of the Hessian that belong to these groups.
+        normal: (groups, G, R) contiguous; entries before the diagonal are not written.
     """
     size = len(values) // normal.shape[1]
     step = max(1, _PRODUCT_ELEMENTS // len(values))
@@ -157,7 +160,7 @@ def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None
 
 
 def _pack_groups(values: Tensor, size: int) -> Tensor:
-    """(K, R) bfloat16 codes packed group by group, one row each."""
+    """Pack codes (K, R) as bfloat16, one packed row per group."""
     parts = torch.split(values, size)
     packed = torch.empty(len(parts), packed_size(size, values.shape[1]), dtype=torch.bfloat16)
     for part, out in zip(parts, packed, strict=True):
@@ -166,7 +169,9 @@ def _pack_groups(values: Tensor, size: int) -> Tensor:
 
 
 def _multiply_in_c(values: Tensor, packed: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """`_multiply` in bfloat16, of (K, R) codes with R filled up to whole blocks, and the same by `_pack_groups`."""
+    """Do the same as `_multiply` in bfloat16: codes (K, R), with R padded to whole blocks, and their result of
+    `_pack_groups`.
+    """
     count, groups, num_rows = normal.shape
     hessian = _pack_groups(panel.bfloat16(), len(values) // groups)
     _function()(

@@ -1,6 +1,7 @@
-"""GPTQ's units of work: sets whose statistics fit into memory together, and rows that one process solves.
+"""Divide GPTQ's work into sets whose statistics fit into memory together, and into rows that one process solves.
 
-How a set is cut depends on its shape alone, never on how many processes there are, so neither do its codes.
+The division of a set depends on its shape alone, not on the number of processes. So its codes do not depend on it
+either.
 """
 
 import itertools
@@ -21,15 +22,15 @@ _FACTORISED = 8
 _HALVINGS = 20
 
 Pending = tuple[LinearSet, tuple[str, ...]]
-"""A set and those of its linears that have no codes yet."""
+"""A set, and its linears that have no codes yet."""
 
 
 class Job(NamedTuple):
-    """Rows that go through the loop as one tall matrix.
+    """Rows that GPTQ's loop processes together as one tall matrix.
 
     Args:
-        set: linears that share their inputs.
-        rows: of some of them, all of one scheme.
+        set: names of the linears that share their inputs.
+        rows: names and rows of some of these linears, all with one scheme.
     """
 
     set: tuple[str, ...]
@@ -37,15 +38,19 @@ class Job(NamedTuple):
 
 
 def is_of_one_expert(names: tuple[str, ...]) -> bool:
-    """Whether a set is one of many of its kind, each of which one process sums and solves alone."""
+    """Whether a set belongs to one expert. There are many such sets, and one process collects and solves each
+    of them.
+    """
     experts = {find_expert(name) for name in names}
     return len(experts) == 1 and None not in experts
 
 
 def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
-    """Linears of one scheme as one tall matrix, or several: where there are many, and for as many processes.
+    """Yield the linears of a set as jobs: linears of one scheme form one tall matrix, or several if it is very large.
 
-    What is cut does not depend on how many there are. On a GPU a row costs next to nothing, and nothing is cut for it.
+    The division does not depend on the number of processes. On a GPU, extra rows cost almost nothing, so a matrix is
+    not
+    divided there.
     """
     for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
         same = [name for name in names if layer.schemes[name].weight == scheme]
@@ -60,7 +65,9 @@ def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
 
 
 def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
-    """Assign sets to processes: an expert's to those that have its statistics, about as many of the others to each."""
+    """Assign jobs to processes: an expert's job to the process that has its statistics; other jobs are balanced by
+    cost.
+    """
     width = {job.set: layer.weight(job.set[0]).shape[1] for job in jobs}
     rows = [sum(rows.stop - rows.start for _, rows in job.rows) for job in jobs]
     solvers = [layer.owner(job.set[0]) for job in jobs]
@@ -74,11 +81,11 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
 
 
 def deal_out(work: Sequence[tuple[Hashable, float, float]], count: int) -> list[int]:
-    """Split a row of work into consecutive shares so that the largest share is as small as possible.
+    """Split a list of work items into consecutive shares so that the largest share is as small as possible.
 
     Args:
-        work: what it is of, its cost, and what it costs each who does any of the same.
-        count: of the shares.
+        work: for each item: its kind, its cost, and a cost that a process pays once for the first item of that kind.
+        count: number of shares.
     """
 
     def shares(limit: float) -> list[int]:
@@ -100,14 +107,14 @@ def deal_out(work: Sequence[tuple[Hashable, float, float]], count: int) -> list[
 
 
 def cut_rows(sizes: list[int], count: int, height: int) -> list[list[tuple[int, slice]]]:
-    """Rows of several matrices in as many parts of about one size; none is empty.
+    """Divide the rows of several matrices into parts of about equal size; no part is empty.
 
     Args:
-        sizes: rows of each.
-        count: of the parts, at most.
-        height: rows of a matrix that stay together.
+        sizes: number of rows of each matrix.
+        count: maximum number of parts.
+        height: number of rows of a matrix that stay together.
     Returns:
-        number and rows of matrices, per part.
+        For each part, the number of each matrix and its rows.
     """
     total, start = sum(sizes), 0
     parts: list[list[tuple[int, slice]]] = [[] for _ in range(count)]
@@ -122,13 +129,14 @@ def cut_rows(sizes: list[int], count: int, height: int) -> list[list[tuple[int, 
 
 
 def fitting_rounds(layer: LayerContext, sets: list[Pending], *, one_by_one: bool) -> Iterator[list[Pending]]:
-    """Sets whose statistics are gathered at once.
+    """Yield the sets whose statistics are gathered at the same time.
 
     Args:
-        layer: its weights are what the statistics of experts may take as much memory as; further experts come in turns.
-        sets: as `LayerContext.pending` gives them.
-        one_by_one: each set after the one before it is settled; the experts' sets of a kind, which do not read what the
-            others give, still come together.
+        layer: the layer. The statistics of experts may take as much memory as its weights; further experts follow in
+            later rounds.
+        sets: the result of `LayerContext.pending`.
+        one_by_one: gather each set only after the set before it has codes. Expert sets of one kind do not depend on
+            each other and stay together.
     """
     limit = sum(parameter.nbytes for parameter in layer.block.parameters())
     entries: list[Pending] = []

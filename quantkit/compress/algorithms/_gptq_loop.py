@@ -1,7 +1,10 @@
-"""GPTQ's loop: settle one input column after another; see `gptq`. The inner part in C where there is a compiler.
+"""GPTQ's loop: choose the codes of one input column after another; see `gptq`. The inner part is in C if a compiler
+exists.
 
-Shapes: N outputs, K inputs, G groups. Matrices are kept transposed, a row per input column in the order of the factor,
-the opposite of that in which they are settled, so that the inner loop touches contiguous memory.
+A column is *settled* once its codes are chosen. Matrices are transposed, with one row per input column, so that the
+inner loop reads contiguous memory. Rows are in the order of the factor, which is the reverse of the order in which
+columns are settled.
+Shapes: N outputs, K inputs, G groups.
 """
 
 import ctypes
@@ -39,7 +42,7 @@ class Settled(NamedTuple):
 
     Args:
         codes: (K, N) in the number type's storage dtype.
-        errors: (K, N) float32 L'e of each output's errors e, H = L L'; None if not asked for.
+        errors: (K, N) float32, L'e for the errors e of each output, where H = L L'; None if not requested.
     """
 
     codes: Tensor
@@ -47,10 +50,10 @@ class Settled(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Grid that a column's weights are rounded to, in the order of the factor.
+    """Grid to which the weights of a column are rounded, in the order of the factor.
 
     Args:
-        scales, zeros: (G, N) float32; no zeros for symmetric types.
+        scales, zeros: (G, N) float32; zeros is None for symmetric types.
         groups: (K,) int64, on the CPU.
         dtype: number type.
     """
@@ -73,22 +76,22 @@ def settle_columns(
     dtype: torch.dtype = torch.float32,
     workspace: Workspace | None = None,
 ) -> Settled:
-    """Settle columns one by one, each making up for the errors of those before it.
+    """Settle columns one by one; each column compensates for the errors of the columns settled before it.
 
-    With H = L L' and e the error of a row of weights, its output error |L'e|^2 is a sum over columns; term i is least
-    where the weight wanted at i is w_i plus the sum over settled j of L_ji e_j / L_ii. Weights that share their inputs
-    go through the loop as one tall matrix.
+    Let H = L L', and let e be the error of a weight row w. The output error |L'e|^2 is a sum over columns. Term i is
+    smallest if the code of column i is rounded from w_i + sum of L_ji e_j / L_ii over the settled columns j. Weights
+    that share their inputs are processed as one tall matrix.
 
     Args:
         weights: (N_i, K) each, any float dtype; not modified.
-        factor: of the inputs' Hessian.
+        factor: factor of the inputs' Hessian.
         group_index: (K,) group of each column.
         ranges: scale and zero point (N, G) float32 of all rows.
         scheme: number type.
-        block: columns settled before those that follow are updated, in one product.
-        keep_errors: whether L'e is wanted too.
-        dtype: of what is multiplied: bfloat16 keeps enough of errors and factor where weights have no more bits.
-        workspace: that holds `Settled.errors` and more until it is used again; None = its own.
+        block: number of columns to settle before the remaining columns are updated by one product.
+        keep_errors: whether to return L'e too.
+        dtype: dtype of the products. bfloat16 is precise enough for errors and factor if the weights have no more bits.
+        workspace: memory that holds `Settled.errors` and temporaries until its next use; None = allocate new memory.
     """
     lower, backwards = factor.lower, factor.backwards
     sizes = [weight.shape[0] for weight in weights]
@@ -120,13 +123,13 @@ def settle_columns(
 
 
 class _Errors:
-    """The errors of what is settled, as those before are multiplied with them; see `settle_columns`.
+    """Errors of the settled columns, in the form in which they are multiplied; see `settle_columns`.
 
     Args:
-        rows: (K, N) of which what is settled are errors.
-        lower: (K, K) of the factor.
-        dtype: of the operands.
-        workspace: for copies.
+        rows: (K, N); rows of settled columns hold errors.
+        lower: (K, K), the factor.
+        dtype: dtype of the operands.
+        workspace: memory for copies.
     """
 
     def __init__(self, rows: Tensor, lower: Tensor, dtype: torch.dtype, workspace: Workspace) -> None:
@@ -137,7 +140,9 @@ class _Errors:
             self._packed = Packed(held, len(rows), packed_size(len(rows), BLOCK))
 
     def multiply(self, span: slice, out: Tensor) -> None:
-        """Columns of the factor below these of its rows, times the errors there."""
+        """Write to `out` the factor's columns `span`, below these rows, times the errors of the columns settled
+        so far.
+        """
         below = self._lower[span.stop :, span]
         if self._packed is None or not len(below):
             torch.mm(below.T, self._rows[span.stop :], out=out)
@@ -147,7 +152,7 @@ class _Errors:
         add_products(out.zero_(), pack_matrix(below.bfloat16(), held), slice(0, len(out)), right)
 
     def take(self, span: slice) -> None:
-        """Take in columns that are settled."""
+        """Add columns that have just been settled."""
         if self._packed is not None:
             pack_into(self._packed.part(span.start, span.stop), self._rows[span].bfloat16())
 
@@ -156,11 +161,11 @@ def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid)
     """Settle a block of B columns, run by run.
 
     Args:
-        rows: (B, N) weights, which give way to their errors.
-        due: (B, N) what they are owed by those settled before, which gives way to L'e.
-        codes: (B, N) written to.
-        lower: (B, B) of the factor.
-        grid: its groups are the block's.
+        rows: (B, N) weights, replaced by their errors.
+        due: (B, N) correction from the columns settled before the block, replaced by L'e.
+        codes: (B, N), output.
+        lower: (B, B) part of the factor.
+        grid: grid of the block's columns.
     """
     in_c = rows.is_cpu and grid.dtype.kind == "int" and codes.dtype == torch.int8 and native.library() is not None
     settle, size = (_settle_run_in_c, _RUN_IN_C) if in_c else (_settle_run, _RUN)
@@ -172,7 +177,7 @@ def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid)
 
 
 def _settle_run(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
-    """`_settle` of a few columns, by rank-1 updates."""
+    """Do the same as `_settle` for a few columns, by rank-1 updates."""
     # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
     groups, pivots = grid.groups.tolist(), lower.diagonal().tolist()
     chosen = torch.empty(rows.shape, device=rows.device)
@@ -189,7 +194,7 @@ def _settle_run(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: G
 
 
 def _settle_run_in_c(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
-    """Settle a few columns of integers in C, all of them in cache."""
+    """Settle a few columns of integers in C; all of them fit the cache."""
     zeros = None if grid.zeros is None else grid.zeros.data_ptr()
     failed = _function()(
         rows.data_ptr(), due.data_ptr(), codes.data_ptr(), lower.data_ptr(), lower.stride(0), grid.scales.data_ptr(),

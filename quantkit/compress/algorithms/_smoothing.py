@@ -1,6 +1,7 @@
-"""Moving a scale per channel from a linear's input into its weights, without changing what the layer computes.
+"""Move a scale per channel from a linear's input into its weights, without changing the layer's output.
 
-Used by AWQ and SmoothQuant: y = (x / s) (W * s)'; the division is folded into the norm or linear that makes x.
+AWQ and SmoothQuant use it: y = (x / s) (W * s)', where x is the input, s the scales and W the weight. The division is
+folded into the norm or linear that computes x.
 Shapes: N outputs, K inputs; a value head of width d feeds K / (kv_heads * d) query heads.
 """
 
@@ -13,10 +14,11 @@ from quantkit.models.linear_sets import LinearSet
 
 
 def can_fold(layer: LayerContext, group: LinearSet) -> bool:
-    """Whether the set's input comes from a module that can absorb the division.
+    """Whether the module that computes the set's input can absorb the division.
 
-    A linear that is itself already in codes cannot, nor one whose outputs do not map onto the inputs head by head. Nor
-    may anything that reads the input be in codes, which would have to be multiplied.
+    It cannot if it is a linear that already has codes, or if its outputs do not match the inputs head by head. Nor can
+    it if
+    a linear that reads the input already has codes, because its weight would have to be multiplied.
     """
     if group.source is None or not layer.chosen.quantized.keys().isdisjoint((group.source, *group.linears)):
         return False
@@ -32,7 +34,7 @@ def shared_by_heads(layer: LayerContext, group: LinearSet, values: Tensor) -> Te
         group: a set for which `can_fold` holds.
         values: (K,) statistics; not modified.
     Returns:
-        (K,) where query heads of one key/value head carry their mean; `values` itself when nothing is shared.
+        (K,): query heads that share a key/value head get their mean; `values` itself if none are shared.
     """
     outputs = _outputs(layer, group)
     if outputs == values.shape[0]:
@@ -45,7 +47,8 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
     """Divide the set's input by `scales` at its source and multiply the weights of all its linears.
 
     Args:
-        layer: modified; what is ignored is rescaled too, or the layer would change.
+        layer: modified; unquantized modules that read the input are rescaled too, so that the layer's output does not
+            change.
         group: a set for which `can_fold` holds.
         scales: (K,) float32, > 0, equal within shared heads.
     """
@@ -60,7 +63,7 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
 
 
 def spread(scales: Tensor) -> Tensor:
-    """Scales centred so that the largest and the smallest are each other's inverse, and kept in a safe range.
+    """Center scales so that the largest is the inverse of the smallest, and limit them to a safe range.
 
     Args:
         scales: (K,) float32, >= 0; zero or non-finite entries become 1.
@@ -73,5 +76,5 @@ def spread(scales: Tensor) -> Tensor:
 
 
 def _outputs(layer: LayerContext, group: LinearSet) -> int:
-    """Width of the source's output."""
+    """Return the number of outputs of the source."""
     return layer.block.get_parameter(f"{group.source}.weight").shape[0]

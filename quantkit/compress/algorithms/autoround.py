@@ -1,10 +1,10 @@
 """AutoRound: tune rounding and ranges of a whole decoder layer by signed gradient descent on the error of its output.
 
-The target is what the original layer makes of the original model's hidden states, the input what the layers before
-make of them once quantized: each layer also makes up for the errors of those before it. Against the paper: it starts
-from ranges searched by the importance of the inputs, takes many small steps (one sequence each) in place of few large
-ones, may move a code by more than one place, and keeps the result only if the error has become smaller.
-Not here: gradients of rounding (`_autoround_weight`), the layer as autograd sees it (`_autoround_block`).
+The target is the original layer's output for the original model's hidden states. The input is the output of the
+quantized earlier layers, so each layer also compensates for their errors. Differences from the paper: tuning starts
+from ranges searched by the importance of the inputs, takes many small steps of one sequence each instead of few large
+ones, may move a code by more than one place, and keeps the result only if the error became smaller. `_autoround_weight`
+computes the gradients of rounding, `_autoround_block` prepares the layer for autograd.
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs.
 """
 
@@ -42,9 +42,10 @@ class AutoRoundStep(Step):
 
     Args:
         iterations: steps per layer.
-        batch_size: sequences per step. With the same data in all, many steps of one are better than few of eight.
-        learning_rate: of the first step, in codes and in parts of the range, falling to zero;
-            0 = 4 / iterations, at most 0.005.
+        batch_size: sequences per step. For the same total number of sequences, many steps of one sequence are better
+            than few steps of eight.
+        learning_rate: size of the first step, in codes and as a share of the range; it falls linearly to zero. 0 = 4 /
+            iterations, at most 0.005.
     """
 
     fixes_codes: ClassVar[bool] = True
@@ -57,7 +58,9 @@ class AutoRoundStep(Step):
     learning_rate: Share = 0.0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """An offset and a decoded copy of each weight, gradients, and the outputs that are aimed at; see `Step`."""
+        """Return the memory for an offset and a decoded copy of each weight, the gradients, and the target outputs; see
+        `Step`.
+        """
         gradients = sizes.tallest if self.batch_size == 1 else sizes.weights
         statistics = 4 * sizes.weights + sizes.element_bytes * (sizes.weights + gradients)
         return StepBytes(statistics=statistics, hidden_states=sizes.states_bytes)
@@ -101,7 +104,7 @@ class AutoRoundStep(Step):
         return ""
 
     def _descend(self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples) -> bool:
-        """All steps; False when the error is no number."""
+        """Run all steps; return False if the error becomes NaN or infinite."""
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
         sequences = _shuffled(examples.sequences, f"{layer.seed}/{layer.name}")
         for iteration in range(self.iterations):
@@ -118,7 +121,7 @@ class AutoRoundStep(Step):
 
 
 def _importance(layer: LayerContext) -> dict[str, Tensor]:
-    """Mean square (K,) of the inputs of each linear that is to be quantized."""
+    """Return the mean square (K,) of the inputs of each linear to quantize."""
     sets = layer.pending()
     seen = {names[0]: Magnitude(layer.weight(names[0]).shape[1], layer.device) for _, names in sets}
     seen = layer.known(layer.observe(seen))
@@ -126,7 +129,7 @@ def _importance(layer: LayerContext) -> dict[str, Tensor]:
 
 
 def _round_the_rest(layer: LayerContext) -> None:
-    """Linears whose numbers are not tuned get their codes first, so that the others make up for them too."""
+    """Round the linears that are not tuned first, so that the tuned ones can compensate for their errors."""
     for _, names in layer.pending():
         for name in names:
             scheme = layer.schemes[name].weight
@@ -139,14 +142,16 @@ def _round_the_rest(layer: LayerContext) -> None:
 
 
 def _start(layer: LayerContext, name: str, importance: Tensor) -> TunedWeight:
-    """Ranges that a step has left, else those that lose least by the importance of the inputs."""
+    """Create the tunable weight of a linear, starting from the ranges of an earlier step, or else from the ranges with
+    the least error weighted by the importance of the inputs.
+    """
     weight, grid = layer.weight(name), layer.grid(name)
     ranges = layer.chosen.ranges.get(name) or search_parameters(weight, grid, importance=importance)
     return TunedWeight(weight, grid, ranges)
 
 
 def _shuffled(sequences: list[tuple[int, slice]], seed: str) -> Iterator[tuple[int, slice]]:
-    """All sequences in random order, again and again, drawn by the run's seed and the layer alone."""
+    """Yield all sequences in random order, again and again. The order depends only on the run's seed and the layer."""
     # Not Python's own hash, which differs from process to process for texts.
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
     generator = torch.Generator().manual_seed(number)

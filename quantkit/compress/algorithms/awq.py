@@ -1,7 +1,7 @@
 """AWQ: scale up the weights that see large inputs before rounding, by a search on the error of the parent's output.
 
-After the scales, the range of each group is searched on the error of its own outputs (clipping). What is left behind
-are ranges, not codes: a GPTQ step may follow, else plain rounding uses them.
+After the scales, the range of each group is searched by the error of its own outputs (clipping). AWQ leaves ranges, not
+codes: a GPTQ step may follow; otherwise plain rounding uses the ranges.
 Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration.
 """
@@ -33,10 +33,10 @@ class AwqStep(Step):
 
     Args:
         grid: resolution of the search over the exponent between 0 and 1.
-        duo_scaling: divide by the weights' own mean size to the power of 1 - exponent.
-        clip: search the range of each group after scaling; false takes the covering range.
-        max_tokens: calibration tokens on which the parent's output error is measured; while scales are searched,
-            of every other batch of them.
+        duo_scaling: divide the scales by the weights' mean size to the power of 1 - exponent.
+        clip: search the range of each group after scaling; false = use the group's full range.
+        max_tokens: number of calibration tokens on which the parent's output error is measured. The search for scales
+            uses every second batch of them.
     """
 
     moves_scales: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class AwqStep(Step):
     max_tokens: Positive = 2048
 
     def apply(self, layer: LayerContext) -> None:
-        """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""
+        """Rescale weights and the modules that compute their inputs, and store the chosen ranges; see `Step.apply`."""
         sets = layer.pending()
         statistics = {group.linears[0]: InputStatistics(layer, names[0]) for group, names in sets}
         statistics = layer.known(layer.observe(statistics))
@@ -62,10 +62,10 @@ class AwqStep(Step):
             layer.chosen.ranges[name] = minmax_parameters(layer.weight(name), layer.grid(name))
 
     def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
-        """Find the set's scales, fold them in, and keep its statistics in step.
+        """Find the set's scales, fold them in, and update the set's statistics accordingly.
 
-        The search rounds with covering ranges and measures on every other batch, which is quick; that scaling is worth
-        it at all is then checked with searched ones on all of them.
+        The search rounds with full ranges and measures every second batch, which is fast. A final check with searched
+        ranges on all batches decides whether the scales are used at all.
         """
         size = shared_by_heads(layer, group, seen.magnitude.mean)
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
@@ -101,7 +101,9 @@ class AwqStep(Step):
     def _write_rounded(
         self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: InputStatistics | None
     ) -> None:
-        """Set a weight to `original` scaled, rounded and scaled back: with statistics in searched ranges."""
+        """Set a weight to `original` after scaling, rounding and scaling back. With statistics, the ranges are
+        searched.
+        """
         scheme, weight = layer.schemes.get(name), layer.weight(name)
         if scheme is None or name in layer.chosen.quantized:
             weight.copy_(original)
@@ -119,10 +121,11 @@ class AwqStep(Step):
 
 
 def search_ratio(error: Callable[[float], float], grid: int) -> float:
-    """The ratio i / grid in [0, 1) with the least error: every fifth of the way, then ever nearer to the best.
+    """Return the ratio i / grid in [0, 1) with the least error: first try every fifth of the interval, then refine
+    around the best.
 
     Args:
-        error: function of a ratio, smooth enough that its best lies beside the best of the coarse points.
+        error: error of a ratio, smooth enough that its minimum lies next to the best of the coarse points.
         grid: number of points between 0 and 1.
     """
     step = max(1, grid // 5)
@@ -141,7 +144,9 @@ def search_ratio(error: Callable[[float], float], grid: int) -> float:
 
 
 def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
-    """(K,) mean over all rows of the set of |w| relative to the largest in its group."""
+    """Return, for each input, the mean over all rows of the set of |w| relative to the largest |w| in its
+    group, (K,).
+    """
     total = torch.zeros(layer.weight(group.linears[0]).shape[1], device=layer.device)
     rows = 0
     for name in group.linears:

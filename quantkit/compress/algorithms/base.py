@@ -1,4 +1,4 @@
-"""The seam of all algorithms: a step rewrites a layer's weights or sets its codes."""
+"""Interface of all algorithms: a step rewrites a layer's weights or sets its codes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # planning asks steps for their memory, without torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """Sizes of a layer that decide the memory of a compression.
+    """Sizes of a layer that determine the memory that compressing it needs.
 
     Args:
-        weights: numbers in the linears of the largest layer.
-        tallest: numbers in the largest linear.
+        weights: number of weights in the linears of the largest layer.
+        tallest: number of weights in the largest linear.
         width: inputs K of the widest linear.
-        element_bytes: of the dtype of weights and hidden states.
-        states_bytes: hidden states of one model that are kept in memory; 0 where they are on disk, or there is no data.
+        element_bytes: bytes per number in the dtype of weights and hidden states.
+        states_bytes: bytes of one model's hidden states in memory; 0 if they are on disk or there is no data.
     """
 
     weights: int
@@ -37,11 +37,11 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """Peak memory of a step, beside the layer and the hidden states.
+    """Peak memory of a step in bytes, in addition to the layer and the hidden states.
 
     Args:
-        statistics: of inputs, and what is tuned or solved.
-        hidden_states: more of these than those that the run keeps.
+        statistics: statistics of inputs, and temporaries of tuning or solving.
+        hidden_states: hidden states in addition to those that the run keeps.
     """
 
     statistics: int = 0
@@ -51,27 +51,29 @@ class StepBytes:
 class Step(ABC):
     """One algorithm with its options, as a frozen dataclass called STEP in its own file.
 
-    The fields are the options that a recipe may set; their defaults and the class docstring's `Args:` are
-    their documentation. Steps run in the order of the recipe, on one layer after another. Everything that other parts
-    of quantkit want to know of a step is an attribute here, so that nothing else names an algorithm.
+    The fields are the options that a recipe may set; the class docstring's `Args:` documents them. Steps run in the
+    order of the recipe, on one layer after another. Attributes state everything that other parts of quantkit must know
+    about a step, so no other code names an algorithm.
     """
 
     __slots__ = ()
 
     fixes_codes: ClassVar[bool] = False
-    """The step sets codes, so a step behind it changes nothing."""
+    """The step sets codes, so steps after it have no effect."""
     is_for_activations: ClassVar[bool] = False
-    """The step only helps where activations are quantized."""
+    """The step helps only if activations are quantized."""
     replaces_model: ClassVar[bool] = False
-    """`open` makes another model of the checkpoint, so no stored code can be kept."""
+    """The step's `open` returns a different model, so the source's codes cannot be kept."""
     moves_scales: ClassVar[bool] = False
-    """The step moves scales between a linear and what feeds it, so neither fits into the original as it is."""
+    """The step moves scales between a linear and the module before it, so neither can be used in the original model
+    unchanged.
+    """
     needs_targets: ClassVar[bool] = False
-    """The run computes the original model's outputs (`layer.data.targets`)."""
+    """The step needs the original model's outputs of each layer (`layer.data.targets`)."""
     on_one_process: ClassVar[bool] = False
-    """One process solves the whole layer, because its parts cannot be shared among several."""
+    """One process solves the whole layer, because the work cannot be divided."""
     independent_options: ClassVar[Mapping[str, Any]] = {}
-    """Options with which the result for a layer does not depend on the layers before it, for `search`."""
+    """Options with which a layer's result does not depend on earlier layers; `search` uses them."""
 
     @property
     def needs_original(self) -> bool:
@@ -80,15 +82,16 @@ class Step(ABC):
 
     @property
     def reorders_groups(self) -> bool:
-        """Whether groups are formed in another order than that of the inputs, which the format must then store."""
+        """Whether the step forms groups in another order than the inputs; the format must then store that order."""
         return False
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """Return the peak memory of the step; the default is next to none."""
+        """Return the step's peak memory; by default almost none."""
         return StepBytes()
 
     def open(self, source: CheckpointReader, family: Family) -> ModelReader:
-        """Return the model that all steps of the recipe work on: another one only where `replaces_model` says so.
+        """Return the model that all steps of the recipe work on: the source, or another model if `replaces_model` is
+        true.
 
         Raises:
             ModelError: the step cannot work on this model.
@@ -102,35 +105,40 @@ class Step(ABC):
         """Improve one layer.
 
         Args:
-            layer: modified: either its weights (SmoothQuant, AWQ) or, by `layer.commit`, its codes (GPTQ).
+            layer: the layer; the step modifies its weights (SmoothQuant, AWQ), or sets its codes with `layer.commit`
+                (GPTQ).
         """
 
 
 def needs_original(steps: Collection[Step]) -> bool:
-    """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
+    """Whether a step compares with the original model; the run then also keeps the original layer and its hidden
+    states.
+    """
     return any(step.needs_original for step in steps)
 
 
 def follows_original(steps: Collection[Step]) -> bool:
-    """Whether some step asks what the original model makes of the data, before a layer or after it."""
+    """Whether a step needs the original model's hidden states, before or after a layer."""
     return needs_original(steps) or any(step.needs_targets for step in steps)
 
 
 def keeps_original(steps: Collection[Step], *, hands_on: bool) -> bool:
-    """Whether the original layer is kept: also for its outputs alone, where it hands on more than hidden states."""
+    """Whether the run keeps the original layer. It also does so to compute target outputs if layers exchange more than
+    hidden states.
+    """
     return needs_original(steps) or (hands_on and follows_original(steps))
 
 
 def reorders_groups(steps: Collection[Step]) -> bool:
-    """Whether some step forms groups in another order than that of the inputs."""
+    """Whether a step forms groups in another order than the inputs."""
     return any(step.reorders_groups for step in steps)
 
 
 def moves_scales(steps: Mapping[str, Step]) -> bool:
-    """Whether a linear of the compressed model fits into the original only with its scales moved back.
+    """Whether a linear of the compressed model can be used in the original model only after its scales are moved back.
 
     Raises:
-        ModelError: a step makes another model, of which no part fits.
+        ModelError: a step replaces the model, so none of its linears can be used in the original.
     """
     other = next((name for name, step in steps.items() if step.replaces_model), None)
     if other is not None:
@@ -146,14 +154,14 @@ def steps_bytes(
     *,
     hands_on: bool = False,
 ) -> dict[str, int]:
-    """Estimate the memory that compressing holds at once, by purpose, before anything is read.
+    """Estimate, before anything is read, the memory that compressing needs at once, in bytes by purpose.
 
     Args:
-        steps: of a recipe, which run one after another.
+        steps: steps of a recipe, which run one after another.
         layers: (N, K) of each linear, per layer.
-        element_bytes: of the dtype of weights and hidden states.
+        element_bytes: bytes per number in the dtype of weights and hidden states.
         num_states: elements of the hidden states of one model that are kept in memory.
-        hands_on: layers hand on more than hidden states.
+        hands_on: whether layers exchange more than hidden states.
     """
     shapes = [layer for layer in layers if layer]
     sizes = LayerSizes(

@@ -1,9 +1,9 @@
-"""GPTQ: quantize one input column after another and let the columns still to come make up for the error.
+"""GPTQ: quantize one input column after another, and let the remaining columns compensate for the error.
 
-The loop is in the form of LDLQ, which gives the same codes from a Cholesky factor of the Hessian itself, where GPTQ's
-own form inverts it first. Not here: ranges of rounding (numerics.affine), statistics (calibration.observers).
-Shapes: N outputs, K inputs, G groups of g inputs. Matrices are kept transposed, a row per input column, so that the
-inner loop touches contiguous memory.
+The loop has the form of LDLQ, which computes the same codes from a Cholesky factor of the Hessian; GPTQ's original form
+first inverts the Hessian. `numerics.affine` chooses ranges, `calibration.observers` collects statistics.
+Shapes: N outputs, K inputs, G groups of g inputs. Matrices are transposed, with one row per input column, so that the
+inner loop reads contiguous memory.
 Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers;
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
@@ -34,7 +34,7 @@ from quantkit.numerics.tensor import QuantizedTensor, join_rows
 ActOrder = Literal["none", "weight", "group"]
 
 Statistics = dict[tuple[str, ...], tuple[list[Tensor], CrossErrors | None]]
-"""Of sets: parts that add up to the Hessian, and what the layers before have got wrong, where that counts."""
+"""For each set: parts whose sum is the Hessian, and the errors of earlier layers if they are used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,19 +42,20 @@ class GptqStep(Step):
     """Column-by-column rounding with error compensation.
 
     Args:
-        block_size: columns settled before the rest of the matrix is updated, in one product.
-        damping: added to the Hessian's diagonal, as a fraction of its mean; raised step by step if it is singular.
-        act_order: "weight" settles the columns with the largest inputs first and keeps the groups in place,
-            "group" also forms the groups in that order (the format must store an index), "none" goes left to right.
-        scale_search: ranges by least squared error; false takes the covering range. Weighting the errors by the
-            inputs was measured to be worse: the loop moves them to other columns anyway.
-        true_sequential: each set of linears sees inputs made with the sets before it already quantized; a little
-            better at 3 bits and fewer.
-        asymmetric_calibration: the largest share, 0 to 1, of what the layers before have got wrong that this one's
-            target makes up for (GPTAQ); how much of it is taken is chosen by cross-validation, see `_gptq_asymmetric`.
-            Above 0 the original model runs beside the quantized one, for more time and memory.
-        refit: how often the scales of integers are fitted to the codes by least squares on the outputs, and the codes
-            chosen again; each time costs one more run of the loop.
+        block_size: number of columns that are rounded before the rest of the matrix is updated by one product.
+        damping: fraction of the Hessian's mean diagonal that is added to the diagonal; raised step by step if the
+            Hessian is singular.
+        act_order: "weight" rounds the columns with the largest inputs first and keeps the groups in place; "group" also
+            forms the groups in that order (the format must store an index); "none" goes from left to right.
+        scale_search: choose ranges by the least squared error; false = full ranges. Weighting the errors by the inputs
+            was worse in measurements, because the loop moves errors to other columns anyway.
+        true_sequential: collect each set's inputs after the sets before it are quantized; slightly better at 3 bits and
+            below.
+        asymmetric_calibration: upper limit, 0 to 1, of the share of earlier layers' errors that this layer compensates
+            for (GPTAQ). Cross-validation chooses the share, see `_gptq_asymmetric`. Above 0, the original model runs
+            beside the quantized one, which takes more time and memory.
+        refit: number of times that the scales of integers are fitted to the codes by least squares on the outputs and
+            the codes are chosen again; each time costs one more run of the loop.
     """
 
     fixes_codes: ClassVar[bool] = True
@@ -75,11 +76,11 @@ class GptqStep(Step):
 
     @property
     def needs_original(self) -> bool:
-        """Whether the inputs of the original model are looked at too."""
+        """Whether the step also uses the original model's inputs."""
         return self.asymmetric_calibration > 0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """Memory at the peak, the factorising of the widest inputs' Hessian; see `Step`."""
+        """Return the peak memory, which is needed to factorize the Hessian of the widest inputs; see `Step`."""
         square = sizes.width**2
         # Hessian and factor, both whole for that long, beside the cross Gram, which has a row for each output where
         # these are few. Gram matrices that wait are half, or in two parts whole, and of inputs that are no wider.
@@ -118,7 +119,7 @@ class GptqStep(Step):
             release_freed_memory()
 
     def _quantize_sets(self, layer: LayerContext, sets: list[tuple[str, ...]], statistics: Statistics) -> None:
-        """Linears that share inputs share the Hessian; what is solved together, one process solves."""
+        """Quantize sets of linears that share a Hessian; one process solves each job."""
         jobs = [job for names in sets for job in cut_set(layer, names)]
         factors: dict[tuple[str, ...], tuple[Factor, Shift | None]] = {}  # of the set that is being solved
         workspace = Workspace()
@@ -185,7 +186,9 @@ class GptqStep(Step):
         dtype: torch.dtype,
         workspace: Workspace,
     ) -> list[QuantizedTensor]:
-        """Codes of (N, K) weights of one scheme and input, which are not modified; `dtype` is the model's."""
+        """Choose the codes of weights (N, K) with one scheme and one input; the weights are not modified. `dtype` is
+        the model's.
+        """
         scheme, width = grids[0].scheme, weights[0].shape[1]
         index = torch.arange(width, device=factor.lower.device) // scheme.group_width(width)
         columns: slice | Tensor = slice(None)

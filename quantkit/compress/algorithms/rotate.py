@@ -1,6 +1,7 @@
-"""Rotate: the same model with a rotated residual stream, so that no channel of weights or activations stands out.
+"""Rotate the residual stream without changing the model's outputs, so that no channel of weights or activations stands
+out.
 
-The work is done where tensors are read (`quantkit.compress.rotated_reader`); the other steps see the rotated model.
+`quantkit.compress.rotated_reader` rotates the tensors when it reads them, so the other steps work on the rotated model.
 Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant.
 """
 
@@ -17,11 +18,11 @@ from quantkit.models.family import Family
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotateStep(Step):
-    """Randomised Hadamard rotations folded into the weights; nothing is left to do at run time.
+    """Randomized Hadamard rotations folded into the weights; the runtime needs no extra operation.
 
     Args:
         heads: rotate the value heads too.
-        seed: of the random signs.
+        seed: seed of the random signs.
     """
 
     replaces_model: ClassVar[bool] = True
@@ -30,7 +31,7 @@ class RotateStep(Step):
     seed: int = 0
 
     def open(self, source: CheckpointReader, family: Family) -> ModelReader:
-        """The checkpoint as the rotated model; see `Step`."""
+        """Return a reader of the rotated model; see `Step`."""
         return RotatedReader(source, family, seed=self.seed, heads=self.heads)
 
     def apply(self, layer: LayerContext) -> None:

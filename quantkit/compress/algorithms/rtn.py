@@ -24,11 +24,12 @@ _WIDEST_GRAM = 512
 class InputStatistics:
     """Statistics of one set's inputs: sizes per channel, and the Gram matrix of each group if it is narrow enough.
 
-    `divisor` (K,) is what the inputs are divided by since they were seen.
+    In the methods, `divisor` (K,) is the factor by which the inputs have been divided since the statistics were
+    collected.
 
     Args:
         layer: the layer.
-        name: a linear of the set, with a scheme.
+        name: a linear of the set that has a scheme.
     """
 
     def __init__(self, layer: LayerContext, name: str) -> None:
@@ -45,11 +46,11 @@ class InputStatistics:
             self._gram.update(inputs)
 
     def mean_square(self, divisor: Tensor) -> Tensor:
-        """Mean x^2 per input, (K,), of the inputs divided by `divisor`."""
+        """Return the mean of x^2 per input, (K,), for inputs divided by `divisor`."""
         return self.magnitude.mean_square / divisor.square()
 
     def gram(self, divisor: Tensor) -> Tensor | None:
-        """Mean x x' inside each group, (G, g, g), of the inputs divided by `divisor`."""
+        """Return the mean of x x' inside each group, (G, g, g), for inputs divided by `divisor`."""
         if self._gram is None:
             return None
         # Inputs x / d have the products x x' / (d d').
@@ -81,10 +82,10 @@ def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, k
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RtnStep(Step):
-    """Round to nearest in the range of each group that changes the outputs least.
+    """Choose the range of each group that changes the outputs least, for rounding to nearest.
 
-    The error of a group is measured with its own block of the inputs' Gram matrix; in groups of more than 512 inputs
-    with the mean square of each input.
+    The error of a group is computed from its block of the inputs' Gram matrix. For groups of more than 512 inputs, it
+    is computed from the mean square of each input.
     """
 
     def apply(self, layer: LayerContext) -> None:

@@ -1,6 +1,6 @@
-"""SmoothQuant: move outliers from activations, where a token shares one scale, into the weights.
+"""SmoothQuant: move outliers from activations, where all channels of a token share one scale, into the weights.
 
-Only inputs that come out of a norm are smoothed, as in the paper; the others have no outlier channels to speak of.
+As in the paper, only outputs of norms are smoothed; other inputs have hardly any outlier channels.
 Source: Xiao et al. 2022, SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models.
 """
 
@@ -20,10 +20,10 @@ from quantkit.models.linear_sets import LinearSet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmoothQuantStep(Step):
-    """Per-channel scale max|x|^alpha / max|w|^(1 - alpha), folded into the norm before.
+    """Scale each channel by max|x|^alpha / max|w|^(1 - alpha), folded into the norm before it.
 
     Args:
-        alpha: 0 leaves all difficulty to the activations, 1 moves all of it into the weights.
+        alpha: 0 leaves all outliers in the activations, 1 moves all of them into the weights.
     """
 
     is_for_activations: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class SmoothQuantStep(Step):
     alpha: Share = 0.5
 
     def apply(self, layer: LayerContext) -> None:
-        """Rescale the weights behind each norm and the norm itself; see `Step.apply`."""
+        """Rescale each norm and the weights that read its output; see `Step.apply`."""
         sets = [group for group, _ in layer.pending() if _follows_norm(layer, group) and can_fold(layer, group)]
         names = [group.linears[0] for group in sets]
         observers = {name: Magnitude(layer.weight(name).shape[1], layer.device) for name in names}
@@ -47,7 +47,7 @@ class SmoothQuantStep(Step):
 
 
 def largest_weight(layer: LayerContext, group: LinearSet) -> Tensor:
-    """(K,) largest |w| of each input over all linears of the set."""
+    """Return the largest |w| of each input over all linears of the set, (K,)."""
     return torch.stack([layer.weight(name).float().abs().amax(0) for name in group.linears]).amax(0)
 
 

@@ -1,1 +1,1 @@
-"""One decoder layer and what flows into it: calibration text, hidden states, statistics."""
+"""Data of one decoder layer during calibration: texts, hidden states, statistics."""

@@ -1,4 +1,5 @@
-"""Running statistics of the keys and values of one layer, for the choice of its KV cache.
+"""Statistics of the keys and values of one layer, updated batch by batch, from which quantkit chooses the layer's KV
+cache.
 
 Shapes: B samples, H key/value heads, T tokens, D channels, S tokens per page. Sums are kept in float64.
 """
@@ -12,14 +13,14 @@ from quantkit.numerics.dtype import FP8
 from quantkit.numerics.kv_cache import hadamard
 
 PAGE_TOKENS = 64
-"""Tokens that share a channel's range, as in the pages of the runtime."""
+"""Number of tokens that share the range of a channel; the runtime's pages have this size."""
 
 _SAMPLE_TOKENS = 2048
 _CLIPS = tuple(1 - 0.05 * step for step in range(13))  # of the largest number: 1.0 down to 0.4
 
 
 class HeadStatistics:
-    """Statistics of the keys, or of the values. *Mutable*: grows with `update`."""
+    """Statistics of the keys, or of the values, of one layer. *Mutable*: `update` adds to them."""
 
     def __init__(self) -> None:
         self.num_tokens = self._num_pages = 0
@@ -28,7 +29,7 @@ class HeadStatistics:
         self.peak = self.channel_peak = torch.empty(0)
 
     def update(self, states: Tensor) -> None:
-        """Take in (B, H, T, D), any float dtype; not modified."""
+        """Add keys or values (B, H, T, D) of any float dtype; they are not modified."""
         single = states.detach().float()
         size = single.abs()
         channels = size.amax((0, 2))  # (H, D)
@@ -52,29 +53,35 @@ class HeadStatistics:
         self.num_tokens += single.shape[0] * single.shape[2]
 
     def mean_square(self) -> Tensor:
-        """(H, D) of each channel."""
+        """Return the mean square of each channel, (H, D)."""
         return self._sums["square"] / self.num_tokens
 
     def typical(self) -> Tensor:
-        """(H,) mean square of an ordinary channel: the median of each head, never zero."""
+        """Return the mean square of an ordinary channel of each head, (H,): the median over the channels,
+        never zero.
+        """
         return self.mean_square().median(1).values.clamp_min(1e-30)
 
     def mean_square_of_token(self, what: Literal["range", "peak"]) -> Tensor:
-        """(H,) of a token's largest less its smallest number, or of its largest magnitude."""
+        """Return the mean square, over tokens, of a token's range (largest minus smallest number) or of its largest
+        magnitude (`peak`), (H,).
+        """
         return self._sums[what] / self.num_tokens
 
     def page_ranges(self) -> Tensor:
-        """(H,) mean square of a channel's range over a page, over its mean square: that of the median channel."""
+        """Return, for each head, the median over its channels of: mean square of the channel's range within a page,
+        divided by the channel's mean square, (H,).
+        """
         ranges = self._sums["page_range"] / max(1, self._num_pages)
         return (ranges / self.mean_square().clamp_min(1e-30)).median(1).values
 
     def best_clip(self, peaks: Tensor) -> Tensor:
-        """Share of the largest number that the largest FP8 code should stand for, for the least squared error.
+        """Return the share of the largest magnitude at which to clip, so that FP8 codes have the least squared error.
 
         Args:
-            peaks: (1,) of all heads, or (H,).
+            peaks: largest magnitude, (1,) for all heads together or (H,).
         Returns:
-            as peaks; 1.0 where clipping nothing is best.
+            Shares in the shape of `peaks`; 1.0 = no clipping.
         """
         sample = torch.cat(self._sample)  # (N, H, D)
         errors = []
@@ -94,7 +101,7 @@ class CacheStatistics:
     """Statistics of one layer's keys and values.
 
     Args:
-        rotate: keys are also looked at as a Hadamard rotation leaves them.
+        rotate: whether to collect statistics of the keys after a Hadamard rotation too.
     """
 
     def __init__(self, *, rotate: bool = False) -> None:
@@ -102,7 +109,7 @@ class CacheStatistics:
         self.keys, self.values, self.rotated = HeadStatistics(), HeadStatistics(), HeadStatistics()
 
     def update(self, keys: Tensor, values: Tensor) -> None:
-        """Take in (B, H, T, D) keys and (B, H, T, Dv) values; they are not modified."""
+        """Add keys (B, H, T, D) and values (B, H, T, Dv); they are not modified."""
         self.keys.update(keys)
         self.values.update(values)
         if self.rotate:

@@ -1,6 +1,6 @@
-"""Calibration text to token ids, and a linter for what usually goes wrong with it.
+"""Convert calibration text to token ids, and check it for common problems.
 
-Text is cut into windows of one length, each beginning with BOS; chats and ready-made token ids stay one sample each.
+Text is cut into windows of equal length, each beginning with BOS. A chat, or a list of token ids, is one sample.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ class Samples:
 
     Args:
         token_ids: one tuple per sample; lengths may differ.
-        warnings: the linter's findings, one sentence each.
-        digest: SHA-256 over the token ids, the identity of the data.
-        images: the last of the samples, which have images in them.
-        held_out: further samples of one length from the same text, which errors are measured on; empty where no text
-            was left.
+        warnings: problems found in the data, one sentence each.
+        digest: SHA-256 of the token ids, which identifies the data.
+        images: samples with images; they follow the samples without images.
+        held_out: further samples of one length from the same text, on which quantization errors are measured; empty if
+            no text was left.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -83,15 +83,15 @@ def load_samples(
     """Read, tokenize and draw calibration samples; the same arguments give the same samples.
 
     Args:
-        data: a .txt file (documents separated by blank lines), a .jsonl file (`text`, `messages` or `input_ids`
-            per line), or the name of a hub data set, `hub:` in front or not.
+        data: a .txt file (documents separated by blank lines), a .jsonl file (`text`, `messages` or `input_ids` per
+            line), or the name of a hub data set with or without the prefix `hub:`.
         tokenizer: a transformers tokenizer.
-        samples: how many at most.
-        sequence_length: tokens per sample at most, BOS included.
-        vocab_size: of the model's embedding; ids beyond it are refused.
-        seed: of the draw.
-        field: column with the text or the chat of records.
-        split: of a hub data set.
+        samples: maximum number of samples.
+        sequence_length: maximum number of tokens per sample, including BOS.
+        vocab_size: size of the model's vocabulary; larger token ids are refused.
+        seed: seed of the random choice.
+        field: key of the text or chat in a record.
+        split: split of a hub data set.
     Raises:
         DataError: no such file, nothing usable in it, no chat template, or ids outside the model's vocabulary.
     """
@@ -115,12 +115,14 @@ def load_samples(
 
 
 def num_held_out(samples: int, sequence_length: int) -> int:
-    """Sequences to hold out: one in 64, at least one, and no more than 1,024 tokens if they are several."""
+    """Return the number of sequences to hold out: one in 64, but at least one; if several, at most 1,024 tokens
+    in all.
+    """
     return max(1, min(samples // 64, 1024 // sequence_length))
 
 
 def _not_among(extra: list[list[int]], samples: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Samples that are none of the others, as many as have the length of the longest."""
+    """Return the extra samples that differ from all samples and have the length of the longest of them."""
     new = [sample for sample in extra if sample not in samples]
     longest = max(map(len, new), default=0)
     return tuple(tuple(sample) for sample in new if len(sample) == longest)
@@ -131,11 +133,11 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
 
     Args:
         samples: token ids per sample.
-        asked: samples asked for.
-        sequence_length: tokens asked for per sample.
-        tokenizer: for its BOS and unknown ids.
+        asked: number of samples requested.
+        sequence_length: requested tokens per sample.
+        tokenizer: the tokenizer, for its BOS and unknown ids.
     Returns:
-        One sentence per finding.
+        One sentence per problem.
     """
     count, tokens, bos = len(samples), [token for sample in samples for token in sample], tokenizer.bos_token_id
     without = sum(1 for sample in samples if bos is not None and sample[0] != bos)
@@ -156,7 +158,9 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
 def _tokenize(
     records: Iterable[Any], tokenizer: Any, samples: int, length: int, generator: random.Random, where: str, extra: int
 ) -> Iterator[list[int]]:
-    """Chats and token ids one by one, text cut into windows; at most `samples`, then at most `extra` more."""
+    """Yield chats and token-id records one by one, and windows of text; at most `samples`, then at most
+    `extra` more.
+    """
     texts: list[str] = []
     whole: list[list[int]] = []
     for record in records:
@@ -178,7 +182,9 @@ def _tokenize(
 def _windows(
     texts: list[str], tokenizer: Any, samples: int, length: int, generator: random.Random, extra: int
 ) -> list[list[int]]:
-    """Windows of `length` tokens, BOS first, out of documents in random order joined by blank lines."""
+    """Return windows of `length` tokens, each beginning with BOS, from documents in random order, joined by blank
+    lines.
+    """
     prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     step = length - len(prefix)
     texts = [text for text in texts if text.strip()]
@@ -209,7 +215,7 @@ def _chat_ids(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> lis
 
 
 def _parts(message: Any) -> list[Any]:
-    """Parts of a message whose content is a list."""
+    """Return the parts of a message whose content is a list."""
     content = message.get("content") if isinstance(message, dict) else None
     return content if isinstance(content, list) else []
 
@@ -244,7 +250,7 @@ def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:
 
 
 def _content(record: dict[str, Any], field: str, where: str) -> Any:
-    """The text, the chat or the token ids of one record."""
+    """Return the text, chat or token ids of one record."""
     for key in (field, "messages", "conversations", "input_ids", "text"):
         value = record.get(key)
         if isinstance(value, str) or (isinstance(value, list) and value):

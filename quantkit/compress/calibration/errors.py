@@ -42,7 +42,7 @@ def weight_error(weight: Tensor, decoded: Callable[[slice], Tensor]) -> float:
 
 
 def signal_to_noise_db(reference: Tensor, output: Tensor) -> float:
-    """10 log10 of signal over noise power; capped at 200 dB when there is no noise."""
+    """Return the signal-to-noise ratio of an output in dB, at most 200 dB."""
     signal = reference.float().square().sum().item()
     noise = (output.float() - reference.float()).square().sum().item()
     return min(200.0, 10 * math.log10(signal / noise)) if noise > 0 and signal > 0 else 200.0
@@ -84,9 +84,9 @@ def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[
     """Return a function that gives rows of a linear's weight, rounded to nearest with absmax ranges.
 
     Args:
-        layer: with the scheme.
-        name: relative name.
-        weight: (N, K) before a scale was folded into its columns.
+        layer: the layer, which has the scheme of the linear.
+        name: relative name of the linear.
+        weight: (N, K), before any scale was folded into its columns.
     """
     grid = layer.grid(name)
     if layer.set_key(name) in layer.data.divisors:  # that of the folded weights is another one

@@ -1,4 +1,4 @@
-"""Looking at the inputs of a layer's modules, and at those of experts whichever tokens are routed to them."""
+"""Observe the inputs of a layer's modules; experts can be shown all tokens, not only those routed to them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,11 +15,11 @@ UNDER_CALIBRATED_TOKENS = 64
 
 
 class _Enough(Exception):
-    """Raised inside a forward pass once there is nothing more to see."""
+    """Signal that ends a forward pass after the last module to observe."""
 
 
 OnCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-"""Told of a module's call: its relative name, arguments, keyword arguments."""
+"""Function that is called with a module's relative name, arguments and keyword arguments."""
 
 
 def probe(
@@ -31,15 +31,15 @@ def probe(
     all_tokens: bool = False,
     finish: Iterable[str] = (),
 ) -> None:
-    """Call `on_call(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
+    """Run a layer and call `on_call(name, args, kwargs)` before each of these modules runs; stop after the last.
 
     Args:
-        block: the layer; what it computes stays the same.
-        modules: each is reached once, unless it belongs to an expert.
-        on_call: see above.
+        block: the layer; its output does not change.
+        modules: relative names; each module is called once, except modules of experts.
+        on_call: the function to call.
         run: runs the block.
-        all_tokens: experts are shown every token, not those that are routed to them.
-        finish: modules that are to have returned too.
+        all_tokens: whether experts are shown every token instead of only those routed to them.
+        finish: modules that must also return before the run stops.
     """
     waiting, running = set(modules), set(finish)
 
@@ -70,7 +70,7 @@ def probe(
 
 @contextmanager
 def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """While open, these hooks are in place."""
+    """Remove these hooks when the context ends."""
     try:
         yield
     finally:
@@ -79,18 +79,18 @@ def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def hook_modules(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> list[RemovableHandle]:
-    """Have `on_call(name, args, kwargs)` called before each of these modules; the caller removes the hooks."""
+    """Add hooks that call `on_call(name, args, kwargs)` before each of these modules; the caller removes the hooks."""
     hooks = {name: lambda module, args, kwargs, name=name: on_call(name, args, kwargs) for name in modules}
     return [block.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True) for name, hook in hooks.items()]
 
 
 def hook_output(block: nn.Module, module: str, on_return: Callable[[str, Any], None]) -> RemovableHandle:
-    """Have `on_return(name, output)` called after a module has run; the caller removes the hook."""
+    """Add a hook that calls `on_return(name, output)` after a module has run; the caller removes the hook."""
     return block.get_submodule(module).register_forward_hook(lambda _, __, output: on_return(module, output))
 
 
 def token_rows(args: tuple[Any, ...]) -> Tensor:
-    """(T, K) inputs of a call, the first of its arguments."""
+    """Return the inputs (T, K) of a call, which are its first argument."""
     inputs: Tensor = args[0]
     return inputs.reshape(-1, inputs.shape[-1])
 
@@ -102,14 +102,14 @@ def show_all_tokens(
     then: Callable[[], None],
     choose: Callable[[Tensor], Tensor] = lambda tokens: tokens,
 ) -> RemovableHandle:
-    """Have experts look at every token, just before tokens are routed to some of them.
+    """Show every token to experts, just before the layer routes each token to some of them.
 
     Args:
-        block: the layer; what it computes stays the same.
-        modules: linears of experts.
-        on_call: called with (name, args, kwargs) before each of them, for all tokens at once.
-        then: called after the last of them.
-        choose: which of all tokens (T, K) they are shown.
+        block: the layer; its output does not change.
+        modules: linears of the experts.
+        on_call: called with (name, args, kwargs) for each linear, with all tokens at once.
+        then: called after the last linear.
+        choose: selects some of all tokens (T, K) to show.
     """
     first = find_expert(modules[0])
     assert first is not None
@@ -129,12 +129,12 @@ def show_all_tokens(
 def count_tokens(
     block: nn.Module, experts: Sequence[ExpertLocation], runs: Iterable[Callable[[], object]]
 ) -> dict[int, int]:
-    """Count the tokens that a layer's own router gives each expert.
+    """Count the tokens that a layer's own router assigns to each expert.
 
     Args:
         block: the layer.
-        experts: of its linears.
-        runs: each runs the layer on some data.
+        experts: the experts to count.
+        runs: functions that each run the layer on some data.
     """
     counts = dict.fromkeys(sorted(expert.number for expert in experts), 0)
     names = {f"{experts[0].container}.{number}": number for number in counts}
@@ -150,11 +150,11 @@ def count_tokens(
 
 
 def describe_under_calibrated(counts: Mapping[int, int], all_tokens: bool) -> list[str]:
-    """A note when some experts are under-calibrated.
+    """Return a note if some experts are under-calibrated, else an empty list.
 
     Args:
-        counts: tokens routed to each expert.
-        all_tokens: whether statistics are of all tokens all the same.
+        counts: number of tokens routed to each expert.
+        all_tokens: whether statistics use all tokens anyway.
     """
     few = [number for number, count in counts.items() if count < UNDER_CALIBRATED_TOKENS]
     if not few:

@@ -1,6 +1,6 @@
-"""Folding of a scale per channel into the parameters on both sides of it: y = (x / s) (W * s)'.
+"""Fold a scale s per channel into the parameters before and after it: y = (x / s) (W * s)', with input x and weight W.
 
-Values only; who may fold, and how folded values are stored, is decided by `algorithms._smoothing` and `discover`.
+This module only computes the values. `algorithms._smoothing` and `discover` decide which modules may be changed.
 Shapes: N outputs, K inputs; a value head of width d feeds K / (kv_heads * d) query heads.
 """
 
@@ -12,15 +12,15 @@ from quantkit.models.linear_sets import LinearSet
 
 
 def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a layer after the set's input has been divided by `scales` at its source.
+    """Yield the parameters of a layer after the set's input has been divided by `scales` at its source.
 
     Args:
-        block: the layer; not modified, but the caller may set each parameter as its value comes.
-        group: a set with a source whose output is as wide as the set's input, or whose value heads are.
+        block: the layer; not modified, but the caller may replace each parameter when it gets the new value.
+        group: a set with a source, whose output is as wide as the set's input or consists of shared value heads.
         scales: (K,) float32, > 0, equal within shared heads.
         head_dim: width of an attention head.
     Yields:
-        relative name and float32 values of all parameters of the source, then of the weights that read its output.
+        Relative name and float32 value of each parameter of the source, then of each weight that reads its output.
     """
     assert group.source is not None, "nothing can absorb the scale"
     outputs = block.get_parameter(f"{group.source}.weight").shape[0]
@@ -33,7 +33,9 @@ def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) ->
 
 
 def output_divisor(scales: Tensor, outputs: int, head_dim: int) -> Tensor:
-    """Factors (outputs,) that divide the outputs of a source whose readers' inputs are divided by `scales` (K,)."""
+    """Return the factors (outputs,) by which to divide a source's outputs so that its readers' inputs are divided by
+    `scales` (K,).
+    """
     if outputs == scales.shape[0]:
         return scales
     # Equal in all query heads of a value head, so the first of them speaks for it.

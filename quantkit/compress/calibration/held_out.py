@@ -1,16 +1,17 @@
-"""Errors of a layer's linears on tokens that no statistic has seen, against the outputs of the original model.
+"""Measure the errors of a layer's linears on held-out tokens, compared with the outputs of the original model.
+
+*Held-out tokens* are calibration text that no statistic uses.
 
 For a linear with the weight W, let o be its inputs in the original model, and x its inputs in the model being
-quantized, for the same tokens. x comes from the layers before and from the linears before it in its layer, all in
-their codes.
+quantized, for the same tokens. All earlier layers, and the earlier linears of the same layer, are already quantized
+when x is computed.
 
-    error           ||Q x - W o|| / ||W o||    Q: what the chosen codes decode to
-    rounding_error  ||R x - W o|| / ||W o||    R: W, plainly rounded to the same scheme in the covering range
+    error ||Q x - W o|| / ||W o|| Q: dequantized weight of the chosen codes
+    rounding_error ||R x - W o|| / ||W o|| R: W, rounded to nearest in full ranges
 
-Both have one target and see one input, so they can be compared; both contain the error that x brings along, so neither
-is 0 where the layers before lose something. Biases are left out, and x is taken before it is rounded itself where
-activations are quantized. Scales that a step has folded into W, or into its outputs, are taken out again.
-Not here: which tokens are held out (`dataset`), the errors of recipes without data (`records`).
+Both errors use the same target and the same input, so they can be compared. Both contain the errors of earlier layers,
+so neither is 0 if those layers have errors. Biases are left out. If activations are quantized, x is taken before it is
+rounded. Scales that a step folded into W or into its outputs are undone first. `dataset` chooses the held-out tokens.
 Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
@@ -46,14 +47,14 @@ _TARGETS = 1 << 24
 
 @dataclass(kw_only=True, slots=True)
 class HeldOut:
-    """The held-out tokens on their way through both models, and the targets of the present layer. *Mutable*.
+    """Held-out hidden states of both models at the current layer, and the target outputs of its linears. *Mutable*.
 
     Args:
-        original: what enters the layer in the original model: one batch, of the process that writes.
-        quantized: what enters it in the model being quantized; None = the same (`calibration.inputs: original`).
-        measure: "held-out"; "calibration" where no text was left to hold out, so that the tokens are of the statistics.
-        num_tokens: of the calibration.
-        layer: whose targets there are.
+        original: inputs of the layer in the original model: one batch, in the process that writes.
+        quantized: inputs in the model being quantized; None = equal to `original` (`calibration.inputs: original`).
+        measure: "held-out", or "calibration" if no text was left to hold out, so that statistics use these tokens too.
+        num_tokens: number of tokens.
+        layer: number of the layer to which the targets belong.
         targets: (T, N) float32 W o of each linear.
     """
 
@@ -66,15 +67,15 @@ class HeldOut:
 
     @property
     def stores(self) -> list[ActivationStore]:
-        """Hidden states of both models."""
+        """Return the stores of both models."""
         return [self.original] if self.quantized is None else [self.original, self.quantized]
 
     def aim(self, layer: LayerContext, *, is_last: bool) -> None:
-        """Find the targets of a layer that nothing has been done to yet, and pass the original's states through it.
+        """Compute the targets of a layer before it is quantized, and advance the original model's states past it.
 
         Args:
-            layer: as it was read.
-            is_last: nothing comes after it.
+            layer: the layer as it was read.
+            is_last: whether this is the last layer.
         """
         if layer.name == self.layer:  # of another recipe's run
             return
@@ -89,14 +90,14 @@ class HeldOut:
                     self.targets[name] = inputs @ layer.weight(name).float().T
 
     def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> None:
-        """Put the errors of a layer in codes into its records, and pass the quantized states through it.
+        """Write the errors of a quantized layer into its records, and advance the quantized model's states past it.
 
-        Codes that a step chose are replaced where plain rounding gives a clearly smaller error.
+        If rounding to nearest gives a clearly smaller error than the codes that a step chose, it replaces them.
 
         Args:
-            layer: finished; modified where codes are replaced.
-            original: gives the weight W of a linear as the layer was read.
-            is_last: nothing comes after it.
+            layer: the finished layer; modified if codes are replaced.
+            original: returns the weight W of a linear as it was read.
+            is_last: whether this is the last layer.
         """
         store, rounded = self.quantized or self.original, list[str]()
         new = [name for name, record in layer.chosen.records.items() if math.isnan(record.error)]  # not codes kept
@@ -121,7 +122,7 @@ class HeldOut:
             self._pass(layer, store, advances=True)
 
     def _first_worse(self, layer: LayerContext, names: list[str], rounded: list[str]) -> list[str]:
-        """Linears of the first set with some that are worse than plain rounding of the same weight."""
+        """Return the linears that are worse than plain rounding, in the first set that has any."""
         worse = [
             name
             for name in names
@@ -137,7 +138,9 @@ class HeldOut:
         return [] if first is None else [name for name in worse if name in first.linears]
 
     def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
-        """A record with errors; those of the weight alone where no held-out token has come by (unused modules)."""
+        """Return a record with errors. If no held-out token reached the linear (unused modules), they are errors of the
+        weight.
+        """
         name, now, target = record.name, layer.weight(record.name), self.targets.get(record.name)
         plain, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)
         columns = layer.data.divisors.get(layer.set_key(name), one)
@@ -160,7 +163,7 @@ class HeldOut:
         )
 
     def _pass(self, layer: LayerContext, store: ActivationStore, *, advances: bool) -> dict[str, Tensor]:
-        """Run the layer on the states of a store; what its sets are fed, in the process that has the batch."""
+        """Run the layer on the states of a store. Return the inputs of each set, in the process that has the batch."""
         rows: dict[str, Tensor] = {}
         count = self._num_rows(layer)
 
@@ -203,12 +206,12 @@ class HeldOut:
 
 
 def output_error(target: Tensor, inputs: Tensor, weight: Callable[[slice], Tensor]) -> float:
-    """||X W' - Y|| / ||Y||, a block of rows of W at a time.
+    """Return ||X W' - Y|| / ||Y||, computed in blocks of rows of W.
 
     Args:
-        target: (T, N) float32 Y: what the original model's linear gives.
+        target: (T, N) float32 Y, outputs of the original model's linear.
         inputs: (T, K) float32 X.
-        weight: gives these rows of W (N, K).
+        weight: returns some rows of W (N, K).
     """
     wrong = total = 0.0
     for rows in row_blocks(target.shape[1], inputs.shape[1]):

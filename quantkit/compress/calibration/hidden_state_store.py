@@ -1,9 +1,10 @@
-"""The hidden states that enter the current decoder layer, in memory or on disk, and saved after each layer.
+"""Store the hidden states that enter the current decoder layer, in memory or on disk, and save them after each layer.
 
-States are kept in batches (B, T, D) of samples of equal length, or sample by sample with whatever else layers hand on
-(see `layer_call`). In memory mode they are also written to the state folder once per layer, so that an interrupted run
-can go on; in disk mode they live only there. Batches are dealt to the processes of a job in turns, and written to one
-folder, where every process reads what is another's, and a later job of any size what this one has left.
+States are stored in batches (B, T, D) of samples of equal length, or sample by sample together with the other tensors
+that layers exchange (see `layer_call`). In memory mode they are also written to the state folder once per layer, so
+that an interrupted run can resume. In disk mode they are only on disk. The processes of a job take batches in turns and
+write them to one shared folder. So each process can read all batches, and a later job can resume with any number of
+processes.
 """
 
 import contextlib
@@ -30,9 +31,9 @@ class ActivationStore:
     """Inputs (hidden states) of one layer; `advance` replaces them by the inputs of the next layer.
 
     Args:
-        folder: where states are saved; one sub-folder per layer. None keeps nothing on disk (memory mode only).
+        folder: folder in which states are saved, with one sub-folder per layer. None = save nothing (memory mode only).
         mode: "ram" or "disk".
-        batches: what enters the first layer, e.g. states (B, T, D); consumed as they are stored.
+        batches: inputs of the first layer, e.g. states (B, T, D); consumed one by one while they are stored.
     """
 
     def __init__(self, folder: Path | None, mode: Mode, batches: Iterator[Batch]) -> None:

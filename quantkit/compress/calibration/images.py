@@ -1,7 +1,7 @@
-"""Calibration samples with images: what a model's own processor makes of texts and the images in them.
+"""Calibration samples with images, as the model's own processor converts them.
 
-Images are the bundled pictures, the files of a folder, or what the lines of a .jsonl file name. They are opened one at
-a time and again for each use: pixels of a sample are as large as its hidden states.
+Images are the bundled pictures, the files of a folder, or the files that a .jsonl file names. They are opened one at a
+time, and again for each use, because a sample's pixels take as much memory as its hidden states.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ QUESTION = "What does the picture show?"
 
 
 def draw_pictures() -> list[tuple[str, Tensor]]:
-    """Captions and pictures, (height, width, 3) uint8; the same ones every time."""
+    """Draw the bundled pictures, always the same ones: captions, and pixels (height, width, 3) uint8."""
     return [
         ("A red circle on a white ground.", _two("red", "white", _circle, 224, 224)),
         ("A blue square on a yellow ground.", _two("blue", "yellow", _square, 224, 224)),
@@ -50,7 +50,7 @@ def draw_pictures() -> list[tuple[str, Tensor]]:
 
 
 def _two(front: str, ground: str, shape: Callable[[Tensor, Tensor], Tensor], height: int, width: int) -> Tensor:
-    """One colour where a shape is, another one elsewhere; shapes are formulas of y and x between 0 and 1."""
+    """Draw a shape in one colour on a ground in another; the shape is a formula of y and x between 0 and 1."""
     y, x = torch.meshgrid(torch.arange(height) / height, torch.arange(width) / width, indexing="ij")
     colours = torch.tensor([_COLOURS[ground], _COLOURS[front]], dtype=torch.uint8)
     return colours[shape(y, x).long()]
@@ -96,17 +96,17 @@ _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 _LIBRARIES = re.compile(r"requires the (\w+) library|No module named '(\w+)'")
 
 Picture = Path | Tensor
-"""A file, or pixels (height, width, 3) uint8."""
+"""An image: a file, or pixels (height, width, 3) uint8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageChat:
-    """One sample.
+    """One sample with images.
 
     Args:
-        where: it comes from, for messages.
+        where: origin of the sample, for messages.
         messages: a chat; each content is a list of `{"type": "image"}` and `{"type": "text", "text": ...}`.
-        pictures: of the image parts, in order.
+        pictures: images of the image parts, in order.
     """
 
     where: str
@@ -119,11 +119,11 @@ class ImageSamples:
     """Samples with images, ready to run.
 
     Args:
-        processor: of the model.
+        processor: the model's processor.
         chats: one per sample.
-        token_ids: of each, those that stand for images included.
+        token_ids: token ids of each chat, including those that stand for images.
         warnings: one sentence each.
-        digest: SHA-256 over all that the processor makes of them.
+        digest: SHA-256 of everything that the processor returns for the samples.
     """
 
     processor: Any
@@ -133,7 +133,7 @@ class ImageSamples:
     digest: str
 
     def inputs(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Token ids (1, T) of each sample, and all that the model's forward takes of it."""
+        """Yield the token ids (1, T) of each sample, and the arguments of the model's forward for it."""
         for chat in self.chats:
             inputs = _process(self.processor, chat)
             yield inputs["input_ids"], inputs
@@ -145,16 +145,17 @@ def load_images(
     """Read, process and draw calibration samples with images; the same arguments give the same samples.
 
     Args:
-        data: "bundled", a folder of image files, or a .jsonl file with `image`, `images` or `messages` per line; paths
-            in it are relative to it.
-        folder: of the model.
+        data: "bundled", a folder of image files, or a .jsonl file with `image`, `images` or `messages` per line; its
+            paths are relative to the file.
+        folder: folder of the model.
         config: config.json of the model.
-        samples: how many at most.
-        sequence_length: tokens per sample; longer ones are left out, since an image cannot be cut.
-        seed: of the draw.
+        samples: maximum number of samples.
+        sequence_length: maximum number of tokens per sample; longer samples are skipped, because an image cannot be
+            cut.
+        seed: seed of the random choice.
     Raises:
-        DataError: no such data, an image that cannot be read, or nothing that fits.
-        ModelError: the model has no processor for images.
+        DataError: the data do not exist, an image cannot be read, or no sample fits.
+        ModelError: the model has no image processor.
     """
     processor = load_processor(folder)
     chats = _bundled() if data == "bundled" else _read(Path(data))
@@ -194,7 +195,7 @@ def load_processor(folder: Path) -> Any:
 
     Raises:
         InputError: a library that it needs is not installed.
-        ModelError: there is none for images, or it or its tokenizer cannot be loaded.
+        ModelError: the model has no image processor, or the processor or tokenizer cannot be loaded.
     """
     from transformers import AutoProcessor
 
@@ -243,7 +244,7 @@ def _text(processor: Any, chat: ImageChat, template: Any) -> str:
 
 
 def _open(chat: ImageChat) -> list[Any]:
-    """The images of a sample, as Pillow has them."""
+    """Open the images of a sample with Pillow."""
     from PIL import Image
 
     opened = []
@@ -260,7 +261,7 @@ def _open(chat: ImageChat) -> list[Any]:
 
 
 def _check_image_tokens(ids: tuple[int, ...], config: Mapping[str, Any], chat: ImageChat) -> None:
-    """Raise DataError where nothing in the text stands for the images: the model would not see them."""
+    """Raise DataError if no token stands for the images, because the model would not see them."""
     token = config.get("image_token_id", config.get("image_token_index"))
     if token is not None and token not in ids:
         raise DataError(f"{chat.where}: its text contains no token for the image ({token} of config.json)")
@@ -271,7 +272,7 @@ def _bundled() -> list[ImageChat]:
 
 
 def _read(path: Path) -> list[ImageChat]:
-    """Samples of a folder or a .jsonl file."""
+    """Return the samples of a folder or a .jsonl file."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
         if not files:
@@ -287,10 +288,10 @@ def _read(path: Path) -> list[ImageChat]:
 
 
 def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a .jsonl file that holds this text, each with its place for messages.
+    """Yield the objects of a .jsonl file with this text, each with its line for messages.
 
     Raises:
-        DataError: a line is something else.
+        DataError: a line is not a JSON object.
     """
     # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -300,7 +301,7 @@ def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parse(record: Mapping[str, Any], where: str, folder: Path) -> ImageChat:
-    """A record: `image` or `images`, with `text` or `messages`; or images inside of `messages`."""
+    """Parse a record: `image` or `images` with `text` or `messages`, or images inside `messages`."""
     files = record.get("images", record.get("image"))
     files = [files] if isinstance(files, str) else (files or [])
     messages = record.get("messages")
@@ -349,7 +350,7 @@ def _paths(files: Sequence[Any], where: str, folder: Path) -> tuple[Path, ...]:
 
 
 def _bytes(leaf: Any) -> bytes:
-    """Bytes of one leaf of a processor's output, for a digest."""
+    """Return the bytes of one value of a processor's output, for a digest."""
     if isinstance(leaf, Tensor):
         return str((leaf.shape, leaf.dtype)).encode() + leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return repr(leaf).encode()

@@ -1,7 +1,7 @@
-"""Calibrated scales of inputs: one number per tensor, found from the data once the layer has its final weights.
+"""Calibrate static scales of linear inputs: one number per tensor, computed after the layer has its final weights.
 
-Linears of one module that read the same input (q, k and v; gate and up) share the scale, as engines join them.
-Dynamic scales are computed at run time and are not here; the arithmetic is in `numerics.activation_quant`.
+Linears of one module that read the same input (q, k and v; gate and up) share the scale, because engines fuse them. The
+runtime computes dynamic scales. `numerics.activation_quant` contains the arithmetic.
 """
 
 from dataclasses import replace
@@ -25,10 +25,10 @@ _FRACTIONS = tuple(2 ** (-i / 6) for i in range(31))
 
 
 class InputRange:
-    """The largest magnitude of a linear's inputs, and some rows spread evenly over each batch.
+    """Largest magnitude of a linear's inputs, and a sample of rows spread evenly over each batch.
 
     Args:
-        keep: whether to keep rows.
+        keep: whether to keep a sample of rows.
     """
 
     def __init__(self, keep: bool) -> None:
@@ -37,7 +37,7 @@ class InputRange:
         self._largest: list[Tensor] = []  # of each batch
 
     def update(self, inputs: Tensor) -> None:
-        """Take in (T, K) inputs of any float dtype; they are not modified."""
+        """Add inputs (T, K) of any float dtype; they are not modified."""
         if inputs.numel() == 0:
             return
         # Kept as a tensor: a Python number would wait for the device at every batch.
@@ -47,23 +47,23 @@ class InputRange:
 
     @property
     def largest(self) -> float:
-        """Largest of all inputs; 0 when there were none."""
+        """Return the largest magnitude of all inputs; 0 if there were none."""
         return torch.stack(self._largest).amax().item() if self._largest else 0.0
 
     @property
     def values(self) -> Tensor:
-        """(n,) float32, those that were kept."""
+        """Return the numbers of the kept rows, (n,) float32."""
         return torch.cat(self._kept)
 
 
 def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
-    """Find the scale of every input that needs one, and put it beside the codes of the linears that read it.
+    """Compute the scale of every input that needs one, and add it to the codes of the linears that read the input.
 
     Args:
-        layer: whose linears all have codes, some of them calibrated scales of inputs; modified.
-        method: "absmax" holds every value seen; "mse" cuts off what costs the others more than it is worth.
+        layer: a layer whose linears all have codes; modified.
+        method: "absmax" covers every observed value; "mse" clips rare large values if that lowers the squared error.
     Raises:
-        DataError: an input was zero throughout, or never came.
+        DataError: an input was always zero, or was never computed.
     """
     sets = _inputs(layer)
     if not sets:
@@ -92,7 +92,7 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
 
 
 def _inputs(layer: LayerContext) -> list[list[str]]:
-    """Linears whose input has a calibrated scale, those that share one together."""
+    """Return the linears whose input has a static scale, grouped by shared scale."""
     shared: dict[tuple[int, str], list[str]] = {}
     for number, group in enumerate(layer.sets):
         for name in group.linears:
@@ -104,7 +104,7 @@ def _inputs(layer: LayerContext) -> list[list[str]]:
 
 
 def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:
-    """The largest magnitude that the scale must cover."""
+    """Return the largest magnitude that the scale must cover."""
     # Under a global scale the groups have scales of their own at run time, so there is nothing that clipping helps.
     if method == "absmax" or seen.largest == 0 or scheme.dynamic:
         return seen.largest

@@ -1,8 +1,8 @@
-"""Choosing the KV cache of a layer: keys and values observed as the layer caches them, scales, and outliers.
+"""Choose the KV cache of a layer: observe its keys and values, calibrate scales, and detect outliers.
 
-They are seen after the position embedding and any norm on keys, with the layer's weights as they will be written, in
-the place of the cache object that transformers hands to a layer. Nothing is rounded here; that is the runtime's. A
-model that caches a latent in place of keys and values is refused by the pipeline.
+A recorder takes the place of the cache object that transformers passes to a layer. It sees keys and values after the
+position embedding and any norm, computed with the layer's final weights. This module rounds nothing; the runtime does.
+The pipeline refuses models that cache a latent vector instead of keys and values.
 Shapes: B samples, H key/value heads, T tokens, D channels.
 """
 
@@ -23,26 +23,28 @@ from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.results import CacheRecord
 
 MOST_NOISE = 0.1
-"""Of an ordinary channel's energy: what rounding may put upon keys before they count as having outlier channels."""
+"""Most noise that rounding may add to keys, as a share of an ordinary channel's energy. Above it, keys have outlier
+channels.
+"""
 
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
 
 
 class _Seen(Exception):
-    """Raised with keys and values as soon as the layer has handed them over."""
+    """Signal with the keys and values that the layer passes to its cache."""
 
 
 def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
-    """Scales and number types of one layer's cache; to be called once its weights are final.
+    """Choose scales and number types of one layer's cache; call this when its weights are final.
 
     Args:
-        layer: its store has the hidden states; none are needed where the goal needs no data. A note is added where the
+        layer: the layer, with the hidden states in its store unless the goal needs no data. A note is added if the
             decision differs from the goal.
-        goal: what the recipe asks for.
+        goal: cache that the recipe asks for.
     Raises:
-        ModelError: the layer hands its keys and values to no cache.
-        CheckpointError: a key or value is not finite, or all that a scale is for are zero.
+        ModelError: the layer does not pass its keys and values to a cache.
+        CheckpointError: a key or value is not finite, or all values that share a scale are zero.
     """
     asked = goal.scheme
     if not goal.needs_data:
@@ -65,11 +67,11 @@ def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
 
 
 def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatistics:
-    """Statistics of the keys and values that a layer caches, over all calibration data.
+    """Collect statistics of the keys and values that a layer caches, over all calibration data.
 
     Args:
-        layer: with its final weights.
-        rotate: keys are also looked at as a Hadamard rotation leaves them.
+        layer: the layer with its final weights.
+        rotate: whether to collect statistics of the keys after a Hadamard rotation too.
     Raises:
         ModelError, CheckpointError: see `calibrate_cache`.
     """
@@ -104,19 +106,20 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
 
 
 def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | None = None) -> float:
-    """Noise that rounding adds to an ordinary key channel, as a share of its mean square; of the worst head.
+    """Estimate the noise that rounding adds to an ordinary key channel, as a share of its mean square, for the worst
+    head.
 
-    The rule for outliers: keys have outlier channels where this is above `MOST_NOISE`. An outlier, be it a large bias
-    of the key projection or a few channels far above the rest, widens the range that a token's channels share, and so
-    the step; the step's mean square over 12 is the noise, which falls on all channels alike. What is ordinary is the
-    median over a head's channels of their mean square, which few outliers do not move. With ranges per channel each
-    channel bears its own noise, and the median of those counts. Floats have a relative error of their own, and a step
-    only where numbers are so small beside the largest that they are subnormal.
+    Keys have outlier channels if this value exceeds `MOST_NOISE`. An outlier (a large bias of the key projection, or a
+    few channels far above the rest) widens the range that all channels of a token share. The rounding step grows with
+    the range. The noise is the step's mean square divided by 12, and is equal for all channels. An ordinary channel's
+    mean square is the median over the head's channels, which few outliers do not change. With ranges per channel, each
+    channel has its own noise, and the median of these counts. Floats have a relative error, and a fixed step only for
+    numbers so small that they are subnormal.
 
     Args:
-        statistics: of one layer.
-        scheme: of the keys.
-        rotated: whether they are rotated before rounding; None = where the statistics have them so.
+        statistics: statistics of one layer.
+        scheme: scheme of the keys.
+        rotated: whether keys are rotated before rounding; None = if the statistics include rotated keys.
     """
     if scheme.dtype is None:
         return 0.0
@@ -139,10 +142,12 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
 
 
 def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
-    """The cache that was asked for, or, where keys have outlier channels, the first remedy that brings noise down.
+    """Return the requested cache; or, if keys have outlier channels, the first remedy that makes their noise small
+    enough.
 
-    Remedies are tried in the order that costs least: ranges per channel instead of per token, 8 bits, not quantized;
-    a recipe that names one gets that one, and unquantized keys where it does not help either.
+    Remedies are tried in order of cost: ranges per channel instead of per token, 8 bits, unquantized. If a recipe names
+    a
+    remedy, only that one is tried, and keys stay unquantized if it does not help.
     """
     if not goal.outliers or noise(statistics, goal.scheme.key) <= MOST_NOISE:
         return goal.scheme
@@ -159,7 +164,7 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
 
 
 def _scales(layer: str, what: str, scheme: CacheScheme, numbers: HeadStatistics, goal: CacheGoal) -> tuple[float, ...]:
-    """Fixed scales of keys or values, one or one per head; none where the scheme has none."""
+    """Return the fixed scales of keys or values: one, or one per head; empty if the scheme has none."""
     if not scheme.is_fixed:
         return ()
     peaks = numbers.peak if scheme.granularity == "head" else numbers.peak.max().reshape(1)

@@ -1,6 +1,6 @@
-"""One decoder layer under compression: its weights, the inputs it sees, and the codes chosen so far.
+"""One decoder layer during compression: its weights, its inputs, and the codes chosen so far.
 
-This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inputs of a linear.
+Algorithms see nothing else of the model. Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
 import copy
@@ -50,21 +50,23 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(kw_only=True, slots=True)
 class LayerContext:
-    """One decoder layer and everything an algorithm may ask of it. Modified by each step.
+    """One decoder layer, as algorithms see it. Each step modifies it.
 
     Args:
         name: full module name, e.g. `model.layers.3`.
-        stream: the layer with its weights, in the compute dtype, on the compute device, and what it is fed.
-        sets: linears that share an input, in running order; those that are ignored included.
+        stream: the layer with its weights, in the compute dtype on the compute device, and its inputs.
+        sets: linears that share an input, in execution order, including ignored ones.
         schemes: scheme of each linear to quantize, by relative name.
         scale_dtype: dtype in which scales are stored, by relative name.
         head_dim: width of an attention head.
         stored_dtype: dtype on disk of each parameter, by relative name.
-        seed: of the run, for steps that draw random numbers.
-        owners: with several processes, the one that solves a set and keeps its statistics, by the set's first linear.
-        data: statistics of what it is fed, and the original layer.
-        chosen: what has been chosen so far.
-        shared: statistics of the layer as it was read, for other recipes that feed it the same; None = there are none.
+        seed: seed of the run, for steps that draw random numbers.
+        owners: with several processes, the process that solves a set and keeps its statistics, by the set's first
+            linear.
+        data: statistics of the layer's inputs, and the original layer.
+        chosen: choices made so far.
+        shared: statistics of the unchanged layer, shared with other recipes that have the same inputs; None = not
+            shared.
     """
 
     name: str
@@ -120,7 +122,9 @@ class LayerContext:
         return self.data.tokens_per_expert[expert.number] < UNDER_CALIBRATED_TOKENS
 
     def count_tokens(self) -> None:
-        """Route all calibration data, count the tokens of each expert, and note those that are under-calibrated."""
+        """Run all calibration data, count the tokens routed to each expert, and add a note about under-calibrated
+        experts.
+        """
         experts = [expert for group in self.sets for name in group.linears if (expert := find_expert(name))]
         if not experts or self.stream.store is None:
             return
@@ -135,7 +139,9 @@ class LayerContext:
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 
     def _gathered(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Statistics of the data, gathered once for all recipes that share them: as long as the layer is unchanged."""
+        """Return statistics of the data. Recipes that share them compute them only once, as long as the layer is
+        unchanged.
+        """
         if self.shared is None or self.chosen.quantized or self.data.divisors:
             return compute()
         if key not in self.shared:
@@ -146,14 +152,15 @@ class LayerContext:
     def observe(self, observers: Mapping[str, Seen], errors: Mapping[str, CrossGram] = _NO_ERRORS) -> dict[str, Seen]:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
 
-        With several processes an observer sees them where its set has its `owner`; see `known`, and `Gram`.
+        With several processes, an observer gets its inputs in the process that owns the set; see `known` and `Gram`.
 
         Args:
-            observers: by relative name of a linear.
-            errors: of some of them that see every token; each is shown the linear's inputs too, with those of the
-                original model, divided by what has been folded into their source since.
+            observers: observers by relative name of a linear.
+            errors: further observers for some of these linears. Each gets the linear's inputs together with the
+                original model's inputs of the same tokens, divided by the scales that have been folded into their
+                source since.
         Returns:
-            the observers, or copies of others that have seen the same.
+            The observers, or copies of other observers that have seen the same inputs.
         """
 
         def run() -> dict[str, Seen]:
@@ -217,13 +224,13 @@ class LayerContext:
             self.data.original.structure = self.stream.structure
 
     def capture(self, module: str, max_tokens: int) -> list[Call]:
-        """Arguments of a sub-module's calls, whole sequences, for about `max_tokens` tokens.
+        """Return the arguments of a sub-module's calls for about `max_tokens` tokens, in whole sequences.
 
         Args:
-            module: relative name.
-            max_tokens: batches are taken, and the last one cut between sequences, until there are this many.
+            module: relative name of the sub-module.
+            max_tokens: number of tokens; the last batch is cut between sequences.
         Returns:
-            (args, kwargs) per batch, hidden states detached from further changes.
+            (args, kwargs) for each batch; later changes of the layer do not affect them.
         """
         calls: list[Call] = []
         left = max_tokens
@@ -237,11 +244,12 @@ class LayerContext:
         return calls
 
     def forward(self, hidden: Batch, **extra: Any) -> Tensor:
-        """Output of the layer with its present weights; inputs of committed linears are quantized if the scheme says.
+        """Return the layer's output with its current weights; inputs of quantized linears are quantized if their
+        schemes say so.
 
         Args:
-            hidden: (B, T, D) or a call, any device.
-            extra: arguments for the layer besides those that the model gives it.
+            hidden: (B, T, D) or a `LayerCall`, on any device.
+            extra: additional arguments of the layer.
         Returns:
             (B, T, D) on the layer's device.
         """
@@ -249,12 +257,14 @@ class LayerContext:
             return self.stream.forward(hidden, **extra)
 
     def advance(self, number: int, batch: Batch) -> Batch:
-        """Inputs of the next layer, given a batch that enters this one and its number."""
+        """Return the inputs of the next layer for batch `number`, which enters this layer."""
         with self.quantized_inputs(self.chosen.quantized):
             return self.stream.advance(number, batch)
 
     def check_runs(self, first: Tensor | None) -> None:
-        """See in all processes whether runs were runs of this layer, by its output for the first sequence in one."""
+        """Check that repeated runs give equal results, by the layer's output for the first sequence, `first`; tell all
+        processes.
+        """
         if self.stream.structure is None or not isinstance(self.store[0], Tensor):
             return
         same = True
@@ -270,7 +280,7 @@ class LayerContext:
         return WeightGrid(self.schemes[name].weight, self.scale_dtype[name], self._tensor_largest(name))
 
     def round(self, names: Sequence[str]) -> None:
-        """Round linears to nearest, with the ranges that a step chose, else with searched ranges."""
+        """Round linears to nearest, with the ranges that a step chose, or else with searched ranges."""
 
         def rounded(name: str) -> tuple[QuantizedTensor, LinearRecord]:
             weight, grid = self.weight(name), self.grid(name)
@@ -282,7 +292,9 @@ class LayerContext:
             self._put(name, weight, record)
 
     def round_plainly(self, name: str, weight: Tensor) -> None:
-        """Replace the codes of a linear by those of its unquantized weight (N, K) in covering ranges."""
+        """Replace the codes of a linear by those of its unquantized weight (N, K), rounded to nearest in
+        full ranges.
+        """
         before = self.chosen.quantized.pop(name)
         self.weight(name).copy_(weight)
         self.chosen.ranges[name] = affine.minmax_parameters(weight, self.grid(name))
@@ -330,7 +342,9 @@ class LayerContext:
             current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
-        """(1,) the largest magnitude of all that share this linear's tensor-wide scale, as before any had codes."""
+        """Return the largest magnitude (1,) of all linears that share a tensor-wide scale with this one, before any had
+        codes.
+        """
         if not self.schemes[name].weight.has_tensor_scale:
             return None
         sharing = self.sharing(name)

@@ -16,14 +16,14 @@ class LayerData:
     """Inputs of a layer, and their statistics. *Mutable*.
 
     Args:
-        original: the layer as it was, and what enters it in the original model; only there when a step compares with
-            it.
-        targets: hidden states after the layer in the original model, where a step asks for nothing else of it.
-        all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
-            computes is not affected.
-        tokens_per_expert: how many tokens are routed to each; set by `LayerContext.count_tokens`.
-        divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
-        output_divisors: (N,) what the outputs of a linear have been divided by since then, by its name.
+        original: the original layer with the original model's inputs; only present if a step compares with it.
+        targets: the original model's hidden states after the layer, if a step needs only these.
+        all_tokens: whether statistics of experts use all tokens instead of the routed ones; the layer's output is not
+            affected.
+        tokens_per_expert: number of tokens routed to each expert; set by `LayerContext.count_tokens`.
+        divisors: (K,) factors by which the inputs of a set have been divided since the layer was loaded, by the set's
+            first linear.
+        output_divisors: (N,) factors by which the outputs of a linear have been divided since then, by its name.
     """
 
     original: Stream | None = None
@@ -39,13 +39,14 @@ class LayerChoices:
     """Choices made for a layer so far, by relative name. *Mutable*.
 
     Args:
-        ranges: that a step has left for the rounding that follows.
-        quantized: codes; the layer computes with their values.
-        solved: linears whose codes a step has chosen itself, not only their ranges.
-        tensor_largest: see `WeightGrid`, of linears that share it, by the first of them; fixed by their first codes.
+        ranges: ranges that a step chose for the later rounding.
+        quantized: codes; the layer computes with their dequantized values.
+        solved: linears for which a step chose the codes, not only the ranges.
+        tensor_largest: see `WeightGrid`; for linears that share it, by the first of them. It is fixed when one of them
+            gets codes.
         cache_scales: tensors of the KV cache to write beside the weights.
-        records: what the codes cost.
-        notes: what a user should know, a sentence each.
+        records: errors and sizes of the quantized linears.
+        notes: remarks for the user, one sentence each.
     """
 
     ranges: dict[str, Ranges] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs.
 
-With several processes each runs other batches of the data. Not partial sums travel but what is summed: whoever has a
-statistic takes in every batch in the order of the data, so its bits are those of one process, for any number of them,
-and memory holds no second copy of it. Alone nothing travels.
+With several processes, each runs different batches of the data. The processes exchange the inputs, not partial sums:
+the process that owns a statistic adds every batch in the order of the data. So the result is bit for bit that of one
+process, and there is no second copy in memory.
 """
 
 import math
@@ -33,11 +33,13 @@ class Observer(Protocol):
     """Something that looks at the inputs of a linear."""
 
     def update(self, inputs: Tensor) -> None:
-        """Take in (T, K) inputs of any float dtype; they are not modified."""
+        """Add inputs (T, K) of any float dtype; they are not modified."""
 
 
 def options_of(value: object) -> Hashable:
-    """Return a key that tells apart observers that have seen nothing: their types, sizes and options."""
+    """Return a key for the type, sizes and options of an observer without data; observers with equal keys are
+    interchangeable.
+    """
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, Mapping):
@@ -48,13 +50,17 @@ def options_of(value: object) -> Hashable:
 
 
 class Workspace:
-    """Memory for copies of inputs, for all who sum them in turns: new memory each time costs as much as the copy."""
+    """Memory for copies of inputs, reused by observers one after another; allocating it each time costs as much as
+    copying.
+    """
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def operand(self, values: Tensor, purpose: str) -> Operand:
-        """A (T, K) matrix to be multiplied, good until the next one for the same purpose; it is not modified."""
+        """Return a matrix (T, K) prepared for multiplication, valid until the next call with the same purpose; it is
+        not modified.
+        """
         if values.dtype == torch.bfloat16 and multiplies_bfloat16(values.device):
             return pack_matrix(values, self.empty((packed_size(*values.shape),), purpose, values))
         if values.dtype == torch.float32:
@@ -62,7 +68,9 @@ class Workspace:
         return self.empty(values.shape, purpose, values, torch.float32).copy_(values)
 
     def empty(self, shape: tuple[int, ...], purpose: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory, likewise, on this tensor's device and, if not said otherwise, in its dtype."""
+        """Return uninitialized memory, valid until the next call with the same purpose, on the device of `like` and by
+        default in its dtype.
+        """
         dtype, size = dtype or like.dtype, math.prod(shape)
         held = self._held.get((purpose, dtype))
         if held is None or held.numel() < size:
@@ -70,20 +78,20 @@ class Workspace:
         return held[:size].view(shape)
 
     def clear(self) -> None:
-        """Give all of it up."""
+        """Free all memory."""
         self._held.clear()
 
 
 class _MeanMatrix:
-    """A (R, K) float32 sum over tokens, whose mean is handed out once; summed in panels of rows.
+    """Sum (R, K) float32 over tokens, whose mean is returned once; computed in panels of rows.
 
     Args:
         width: K.
-        device: where the matrix lives.
-        rows: R, if not K.
-        parts: sums that are kept apart, each of its share of every update's tokens.
-        split: with several processes all are shown all inputs, and each sums some of the panels.
-        workspace: that it shares with others; None = its own.
+        device: device of the matrix.
+        rows: R; None = K.
+        parts: number of separate sums; each uses an equal share of every update's tokens.
+        split: with several processes, every process gets all inputs and sums some of the panels.
+        workspace: memory shared with other observers; None = its own.
     """
 
     def __init__(
@@ -111,17 +119,21 @@ class _MeanMatrix:
         self.num_tokens = 0
 
     def _part(self, panel: slice) -> tuple[int, int]:
-        """Shape of what of these rows is summed, from their first column on."""
+        """Return the shape of the part of the sum that belongs to these rows, from their first column on."""
         return panel.stop - panel.start, self._shape[1]
 
     def chunks(self, *rows: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield the number of a part and rows of each (T, ...) that are summed in it, as many as are copied at once."""
+        """Yield the number of a part and the rows of each tensor (T, ...) to sum in it, in pieces that fit the
+        workspace.
+        """
         for part, own in enumerate(zip(*(torch.tensor_split(each, self._parts) for each in rows), strict=True)):
             for start in range(0, len(own[0]), _TOKENS):
                 yield part, [each[start : start + _TOKENS] for each in own]
 
     def finish(self) -> list[Tensor]:
-        """The parts, which add up to the mean; the observer gives up its memory. All processes at once, if split."""
+        """Return the parts, which add up to the mean, and free the observer's memory. If split, all processes must call
+        this.
+        """
         self._workspace, own = Workspace(), self.sums[::-1]
         self.sums = []
         # Not zeros: what is never written to takes no memory, and of a Gram matrix that is nearly half.
@@ -137,9 +149,9 @@ class _MeanMatrix:
 
 
 class Gram(_MeanMatrix):
-    """Mean of x x' over tokens, very large x made smaller: GPTQ's Hessian up to a factor.
+    """Mean of x x' over tokens, with very large x scaled down: GPTQ's Hessian up to a factor.
 
-    What is above its diagonal means nothing.
+    Entries above the diagonal are undefined.
     """
 
     def _part(self, panel: slice) -> tuple[int, int]:
@@ -155,11 +167,12 @@ class Gram(_MeanMatrix):
 
 
 class CrossErrors(NamedTuple):
-    """What the layers before a set of linears have got wrong, as the set sees it.
+    """Errors of earlier layers, as a set of linears sees them.
 
     Args:
-        mean: (K, K) E, the mean of (o - x) x', o from the original model; or (N_i, K) W E of each linear.
-        halves: (R, K) S W E of each half of the tokens, which add up to that of all; S (R, N) combines outputs.
+        mean: (K, K) E, the mean of (o - x) x', where o is the original model's input; or (N_i, K) W_i E for each linear
+            i.
+        halves: (R, K) S W E for each half of the tokens; their sum is that of all tokens. S (R, N) combines outputs.
     """
 
     mean: Tensor | tuple[Tensor, ...]
@@ -167,13 +180,14 @@ class CrossErrors(NamedTuple):
 
 
 class CrossGram(_MeanMatrix):
-    """Products of the inputs of linears and their errors: mean of (o - x) x', o from the original model.
+    """Mean of (o - x) x' over tokens: products of a linear's inputs x and their errors, where o is the original model's
+    input.
 
-    Linears with few outputs only need W (o - x) x', which is a smaller matrix. Split as a `Gram` may be, and tokens
-    count as they do there.
+    For linears with few outputs, the smaller matrix W (o - x) x' is enough. `split` and the scaling of tokens work as
+    in `Gram`.
 
     Args:
-        weights: (N_i, K) of all linears that read the input, as they are until the mean is taken.
+        weights: (N_i, K) weights of all linears that read the input; must not change until the mean is computed.
         workspace: see `_MeanMatrix`.
     """
 
@@ -187,7 +201,7 @@ class CrossGram(_MeanMatrix):
         self._halves = _MeanMatrix(width, device, len(self._sketch), parts=2, split=True)
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
-        """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
+        """Add inputs (T, K), and the inputs of the same tokens in the original model; neither is modified."""
         for half, (rows, others, shares) in self._halves.chunks(inputs, original, _token_shares(inputs)):
             # The difference first: of two sums o x' and x x' little but rounding would be left.
             wrong = torch.sub(others, rows, out=self._workspace.empty(rows.shape, "errors", rows))
@@ -210,7 +224,7 @@ class CrossGram(_MeanMatrix):
         add_products(total, outputs, slice(0, len(total)), values)
 
     def _rows(self, panel: slice) -> Tensor:
-        """Stack these rows of all weights: a copy of no more than a panel."""
+        """Return these rows of all weights, stacked; this copies at most one panel."""
         starts = accumulate((len(weight) for weight in self._weights[:-1]), initial=0)
         return torch.cat(
             [
@@ -220,15 +234,16 @@ class CrossGram(_MeanMatrix):
         )
 
     def errors(self) -> CrossErrors:
-        """Return the mean and its halves; as `finish`."""
+        """Return the mean and its halves, and free the memory; see `finish`."""
         (mean,), self._weights = self.finish(), []
         return CrossErrors(mean if self._sizes is None else torch.split(mean, self._sizes), self._halves.finish())
 
 
 def _token_shares(inputs: Tensor) -> Tensor:
-    """(T, 1) float32 at most 1: what each token of (T, K) inputs is multiplied by, see `_LARGEST_NORM`.
+    """Return the factor of each token of (T, K) inputs, (T, 1) float32, at most 1; see `_LARGEST_NORM`.
 
-    Not for AWQ and searched ranges, whose codes make up for nothing: with this their KL was a third larger.
+    AWQ and searched ranges do not use it, because their codes compensate for nothing: their KL was a third larger with
+    it.
     """
     norms = torch.linalg.vector_norm(inputs, dim=1, keepdim=True, dtype=torch.float32)
     if not len(norms):  # no token is routed to an expert
@@ -241,7 +256,7 @@ def _scaled(rows: Tensor, shares: Tensor) -> Tensor:
 
 
 def _sketch(weights: Sequence[Tensor]) -> Tensor:
-    """(R, K) random sums of the outputs of (N_i, K) weights, or all outputs where these are no more."""
+    """Return random combinations (R, K) of the outputs of (N_i, K) weights, or all outputs if there are at most R."""
     count = sum(len(weight) for weight in weights)
     if count <= _SKETCHED:
         return torch.cat(list(weights))
@@ -253,12 +268,12 @@ def _sketch(weights: Sequence[Tensor]) -> Tensor:
 
 
 class GroupGram:
-    """Mean of x x' inside each group of inputs: what a change of that group's weights costs, to second order.
+    """Mean of x x' inside each group of inputs: the second-order cost of changing that group's weights.
 
     Args:
         width: K.
         group: g; must divide K.
-        device: where the (G, g, g) float32 tensor lives.
+        device: device of the (G, g, g) float32 tensor.
     """
 
     def __init__(self, width: int, group: int, device: torch.device) -> None:
@@ -273,16 +288,16 @@ class GroupGram:
 
     @property
     def mean(self) -> Tensor:
-        """(G, g, g) float32."""
+        """Return the mean, (G, g, g) float32."""
         return self._sum / max(self.num_tokens, 1)
 
 
 class Magnitude:
-    """Per input channel: mean |x|, largest |x| and mean x^2, each (K,) float32.
+    """Mean |x|, largest |x| and mean x^2 of each input channel, each (K,) float32.
 
     Args:
         width: K.
-        device: where the vectors live.
+        device: device of the vectors.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -301,12 +316,12 @@ class Magnitude:
 
     @property
     def mean(self) -> Tensor:
-        """Mean |x| per channel, (K,)."""
+        """Return the mean |x| of each channel, (K,)."""
         return self._sum / max(self.num_tokens, 1)
 
     @property
     def mean_square(self) -> Tensor:
-        """Mean x^2 per channel, (K,)."""
+        """Return the mean x^2 of each channel, (K,)."""
         return self._square / max(self.num_tokens, 1)
 
 
@@ -317,16 +332,17 @@ def spread_rows(inputs: Tensor, count: int) -> Tensor:
 
 
 Handler = Callable[[str, Tensor], None]
-"""Takes the rows (T, K) that a linear, by its name, was called with."""
+"""Function that receives the name of a linear and the rows (T, K) that the linear was called with."""
 
 
 class Deliveries:
-    """Rows of one batch of each process at a time.
+    """Exchange of input rows between processes, one batch per process at a time.
 
     Args:
-        handlers: by what the rows are; called in the order of the batches, of one batch in that of `send`.
-        recipients: processes that want the rows of a linear.
-        device: of all rows.
+        handlers: functions that receive the rows, by kind of rows. They are called in the order of the batches and,
+            within a batch, in the order of `send`.
+        recipients: returns the processes that need the rows of a linear.
+        device: device of all rows.
     """
 
     def __init__(
@@ -337,7 +353,7 @@ class Deliveries:
         self._count = 0
 
     def send(self, kind: str, name: str, rows: Tensor) -> None:
-        """Have the handler of a kind called with these rows, at the latest by `deliver`."""
+        """Send rows to the handlers of a kind, which are called at the latest in `deliver`."""
         if world() == 1:
             self._handlers[kind](name, rows)
             return
@@ -347,7 +363,9 @@ class Deliveries:
             self._waiting[to][self._count, kind, name] = rows
 
     def deliver(self) -> None:
-        """Once each process has run its batch, or had none left: all take in what is for them."""
+        """Exchange the rows that the processes have sent, and call the handlers. All processes call this after each
+        turn.
+        """
         if world() == 1:
             return
         for rows in exchange(self._waiting, self._device):
@@ -357,7 +375,9 @@ class Deliveries:
 
 
 def own_turns(store: ActivationStore) -> Iterator[int | None]:
-    """Number of the batch that this process runs in each turn of all processes, or None where none is left for it."""
+    """Yield, for each turn of all processes, the number of the batch that this process runs; None = no batch is left
+    for it.
+    """
     for first in range(0, len(store), world()):
         number = first + rank()
         yield number if number < len(store) else None

@@ -1,11 +1,10 @@
-"""Calibration data on its way through a layer that is run again for each set of linears, without repeating work.
+"""Run calibration data through a layer once for each set of linears, without repeating work.
 
-The inputs of a set come from a run of the layer from its start, with the codes of the sets before it. What modules with
-final weights gave in one run they give in the next: their outputs are kept, batch by batch, in place of being computed
-again. Of a module that ends in the linear whose codes are chosen next the input of that linear is kept instead, since
-nothing before it in the module is needed any more. So each linear sees each batch once, and what is left for the last
-run is the end of the layer. Modules that cannot be replaced so are run again, which gives the same numbers.
-Names of modules are relative to the layer; "" is the layer itself.
+Each run computes the inputs of one set, with the codes of the sets before it. Modules whose weights are final give the
+same outputs in every later run, so their outputs are stored for each batch and replayed. If a module ends in the linear
+that is quantized next, the input of that linear is stored instead, because the rest of the module is no longer needed.
+So each linear sees each batch once, and the last run computes only the end of the layer. Modules that cannot be
+replaced in this way run again, with equal results. Module names are relative to the layer; "" is the layer itself.
 """
 
 from collections import Counter
@@ -31,30 +30,35 @@ _MOST_WIDTHS = 16
 
 
 class End(NamedTuple):
-    """Form in which a module returns its last linear's output: as it is, or first in a tuple without other tensors."""
+    """How a module returns the output of its last linear: unchanged, or first in a tuple that has no other tensors.
+
+    Args:
+        linear: name of the linear.
+        others: the other entries of the tuple; None = no tuple.
+    """
 
     linear: str
     others: tuple[Any, ...] | None
 
     def output(self, value: Tensor) -> Any:
-        """Return the module's output for this output of the linear."""
+        """Return the module's output, given the output of its last linear."""
         return value if self.others is None else (value, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Modules of a layer that their kept outputs can replace; with none the layer always runs whole.
+    """Modules of a layer whose stored outputs can be replayed. Without any, the whole layer runs each time.
 
     Args:
-        modules: linears to quantize in each.
-        ends: of those modules that end in a linear.
+        modules: the linears to quantize in each of these modules.
+        ends: for those modules that end in a linear: how they return its output.
     """
 
     modules: dict[str, frozenset[str]] = field(default_factory=dict)
     ends: dict[str, End] = field(default_factory=dict)
 
     def without(self, linears: Collection[str]) -> list[str]:
-        """The outermost modules that have none of these linears."""
+        """Return the outermost of these modules that contain none of the linears."""
         names = [name for name, inside in self.modules.items() if inside.isdisjoint(linears)]
         return [name for name in names if not _is_in_any(name, names)]
 
@@ -62,19 +66,21 @@ class Structure:
 NOTHING = Structure()
 
 Value = Callable[[torch.device], Any]
-"""Gives what is kept, from memory or from a file: tensors of its own, since layers may add to what modules return."""
+"""Function that loads a stored value, from memory or from a file, to a device. It returns new tensors, since layers may
+modify them.
+"""
 
 
 class _Kept:
-    """Kept tensors of one batch by module: its output, or the input of the linear that it ends in. *Mutable*.
+    """Stored tensors of one batch, by module: the module's output, or the input of its last linear. *Mutable*.
 
-    They are kept on disk where there is a folder for it: those of all batches take much more than the layer does.
+    They are on disk if there is a folder, because those of all batches need much more memory than the layer.
 
     Args:
-        store: of the hidden states.
-        number: of the batch.
+        store: store of the hidden states.
+        number: number of the batch.
     Attributes:
-        values: of each module, and the linear whose input is kept; None = the output is.
+        values: for each module, the stored value, and the linear whose input it is; None = it is the module's output.
     """
 
     def __init__(self, store: ActivationStore | None, number: int) -> None:
@@ -82,7 +88,7 @@ class _Kept:
         self.values: dict[str, tuple[Value, str | None]] = {}
 
     def keep(self, module: str, value: Any, linear: str | None = None) -> None:
-        """Keep the output of a module, or the input of the linear that it ends in."""
+        """Store the output of a module, or the input of the linear that it ends in."""
         if self._store is None or self._store.beside is None:
             self.values[module] = partial(_copied, _copied(value, "cpu")), linear
             return
@@ -94,7 +100,7 @@ class _Kept:
         self.values[module] = partial(_loaded, path), linear
 
     def prune(self) -> None:
-        """Drop what is inside of what is kept."""
+        """Remove stored tensors of modules that are inside another stored module."""
         for module in [name for name in self.values if _is_in_any(name, self.values)]:
             del self.values[module]
             if self._store is not None and self._store.beside is not None:
@@ -105,16 +111,17 @@ class _Kept:
 
 
 class Stream:
-    """A layer of one model, and its runs. *Mutable*: keeps what does not change from run to run, batch by batch.
+    """A layer of one model, and its runs. *Mutable*: stores, for each batch, results that do not change from run to
+    run.
 
     Args:
         block: the layer.
-        store: what enters it; None where there is no calibration data.
-        arguments: what the model calls the layer with, besides the hidden states.
-        next_call: what the model calls the next layer with after this one, where that is more than hidden states.
+        store: inputs of the layer; None = no calibration data.
+        arguments: returns the other arguments with which the model calls the layer.
+        next_call: returns the call of the next layer, if layers exchange more than hidden states.
     Attributes:
-        device: of its weights, those included that nothing needs any more.
-        structure: of the layer; nothing is kept without one.
+        device: device of the weights, including weights that are no longer needed.
+        structure: modules that can be replayed; None = nothing is stored.
     """
 
     def __init__(
@@ -131,13 +138,13 @@ class Stream:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, **extra: Any) -> Tensor:
-        """Output of the layer, for hidden states (B, T, D) or a call; `extra` are further arguments of it."""
+        """Return the layer's output for hidden states (B, T, D) or a `LayerCall`; `extra` are additional arguments."""
         batch = batch.to(self.device)
         return hidden_states(self.block(states_of(batch), **{**self.arguments(batch), **extra}))
 
     @torch.inference_mode()
     def advance(self, number: int, batch: Batch) -> Batch:
-        """Inputs of the next layer, given a batch that enters this one and its number."""
+        """Return the inputs of the next layer for batch `number`, which enters this layer."""
         with self.replaying(number):
             if isinstance(batch, Tensor):
                 return self.forward(batch)
@@ -145,7 +152,7 @@ class Stream:
             return self._next_call(batch, compute_with(self.block))
 
     def learn(self, linears: Collection[str], run: Callable[[], Tensor]) -> None:
-        """Keep from here on what runs have in common; see `learn_structure`."""
+        """Store from now on the results that runs have in common; see `learn_structure`."""
         self.structure = learn_structure(self.block, linears, run)
 
     def run(
@@ -159,15 +166,16 @@ class Stream:
         *,
         all_tokens: bool = False,
     ) -> None:
-        """`probe` a batch, with what is kept of it, and keep more.
+        """Run a batch with `probe`, replay its stored results, and store further results.
 
         Args:
-            number: of the batch.
-            run: runs the layer on it.
-            linears: whose inputs are looked at.
-            on_call: told of them.
-            changing: linears that have no final weights yet: nothing that comes after them is kept.
-            needed: linears whose inputs are looked at in this run or later; modules without any are run to their end.
+            number: number of the batch.
+            run: runs the layer on the batch.
+            linears: linears whose inputs are observed.
+            on_call: receives these inputs.
+            changing: linears without final weights; results that depend on them are not stored.
+            needed: linears whose inputs are observed in this or a later run; modules without any of them run to their
+                end.
             all_tokens: see `probe`.
         """
         kept, structure = self._kept.setdefault(number, _Kept(self.store, number)), self.structure or NOTHING
@@ -203,7 +211,9 @@ class Stream:
 
     @contextmanager
     def replaying(self, number: int, linears: Collection[str] = ()) -> Iterator[None]:
-        """While open, the layer gives back what is kept of a batch, but where that would hide one of these linears."""
+        """While open, the layer replays the stored results of a batch, except those that would hide one of these
+        linears.
+        """
         kept, ends = self._kept.get(number), (self.structure or NOTHING).ends
         with ExitStack() as stack:
             for name, (value, end) in kept.values.items() if kept else ():
@@ -213,16 +223,16 @@ class Stream:
             yield
 
     def forget(self) -> None:
-        """Keep nothing of what was kept: the layer computes something else now."""
+        """Discard all stored results, because the layer's computation has changed."""
         self._kept.clear()
 
     def batch(self, number: int) -> Batch:
-        """Inputs of the layer."""
+        """Return the layer's inputs in batch `number`."""
         assert self.store is not None, "nobody has said what enters the layer"
         return self.store[number]
 
     def drop_complete(self) -> None:
-        """Drop the weights of modules whose outputs for all of this process's batches are kept: nothing needs them."""
+        """Free the weights of modules whose outputs are stored for all batches of this process."""
         whole = (name for kept in self._kept.values() for name, (_, linear) in kept.values.items() if linear is None)
         counts = Counter(whole)
         for name, count in counts.items():
@@ -234,7 +244,7 @@ class Stream:
 
     @contextmanager
     def _replaced(self, name: str, output: Callable[[torch.device], Any]) -> Iterator[None]:
-        """While open, a module returns this in place of what it would compute."""
+        """While open, a module returns this value instead of computing its output."""
         attributes = vars(self.block.get_submodule(name))
         attributes["forward"] = lambda *_, **__: output(self.device)  # in front of the class's own
         try:
@@ -244,7 +254,7 @@ class Stream:
 
 
 def _next_ends(structure: Structure, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
-    """The modules that end in one of these linears and have no other changing one, by that linear."""
+    """Return, by linear, the modules that end in one of these linears and contain no other changing linear."""
     return {
         end.linear: module
         for module, end in structure.ends.items()
@@ -253,12 +263,12 @@ def _next_ends(structure: Structure, linears: Collection[str], changing: Collect
 
 
 def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[], Tensor]) -> Structure:
-    """Look at one run of a layer.
+    """Find the modules of a layer that can be replayed, by observing one run.
 
     Args:
         block: the layer.
-        linears: those to quantize.
-        run: runs it, best on little data, and gives its output.
+        linears: linears to quantize.
+        run: runs the layer, preferably on little data, and returns its output.
     """
     inside = _linears_by_module(linears)
     calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in inside}
@@ -282,7 +292,7 @@ def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[]
 
 
 def _linears_by_module(linears: Collection[str]) -> dict[str, list[str]]:
-    """Linears in each module around them; what is inside of an expert is left out."""
+    """Return the linears inside each module; modules inside an expert are left out."""
     inside: dict[str, list[str]] = {}
     for linear in linears:
         parts = linear.split(".")
@@ -293,7 +303,7 @@ def _linears_by_module(linears: Collection[str]) -> dict[str, list[str]]:
 
 
 def _is_usable(module: nn.Module, calls: list[tuple[Any, Any]], limit: int) -> bool:
-    """Whether it is called at most once, and returns tensors of moderate size; an expert may have seen no token."""
+    """Whether a module is called at most once and returns tensors of moderate size; an expert may have got no token."""
     if len(calls) != 1:
         return not calls and not isinstance(module, nn.ModuleList)
     leaves = tree_leaves(calls[0][0])
@@ -316,12 +326,12 @@ def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: li
 
 
 def _copied(value: Any, device: torch.device | str) -> Any:
-    """A nest with its tensors copied: layers may add to what modules return."""
+    """Copy a nested structure with its tensors, because layers may modify the tensors that modules return."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
 
 
 def _loaded(path: Path, device: torch.device) -> Any:
-    """A nest that was saved, on a device."""
+    """Load a nested structure of tensors from a file to a device."""
     return tree_map_only(Tensor, lambda x: x.to(device), torch.load(path, map_location="cpu", weights_only=True))
 
 

@@ -140,7 +140,7 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
         zeros = "; linears with zero points that Q4_1 cannot store use Q5_0" if Block.Q5_0 in types else ""
         notes.append(
             f"The quantized linears grow by {100 * (after / before - 1):.0f} %, to {listed}: each block of "
-            f"{block_values(quantized[0][1])} has a scale of its own{zeros}"
+            f"{block_values(quantized[0][1])} weights has its own scale{zeros}"
         )
     return tuple(notes)
 
@@ -229,7 +229,7 @@ def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
         block, data = FORMAT.blocks(weight)
     # Decoded by the gguf package, which did not encode them.
     if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
-        raise AuditError(f"{tensor.module}: {block.name} blocks decode to other values than the source")
+        raise AuditError(f"{tensor.module}: its {block.name} blocks do not decode to the values of the source")
     return block, data
 
 

@@ -50,7 +50,7 @@ def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[s
 
 
 def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    with located("a GGUF file needs the tokenizer of the model"):
+    with located("a GGUF file needs the model's tokenizer"):
         data = read_object(folder / "tokenizer.json", ModelError)
         file = folder / "tokenizer_config.json"
         settings = read_object(file, ModelError) if file.is_file() else {}

@@ -1,9 +1,9 @@
-"""Models that no file in `models.families` describes: what they are made of, found by running them on random numbers.
+"""Find the structure of models that no file in `models.families` describes, by running them on random numbers.
 
-The layers are those that hidden states pass through; linears that read the same tensor are one set; the norm or linear
-that produced it takes a smoothing scale, if folding one in leaves the layer's output as it was. Each kind of layer is
-looked at once, with random float32 weights, so that memory is bounded by one layer and the result depends on
-config.json and the versions of the libraries alone. Code that comes with a checkpoint is never run.
+The decoder layers are the modules through which hidden states pass. Linears that read the same tensor form one set. The
+norm or linear that computes this tensor can take a smoothing scale, if folding one in does not change the layer's
+output. Each kind of layer is examined once, with random float32 weights. So memory holds only one layer, and the result
+depends only on config.json and the library versions. Code that comes with a checkpoint is never run.
 """
 
 import copy
@@ -45,10 +45,10 @@ class Discovery:
 
     Args:
         name: class of the model.
-        family: names of its parts, and the sets of each layer.
-        surveys: what was found in each kind of layer.
-        kinds: number of its survey for each layer.
-        obstacle: why its layers cannot be run one after another, and so not be calibrated; empty where they can.
+        family: names of the model's parts, and the sets of each layer.
+        surveys: structure of each kind of layer.
+        kinds: for each layer, the index of its kind in `surveys`.
+        obstacle: why the layers cannot run one after another, so that calibration is impossible; empty if they can.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Discovery:
 
     @property
     def summary(self) -> str:
-        """One line for the user."""
+        """Describe the structure in one line for the user."""
         distinct = {(item.sets, item.dropped): item for item in self.surveys}.values()
         counts = sorted({sum(len(group.linears) for group in item.sets) for item in distinct})
         linears = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -67,13 +67,15 @@ class Discovery:
         dropped = list(dict.fromkeys(text for item in distinct for text in item.dropped))
         text = f"no description of {self.name}: found {len(self.kinds)} layers at {self.family.layers}, {linears} "
         if self.obstacle:
-            return f"{text}linears each, by their modules alone since they do not run by themselves ({self.obstacle})"
+            return (
+                f"{text}linears each; they do not run by themselves ({self.obstacle}), so only their modules are listed"
+            )
         text += f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
         return "; ".join([text, *(f"dropped: {reason}" for reason in dropped)])
 
     @property
     def record(self) -> dict[str, Any]:
-        """All of it as plain data, for the manifest."""
+        """Return all facts as plain data, for the manifest."""
         names = ("backbone", "layers", "embedding", "final_norm", "head", "stored_prefix", "stored_head", "transposed")
         experts = self.family.experts
         return {
@@ -87,18 +89,20 @@ class Discovery:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Facts of it that decide the bits of a compression."""
+        """Return the facts that affect the result of a compression."""
         kept = {key: value for key, value in self.record.items() if key in ("modules", "experts", "kind_of_layer")}
         return {**kept, "sets": [[asdict(group) for group in item.sets] for item in self.surveys]}
 
 
 def discover(reader: CheckpointReader) -> Discovery:
-    """Find out what a model is made of.
+    """Find the structure of a model.
 
     Args:
-        reader: of its checkpoint; of its tensors only names and shapes are used, and what stands before the layers.
+        reader: reader of the checkpoint. Only names and shapes of its tensors are used, and the weights before the
+            layers.
     Raises:
-        ModelError: it is no model of decoder layers, or none of its linears can be quantized; one line says why.
+        ModelError: the model does not consist of decoder layers, or none of its linears can be quantized; the message
+            says why.
     """
     name = str((reader.config.get("architectures") or ["this model"])[0])
     model: Any = build_model(reader)
@@ -122,7 +126,7 @@ def discover(reader: CheckpointReader) -> Discovery:
 
 
 def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
-    """The sets of a layer but for weights that it shares with other layers, which are ignored."""
+    """Return the sets of a layer without linears that share their weights with other layers; these are ignored."""
     kept: list[LinearSet] = []
     for group in sets:
         own = tuple(name for name in group.linears if not skeleton.is_shared(index, name))
@@ -134,10 +138,12 @@ def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...])
 
 
 def _survey_all(skeleton: Skeleton, gates: Gates, obstacle: str) -> tuple[tuple[Survey, ...], tuple[int, ...], str]:
-    """Each kind of layer, the kind of every layer, and why layers cannot be calibrated, if so.
+    """Return the structure of each kind of layer, the kind of every layer, and why layers cannot be calibrated ("" if
+    they can).
 
-    Layers are run one by one; where they need more of each other than hidden states, in the model's own order; where
-    that cannot be done either, only their modules are looked at.
+    Layers run one by one. If they exchange more than hidden states, they run in the model's own order. If that fails
+    too,
+    only their modules are listed.
     """
     signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
     distinct = list(dict.fromkeys(signatures))  # in the order of their first layers, which numbers the kinds
@@ -153,13 +159,13 @@ def _survey_all(skeleton: Skeleton, gates: Gates, obstacle: str) -> tuple[tuple[
 
 @torch.inference_mode()
 def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tuple[Survey, ...]:
-    """Layers that hand on nothing but hidden states."""
+    """Examine layers that exchange only hidden states."""
     if skeleton.family.hands_on:
-        raise ModelError("its layers see more of the token ids than their embeddings")
+        raise ModelError("its layers use token ids directly, not only their embeddings")
     states = torch.zeros(*_SHAPE, skeleton.embedding_width)
     streams = skeleton.record(states)[0].hidden
     if streams is None or streams.shape[:2] != _SHAPE:
-        raise ModelError("its layers keep several streams of hidden states in front of the sequences")
+        raise ModelError("its layers have several residual streams, in a dimension before the sequences")
     surveys: list[Survey] = []
     for index in firsts:
         generator = torch.Generator().manual_seed(index)
@@ -176,7 +182,9 @@ def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tup
 
 @torch.inference_mode()
 def _survey_in_order(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tuple[Survey, ...]:
-    """Layers that hand on more: each is called as the model calls it after those before it."""
+    """Examine layers that exchange more than hidden states: each is called as the model calls it, after the layers
+    before it.
+    """
     skeleton.hand_on()
     generator = torch.Generator().manual_seed(0)
     call = skeleton.first_call(torch.randint(skeleton.vocab_size, (1, _SHAPE[0] * _SHAPE[1]), generator=generator))
@@ -195,10 +203,10 @@ def _survey_in_order(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) ->
 
 
 def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCall) -> None:
-    """The layer behind these must be called as in a run of the model as a whole.
+    """Check that the layer after these is called as in a run of the whole model.
 
     Raises:
-        ModelError: it is called otherwise.
+        ModelError: it is called differently.
     """
     hidden, arguments = skeleton.call_after([compute_with(block) for block in blocks], call.token_ids)
     stepwise = skeleton.arguments(len(blocks), call)
@@ -213,7 +221,7 @@ def _random_layer(skeleton: Skeleton, index: int, generator: torch.Generator) ->
 
 
 def _signature(layer: nn.Module) -> str:
-    """Signature of a layer: modules, shapes, and settings but for its own number."""
+    """Return a key for the kind of a layer: its modules, shapes and settings, without the layer's number."""
     parts: list[str] = []
     for name, module in layer.named_modules():
         shapes = [f"{key}{tuple(p.shape)}" for key, p in module.named_parameters(recurse=False)]
@@ -237,12 +245,12 @@ def _survey_layer(skeleton: Skeleton, index: int, block: nn.Module, batch: Batch
 
 
 def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears: Sequence[str]) -> bool:
-    """Whether a layer reads the weight of a linear itself, which is not there where linears are codes.
+    """Whether a layer's code reads the weight of a linear, which is missing if the linear is stored as codes.
 
     Args:
-        block: the layer; changed while this runs and put back after it.
-        run: calls it.
-        linears: that may become codes.
+        block: the layer; modified meanwhile and restored.
+        run: calls the layer.
+        linears: linears that may be quantized.
     """
     # A linear of a kind of its own, a grouped one say, computes something else: it is called as it is.
     modules = [block.get_submodule(name) for name in linears]
@@ -264,10 +272,11 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
 
 
 def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
-    """The second layer must see nothing of the first but its output, or layers could not be worked on one by one.
+    """Check that the second layer receives nothing from the first except its output; otherwise layers cannot run one by
+    one.
 
     Raises:
-        ModelError: it sees more.
+        ModelError: it receives more.
     """
     embeddings = hidden.flatten(2)[..., : skeleton.embedding_width]  # of one stream
     expected = copy.deepcopy(skeleton.arguments(1, hidden))  # what is shared between layers may be changed by one
@@ -275,7 +284,7 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
     assert first.hidden is not None and second.hidden is not None
     output = hidden_states(block(first.hidden.clone(), **skeleton.arguments(0, hidden)))
     if not (_equal(second.hidden, output) and _equal(second.arguments, expected)):
-        raise ModelError("its layers pass on more than hidden states, or something else")
+        raise ModelError("its layers pass on more than hidden states, or other values")
 
 
 def _is_empty(value: Any) -> bool:
@@ -283,7 +292,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Whether all tensors in two nests are the same up to float precision; what else is in them does not count."""
+    """Whether all tensors in two nested structures are equal up to float precision; other values are ignored."""
     (ours, form), (others, other_form) = tree_flatten(left), tree_flatten(right)
     return bool(form == other_form) and all(map(_alike, ours, others))
 
@@ -295,7 +304,7 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Module) -> Family:
-    """Add the names of the parts in the files, and how their tensors lie."""
+    """Add the names of the model's parts in the files, and the layout of their tensors."""
     layers = model.get_submodule(layout.layers)
     modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}
     transposed = tuple(sorted(name for name, kind in modules if kind == "Conv1D"))
@@ -318,7 +327,7 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
 
 
 def _has_all(reader: ModelReader, layout: Family, layers: nn.Module) -> bool:
-    """Whether a checkpoint has the embedding and all that layers consist of, experts stacked or one by one."""
+    """Whether a checkpoint has the embedding and all tensors of the layers, with experts stacked or one by one."""
     prefix = layout.layers
     expected = set(layers.state_dict())
     for name, module in layers.named_modules():
@@ -328,9 +337,9 @@ def _has_all(reader: ModelReader, layout: Family, layers: nn.Module) -> bool:
 
 
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:
-    """Prefix in the files of the backbone's tensors: `own`, unless another fits more of them.
+    """Return the prefix of the backbone's tensors in the files: `own`, unless another prefix matches more of them.
 
-    transformers has moved language models inside their wrappers more than once; files keep the names of their day.
+    transformers has moved language models inside their wrappers more than once; files keep the names of their time.
     """
     expected = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
     votes: Counter[str] = Counter()
@@ -343,7 +352,7 @@ def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Mo
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:
-    """Name of the head in the files, where it differs; None also when it is tied to the embedding."""
+    """Return the name of the head in the files if it differs; None also if the head is tied to the embedding."""
     if f"{head}.weight" in reader:
         return None
     leaf = head.rpartition(".")[2]

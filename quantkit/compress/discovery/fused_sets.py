@@ -1,9 +1,9 @@
-"""Linears of one decoder layer that read the same tensor, and linears to ignore, seen in one run of it.
+"""Find, in one run of a decoder layer, the linears that read the same tensor, and the linears to ignore.
 
-Ignored are linears that were not called, that have no more outputs than the model has heads (gates), or whose
-outputs go straight into a softmax or a choice of the largest, or into a sigmoid if there are as many as experts
-(routers). Inputs are compared as numbers: what is
-equal on random inputs is the same tensor. Experts read rows of what their router reads, which counts as the same.
+Three kinds of linears are ignored: linears that were not called; gates, which have at most as many outputs as the model
+has heads; and routers, whose outputs go directly into a softmax or top-k, or into a sigmoid if there are as many
+outputs as experts. Inputs are compared by value: tensors that are equal on random inputs count as the same. Experts
+read some rows of their router's input, which counts as the same input.
 """
 
 import re
@@ -24,8 +24,8 @@ class Gates:
     """Rule that recognizes gates and routers by the number of their outputs alone.
 
     Args:
-        most: at most this many, the model's attention heads: a gate.
-        experts: numbers of experts; exactly as many and put through a sigmoid: a router.
+        most: a linear with at most this many outputs is a gate; the model's number of attention heads.
+        experts: numbers of experts. A linear with exactly so many outputs that go through a sigmoid is a router.
     """
 
     most: int
@@ -37,10 +37,10 @@ class Draft:
     """Linears that read the same tensor.
 
     Args:
-        linears: relative names in running order.
-        rows: what they read, (T, K).
-        order: place of the first call.
-        beside: other modules with a weight (N, K) that read the same.
+        linears: relative names in execution order.
+        rows: the input that they read, (T, K).
+        order: position of the first call.
+        beside: other modules with a weight (N, K) that read the same input.
     """
 
     linears: list[str]
@@ -50,22 +50,22 @@ class Draft:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The names without numbers of experts: alike for the same linears of every expert."""
+        """Return the names without expert numbers; they are equal for the same linears of every expert."""
         return tuple(sorted({template(name) for name in self.linears}))
 
 
 def template(name: str) -> str:
-    """A name with `.*` in place of an expert's index; the last part of a name is never taken for one."""
+    """Replace an expert's index in a name by `.*`; the last part of a name never counts as an index."""
     return _EXPERT.sub(".*", name)
 
 
 def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Draft], dict[str, str]]:
-    """Sets of linears in running order, and why the others are ignored.
+    """Return sets of linears in execution order, and the reason for each ignored linear.
 
     Args:
         block: the layer.
-        seen: what its modules did in one run.
-        gates: which linears are no features by the number of their outputs.
+        seen: record of one run of its modules.
+        gates: rule that recognizes gates and routers.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     alone = {name: reason for name, module in linears.items() if (reason := _ignored(name, module, seen, gates))}
@@ -107,7 +107,9 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
 
 
 def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:
-    """Input of a module before the experts, if each expert reads rows of it; else the input of this linear."""
+    """Return the input of a module before the experts, if each expert reads rows of it; otherwise the input of this
+    linear.
+    """
     alike = [other for other in called if template(other) == template(name)]
     if len(alike) < 2:
         return rows
@@ -125,7 +127,7 @@ def _row_bytes(rows: Tensor | None) -> list[bytes]:
 
 
 def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alone: dict[str, str]) -> None:
-    """Experts that no token of the run went to are treated as those that some did."""
+    """Add experts that got no token in the run to the sets of experts that did."""
     added: dict[tuple[str, tuple[str, ...]], Draft] = {}
     for name in [name for name, reason in alone.items() if reason == NOT_CALLED and template(name) != name]:
         like = next((draft for draft in drafts if template(name) in draft.key), None)
@@ -145,13 +147,13 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
 
 
 def expert(name: str) -> str:
-    """The name up to the number of the expert."""
+    """Return a name up to the expert's number."""
     number = _EXPERT.search(name)
     return name[: number.end()] if number else name
 
 
 def _readers(block: nn.Module, seen: Recording, rows: Tensor) -> list[str]:
-    """Modules with a weight (N, K) of their own that read these rows."""
+    """Return the modules with a weight (N, K) of their own that read these rows."""
     weights = {name: module._parameters.get("weight") for name, module in block.named_modules()}
     return [
         name

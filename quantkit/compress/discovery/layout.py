@@ -1,7 +1,8 @@
-"""Parts of a language model: its decoder layers, embedding, final norm, head, and what runs them.
+"""Find the parts of a language model: decoder layers, embedding, final norm, head, and the module that runs the layers.
 
-Found in a transformers model without weights, by asking it for its embedding and head and by passing hidden states
-through the lists of modules near the embedding. A language model inside a multimodal wrapper is found in the same way.
+transformers gives the embedding and the head of the model, which is built without weights. The decoder layers are found
+by passing hidden states through the lists of modules near the embedding. The same works for a language model inside a
+multimodal wrapper.
 """
 
 import inspect
@@ -27,12 +28,14 @@ def find_model_layout(model: Any) -> tuple[Family, str]:
     """Find the parts of a language model.
 
     Args:
-        model: a transformers model on the meta device, buffers real; parameters outside its layers are replaced.
+        model: a transformers model on the meta device with real buffers; its parameters outside the layers are
+            replaced.
     Returns:
-        a family that only says where they are: `final_norm` is empty when there is none with weights; and why hidden
-        states could not be passed through the layers, which then are only the likeliest ones; empty where they could.
+        A family that only has the names of the parts (`final_norm` is empty if no final norm has weights), and the
+        reason why hidden states do not pass through the layers; "" if they do. If they do not, the layers are only the
+        most likely candidate.
     Raises:
-        ModelError: it is no causal language model, or it has nothing that could be its layers; one line says which.
+        ModelError: the model is not a causal language model, or has no modules that could be its layers.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -70,14 +73,16 @@ def _name_of(model: nn.Module, part: nn.Module) -> str:
 
 
 def module_ancestors(name: str) -> Iterator[str]:
-    """Names of the modules around one, the innermost first; the last is "", the whole model."""
+    """Yield the names of the modules around a module, innermost first; the last is "", the whole model."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def _candidates(model: nn.Module, embedding: str) -> list[str]:
-    """Lists of modules with linears, those around the embedding first, then the least nested, then the longest."""
+    """Return lists of modules with linears: lists next to the embedding first, then the least nested, then
+    the longest.
+    """
     lengths: dict[str, int] = {}
     for name, module in model.named_modules():
         # A list inside another one is part of a layer, e.g. its experts.
@@ -92,7 +97,7 @@ def _candidates(model: nn.Module, embedding: str) -> list[str]:
 
 
 def _backbone(model: nn.Module, layers: str) -> str:
-    """The innermost module around the layers that takes hidden states in place of token ids."""
+    """Return the innermost module around the layers that accepts hidden states instead of token ids."""
 
     def takes_states(name: str) -> bool:
         return "inputs_embeds" in inspect.signature(model.get_submodule(name).forward).parameters
@@ -101,7 +106,7 @@ def _backbone(model: nn.Module, layers: str) -> str:
 
 
 def _fill_table(table: nn.Module) -> None:
-    """A few random embeddings in place of all; a padding token would be another row of them."""
+    """Replace an embedding table by a few random rows."""
     width = table.get_parameter("weight").shape[1]
     rows = torch.randn(_IDS.numel(), width, generator=torch.Generator().manual_seed(0))
     table.__dict__["padding_idx"] = None
@@ -109,7 +114,7 @@ def _fill_table(table: nn.Module) -> None:
 
 
 def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
-    """Zeros that take no memory in place of parameters without values; what comes before the layers may use them."""
+    """Replace parameters without values by zeros that take no memory; modules before the layers may use them."""
     known = tuple(f"{other.removeprefix(f'{name}.')}." for other in but)
     for key, parameter in list(backbone.named_parameters()):
         if parameter.is_meta and not key.startswith(known):
@@ -117,8 +122,8 @@ def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
 
 
 def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> tuple[set[nn.Module], bool]:
-    """Pass token ids and their embeddings through; the modules that were called on the way, and whether layers see more
-    of the ids than their embeddings.
+    """Run token ids, and then their embeddings, through the model. Return the modules that were called before the end
+    of the layers, and whether the layers use the token ids directly.
     """
     called: set[nn.Module] = set()
     handles = [m.register_forward_hook(lambda m, args, out: called.add(m)) for m in model.modules()]
@@ -135,7 +140,7 @@ def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> tupl
 
 
 def _sees_same(left: Recorder, right: Recorder) -> bool:
-    """Whether a layer is called with the same hidden states and other tensors."""
+    """Whether a layer is called with equal hidden states and other tensors in two runs."""
     same = left.hidden is not None and right.hidden is not None and _close(left.hidden, right.hidden)
     return same and not tensors_beside(left.arguments, right.arguments, _close)
 
@@ -145,7 +150,7 @@ def _close(left: Tensor, right: Tensor) -> bool:
 
 
 def _final_norm(model: nn.Module, layers: str, called: set[nn.Module]) -> str:
-    """The last module beside the layers with a weight per channel that was not called before them."""
+    """Return the last module next to the layers that has a weight per channel and was not called before them."""
     owner = layers.rpartition(".")[0]
     children = [(name, module) for name, module in model.get_submodule(owner).named_children() if module not in called]
     weights = {name: module._parameters.get("weight") for name, module in children}

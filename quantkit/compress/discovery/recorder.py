@@ -1,6 +1,6 @@
-"""One run of a decoder layer with every module watched: what went in, what came out, in which order.
+"""Record one run of a decoder layer: the inputs and outputs of every module, in the order of the calls.
 
-For `discover` only: inputs are copied, so the hidden states must be few.
+Only `discover` uses it. Inputs are copied, so use few hidden states.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class Seen:
     """Inputs and outputs of one module in one run.
 
     Args:
-        order: place of its first call among the calls of all modules.
-        rows: what it was called with, all calls in one, (T, K); None when that was no tensor.
-        output: what came out of its last call, shape kept; None when that was no tensor.
+        order: position of its first call among the calls of all modules.
+        rows: inputs of all its calls together, (T, K); None = an input was not a tensor.
+        output: output of its last call in its own shape; None = it was not a tensor.
     """
 
     order: int
@@ -39,9 +39,9 @@ class Recording:
     """Records of all modules in one run.
 
     Args:
-        modules: by relative name, in the order of their first calls; those that were not called are missing.
-        choices: tensors of which the largest were chosen, or that were made to sum to one, each (T, N).
-        squashed: tensors that went through a sigmoid, likewise.
+        modules: records by relative name, in the order of the first calls; modules that were not called are missing.
+        choices: inputs of softmax and top-k, each (T, N).
+        squashed: inputs of sigmoids, each (T, N).
     """
 
     modules: dict[str, Seen] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Recording:
 
 
 def record_inputs(block: nn.Module, run: Callable[[], object]) -> Recording:
-    """Run a layer and watch it.
+    """Run a layer and record its modules.
 
     Args:
         block: the layer; not modified.
-        run: calls it once.
+        run: calls the layer once.
     """
     recording = Recording()
     modules = dict(block.named_modules())
@@ -66,7 +66,7 @@ def record_inputs(block: nn.Module, run: Callable[[], object]) -> Recording:
 
 
 def _first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in a tensor, tuple, list or dict."""
+    """Return the first tensor in a tensor, tuple, list or dict."""
     if isinstance(value, Tensor):
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
@@ -90,7 +90,7 @@ def _leave(recording: Recording, name: str, module: nn.Module, args: tuple[Any, 
 
 
 class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what softmax, topk and sigmoid are given, while open."""
+    """While open, record the inputs of softmax, topk and sigmoid."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
-"""Places for a set's smoothing scale, found by trial: fold one in and test that the layer's output is unchanged.
+"""Find modules that can absorb a set's smoothing scale, by trial: fold a scale in and test that the layer's output is
+unchanged.
 
-Scales are random powers of two. Multiplying by one is exact, so a fold that is right changes no bit of the output, and
-one that is wrong has nowhere to hide. Every fold is tried on weights as they are and on ones so large that a clamp on
-the way would act.
+Scales are random powers of two. Multiplying by them is exact, so a correct fold changes no bit of the output, and a
+wrong fold changes some. Every fold is tried with the layer's own weights and with larger ones, on which any clamp in
+between would act.
 """
 
 import zlib
@@ -28,11 +29,11 @@ _LARGEST_EXPONENT = 2
 
 @dataclass(kw_only=True, slots=True)
 class FoldTrial:
-    """One layer on which folds are tried. The layer is changed while a trial runs and put back after it.
+    """A layer on which folds are tried; it is modified during a trial and restored afterwards.
 
     Args:
         block: the layer, with float32 weights.
-        run: calls it once and returns every tensor that it hands on.
+        run: calls the layer once and returns every tensor that it passes on.
         head_dim: width of an attention head.
     """
 
@@ -42,7 +43,7 @@ class FoldTrial:
     expected: dict[float, list[Tensor]] = field(default_factory=dict)
 
     def change(self, groups: Sequence[LinearSet]) -> float:
-        """Largest relative change of the layer's output when a scale is folded into each set.
+        """Return the largest relative change of the layer's output when a scale is folded into each of these sets.
 
         Raises:
             ModelError: the layer's output is not finite, whatever its weights.
@@ -67,15 +68,15 @@ class FoldTrial:
 
 
 def source_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim: int) -> list[tuple[str, bool]]:
-    """Modules that may have produced what a set reads, the likeliest first.
+    """Return the modules that may have computed the input of a set, the likeliest first.
 
     Args:
         block: the layer.
-        seen: what its modules did in one run.
+        seen: record of one run of its modules.
         draft: the set.
         head_dim: width of an attention head.
     Returns:
-        relative name, and whether its outputs are value heads that several query heads share.
+        For each module, its relative name, and whether its outputs are value heads that several query heads share.
     """
     width = block.get_parameter(f"{draft.linears[0]}.weight").shape[1]
     producers: list[tuple[str, bool]] = []
@@ -129,9 +130,9 @@ def _distance(output: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _changed(block: nn.Module, values: dict[str, Tensor], gain: float) -> Iterator[None]:
-    """While open, these parameters have these values, and the weights of all linears are `gain` times as large.
+    """While open, set these parameters to these values and multiply the weights of all linears by `gain`.
 
-    Nothing is copied, and a gain that is a power of two leaves no trace.
+    Nothing is copied. A gain that is a power of two is undone exactly.
     """
     linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
     kept = {name: block.get_parameter(name).data for name in values}

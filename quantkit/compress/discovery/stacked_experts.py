@@ -1,7 +1,7 @@
-"""Experts that a model keeps as two 3-D parameters, taken apart into linears: which names, which rows, tried out.
+"""Split experts that a model stores as two 3-D parameters into linears: find their names and the order of their rows.
 
-How the outputs of gate and up lie in one tensor is not said anywhere: each way is tried with random numbers, and the
-one that computes what the module itself computes is taken.
+Nothing states how the outputs of gate and up are ordered in one tensor. So each order is tried with random numbers, and
+the one whose result equals the module's output is used.
 Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for each token.
 """
 
@@ -26,15 +26,15 @@ _NAMES = ("gate_proj", "up_proj", "down_proj")
 def find_experts(
     names: Sequence[str], prefix: str, layers: nn.Module, loaded: Callable[[str], list[str]] = lambda name: []
 ) -> Experts | None:
-    """The experts of a model's layers; None when no layer has any in 3-D parameters.
+    """Return the description of a model's stacked experts; None if no layer has experts in 3-D parameters.
 
     Args:
-        names: of the checkpoint's tensors.
-        prefix: of the layers' tensors among them, up to a layer's number.
-        layers: the list of them, on the meta device.
-        loaded: what loaders call the parts of one expert that become a tensor of the model, if they take any.
+        names: names of the checkpoint's tensors.
+        prefix: prefix of the layers' tensors in these names, up to a layer's number.
+        layers: the list of layers, on the meta device.
+        loaded: returns the names under which loaders store the parts of one expert that become a tensor of the model.
     Raises:
-        ModelError: they cannot be taken apart.
+        ModelError: the experts cannot be split.
     """
     for index, layer in enumerate(layers.children()):
         for name, module in layer.named_modules():
@@ -52,7 +52,9 @@ def find_experts(
 
 
 def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list[str]]) -> tuple[str, str, str]:
-    """Names in the files of gate, up and down of an expert; as loaders name them where experts are one tensor."""
+    """Return the names of an expert's gate, up and down in the files; if experts are one tensor there, the names that
+    loaders use.
+    """
     pattern = re.compile(rf"{re.escape(owner)}\.0\.([^.]+)\.weight")
     leaves = sorted(match.group(1) for name in names if (match := pattern.fullmatch(name)))
     if not leaves:
@@ -67,7 +69,7 @@ def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list
 
 
 def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
-    """Add the order of the stacked numbers in which plain linears compute what the module computes."""
+    """Add the row order with which plain linears compute the same as the module."""
     up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
     fused = copy.deepcopy(module).eval()
     fill_randomly(fused, torch.Generator().manual_seed(0))
@@ -81,7 +83,7 @@ def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
 
 
 def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
-    """Whether experts of plain linears compute what the module of this name computes."""
+    """Whether experts of plain linears compute the same as the module of this name."""
     apart = LinearExperts(fused, data)
     for key, parameter in fused.named_parameters(recurse=False):
         for linear, part in expert_parts(key, f"{name}.{key}", tuple(parameter.shape), data):
@@ -101,7 +103,9 @@ def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
 
 
 def fill_randomly(module: nn.Module, generator: torch.Generator) -> None:
-    """Random weights: matrices that keep the size of what passes through, norms near one, small biases."""
+    """Fill parameters with random numbers: matrices that preserve the norm of their input, norms near one, small
+    biases.
+    """
     for name, parameter in list(module.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() >= 2:

@@ -1,6 +1,6 @@
 """Structure of a decoder layer, found by running it: sets of linears, their sources and their parents.
 
-The layer is an ordinary module with weights, its own or random ones; no family is known here.
+The layer is an ordinary module with its own or random weights. This module uses no family description.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ class Survey:
     """Structure found in one layer.
 
     Args:
-        sets: linears that read the same tensor, in running order, with the sources that were verified.
-        ignored: linears that are not to be quantized, and why.
-        pairs: smoothing pairs that were tried: one per set to whose input something seemed to lead.
-        dropped: those that failed, each as one phrase.
-        touches_weights: the layer's code reads weights of linears itself.
+        sets: linears that read the same tensor, in execution order, with the sources that passed the trial.
+        ignored: linears that must stay unquantized, and why.
+        pairs: number of smoothing pairs that were tried: one per set that has a candidate for its source.
+        dropped: pairs that failed, each as one phrase.
+        touches_weights: whether the layer's code itself reads weights of linears.
     """
 
     sets: tuple[LinearSet, ...]
@@ -43,14 +43,14 @@ class Survey:
 def survey(
     block: nn.Module, run: Callable[[], Sequence[Tensor]], hidden: Tensor, *, head_dim: int, gates: Gates
 ) -> Survey:
-    """Find the sets of a layer and try out where their smoothing scales can go.
+    """Find the sets of a layer, and test which modules can absorb their smoothing scales.
 
     Args:
-        block: the layer with float32 weights; changed while this runs and put back after it.
-        run: calls it once on `hidden` and returns every tensor that it hands on.
+        block: the layer with float32 weights; modified meanwhile and restored.
+        run: calls the layer once on `hidden` and returns every tensor that it passes on.
         hidden: (B, T, D), random.
         head_dim: width of an attention head.
-        gates: which linears are no features by the number of their outputs.
+        gates: rule that recognizes gates and routers by their number of outputs.
     Raises:
         ModelError: the layer's output is not finite.
     """
@@ -72,11 +72,12 @@ def survey(
 
 
 def survey_modules(block: nn.Module, gates: Gates) -> Survey:
-    """The linears of a layer that does not run by itself, by their modules alone: no source takes a smoothing scale.
+    """Return the linears of a layer that cannot run by itself, from its modules alone; no module takes a smoothing
+    scale.
 
     Args:
         block: the layer, with or without weights.
-        gates: which linears are gates or routers, by the number of their outputs.
+        gates: rule that recognizes gates and routers by their number of outputs.
     """
     rows = {name: module.weight.shape[0] for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     small = {name: f"a gate: {n} outputs" for name, n in rows.items() if n <= gates.most or n in gates.experts}
@@ -89,7 +90,7 @@ def survey_modules(block: nn.Module, gates: Gates) -> Survey:
 
 
 def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:
-    """Sets of the same linears of every expert together, and every other set by itself."""
+    """Group the sets of the same linears of all experts; every other set forms its own group."""
     alike: dict[tuple[str, ...], list[Draft]] = {}
     for draft in drafts:
         alike.setdefault(draft.key, []).append(draft)
@@ -97,13 +98,13 @@ def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:
 
 
 def _plain(block: nn.Module, seen: Recording, draft: Draft, first: Draft, hidden: Tensor) -> LinearSet:
-    """A set without a source; `first` is the same set of an expert that was called."""
+    """Return a set without a source; `first` is the same set of an expert that was called."""
     parent = _same_expert(_parent(seen, first.linears, hidden), first.linears[0], draft.linears[0])
     return LinearSet(linears=tuple(draft.linears), source=None, parent=parent, beside=tuple(draft.beside))
 
 
 def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list[LinearSet]:
-    """The sets with a source each; nothing when they would have to share one, which only one of them could use."""
+    """Return the sets, each with its source; empty if they would have to share a source, which only one set can use."""
     first = plain[0].linears[0]
     sources = [_same_expert(source, first, group.linears[0]) for group in plain]
     if len(set(sources)) < len(sources):
@@ -112,7 +113,9 @@ def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list
 
 
 def _choose(trial: FoldTrial, options: Sequence[list[LinearSet]]) -> tuple[list[LinearSet], str]:
-    """The first option that changes nothing; when none does, what the likeliest of them changes."""
+    """Return the first option that does not change the output; if there is none, a description of the likeliest
+    option's change.
+    """
     failure = ""
     for option in options:
         change = trial.change(option)
@@ -145,5 +148,7 @@ def _is_hidden(output: Tensor | None, hidden: Tensor) -> bool:
 
 
 def _same_expert(name: str, first: str, other: str) -> str:
-    """A name inside the expert of `first` as the same of the expert of `other`; any other name is itself."""
+    """Convert a name inside the expert of `first` to the same name inside the expert of `other`; return other names
+    unchanged.
+    """
     return expert(other) + name.removeprefix(expert(first)) if name.startswith(expert(first)) else name

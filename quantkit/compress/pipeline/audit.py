@@ -51,9 +51,9 @@ def audit_checkpoint(
 
     Args:
         folder: the assembled checkpoint.
-        plan: what was to be done.
-        records: of all layers.
-        towers: of what is quantized outside them, with full names.
+        plan: the run's plan.
+        records: records of all layers.
+        towers: records of the linears quantized outside the layers, with full names.
     """
     reader = ModelReader(folder, plan.family)
     done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
@@ -71,7 +71,7 @@ def _check_targets(plan: Plan, reader: CheckpointReader, done: Mapping[str, Line
     planned = set(plan.linears)
     if planned != set(done):
         raise AuditError(
-            f"quantized {len(done)} linears where {len(planned)} were planned: {sorted(planned ^ set(done))[:3]}"
+            f"quantized {len(done)} linears, planned {len(planned)}; they differ in {sorted(planned ^ set(done))[:3]}"
         )
     for name, record in done.items() if plan.format.keeps_codes else ():
         names = [other for other in reader.names if other.startswith(f"{name}.") and not other.endswith(_BESIDE)]

@@ -1,8 +1,9 @@
-"""Recipes that look at no data: linear by linear from the source's tensors, several at once; no layer is ever built.
+"""Run recipes without calibration data: round linears directly from the source's tensors, several at once, without
+building layers.
 
-Each linear is the work of one thread, so that its numbers do not depend on how many there are; torch lets others run
-while it computes. A layer's file is written while the next layer's linears are rounded, and layers are recorded in
-order, so that an interrupted run goes on as any other. Several processes take layers in turns, and each writes its own.
+One thread rounds each linear, so the result does not depend on the number of threads. A layer's file is written while
+the next layer's linears are rounded. Layers are recorded in order, so an interrupted run can resume. Several processes
+take layers in turns, and each writes the files of its own layers.
 """
 
 import time
@@ -40,7 +41,9 @@ _CAPACITY_BYTES = 640 << 20
 
 
 class _Rounding(NamedTuple):
-    """A layer that is being quantized: futures of its linears, and of its file, which is written after them."""
+    """A layer that is being quantized: the futures of its linears, and the future of its file, which is written after
+    them.
+    """
 
     number: int
     linears: list[Future[LayerChoices]]
@@ -48,11 +51,11 @@ class _Rounding(NamedTuple):
 
 
 def round_layers(run: CompressionRun, threads: int) -> None:
-    """Quantize, check, write and record all layers that are not done.
+    """Quantize, check, write and record all unfinished layers.
 
     Args:
-        run: without calibration data; its state is modified and saved.
-        threads: that may compute at once.
+        run: a run without calibration data; its state is modified and saved.
+        threads: number of threads that may compute at the same time.
     """
     todo = range(len(run.state.records), run.plan.skeleton.num_layers)
     finished = _round_own(run, todo[rank() :: world()], threads)
@@ -131,14 +134,14 @@ def round_linears(
     """Round linears to nearest and put their codes into a shard.
 
     Args:
-        plan: of the run.
-        owner: full name of the module that they are in.
-        group: of the linears, which share what there is one of per tensor.
-        schemes: of each, and of others.
-        shard: modified.
-        keep: whether rules that keep the codes of the source are followed.
+        plan: plan of the run.
+        owner: full name of the module that contains the linears.
+        group: the linears, which share scales that exist once per tensor.
+        schemes: schemes of these and other linears.
+        shard: receives the codes.
+        keep: whether to follow rules that keep the codes of the source.
     Returns:
-        what they cost, and what a user should know of them.
+        Records of the linears, and notes for the user.
     """
     read = plan.skeleton.read_finite
     weights = {name: read(f"{owner}.{name}.weight").to(plan.skeleton.device) for name in group.linears}
@@ -184,7 +187,7 @@ def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[LayerRecord, str, str, list[str]]:
-    """Wait for a layer, and return its record and its file."""
+    """Wait for a layer, and return its record, its file, and the file's digest and tensor names."""
     plan, listener = run.plan, run.listener
     name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
     listener.layer_started(layer.number, name)

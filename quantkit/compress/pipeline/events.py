@@ -6,21 +6,22 @@ from quantkit.results import LayerRecord
 
 
 class Listener:
-    """Called by the pipeline: the plan once; for each layer started, phase..., finished; warnings at any time.
+    """Receives the pipeline's events: `plan` once; for each layer `layer_started`, `phase` several times, and
+    `layer_finished`; `warning` at any time.
 
-    What a listener does not define shows nothing.
+    Methods that a listener does not define do nothing.
     """
 
     def plan(self, summary: dict[str, Any]) -> None:
-        """Once, before any layer is worked on.
+        """Called once, before the first layer.
 
         Args:
-            summary: `num_layers`, `resumed_layers`, `predicted_bytes` (memory at its highest), `samples`;
-                a key that does not apply may be missing.
+            summary: `num_layers`, `resumed_layers`, `predicted_bytes` (peak memory), `samples`; a key that does not
+                apply may be missing.
         """
 
     def layer_started(self, index: int, name: str) -> None:
-        """A layer begins.
+        """Called when a layer begins.
 
         Args:
             index: 0 for the first layer of the model, also after resuming.
@@ -28,14 +29,16 @@ class Listener:
         """
 
     def phase(self, name: str) -> None:
-        """The current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance"; between
-        layers "original", while the original moves inputs on."""
+        """Called when the current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance".
+
+        Between layers the phase is "original" while the original model's hidden states are advanced.
+        """
 
     def layer_finished(self, record: LayerRecord) -> None:
-        """A layer is on disk."""
+        """Called when a layer is on disk."""
 
     def warning(self, text: str) -> None:
-        """Something that the user should know but that stops nothing; one sentence."""
+        """Called with a warning of one sentence, which does not stop the run."""
 
 
 SILENT = Listener()

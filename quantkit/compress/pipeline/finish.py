@@ -1,4 +1,4 @@
-"""From finished layers to a checkpoint: what is no decoder layer, the checks of the whole, what was done and how."""
+"""Turn finished layers into a checkpoint: write all other tensors and files, check the whole, and record the result."""
 
 import math
 import re
@@ -27,15 +27,15 @@ from quantkit.results import CompressionResult, LinearRecord, TowerRecord
 
 
 def finish_run(run: CompressionRun, started: float) -> CompressionResult:
-    """Write what is not a decoder layer, check everything, and say what was done.
+    """Write everything outside the decoder layers, check the checkpoint, and return the result.
 
     Args:
-        run: with all layers done; the last shard is added to its state.
-        started: when the run was, by `time.perf_counter`.
+        run: a run whose layers are all done; the last shard is added to its state.
+        started: start of the run, by `time.perf_counter`.
     Raises:
-        AuditError: the checkpoint is not what was planned.
-        CheckpointError: the source changed meanwhile.
-        GateFailure: transformers would load something else than was written.
+        AuditError: the checkpoint differs from the plan.
+        CheckpointError: the source has changed.
+        GateFailure: transformers would load other values than were written.
     """
     finishing = time.perf_counter()
     plan, state, folder = run.plan, run.state, run.work.checkpoint
@@ -55,7 +55,9 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
 
 
 def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearRecord, ...]) -> int:
-    """All that is not a decoder layer, checked with the layers; bytes of all tensors."""
+    """Write everything outside the decoder layers, and check it together with the layers; return the bytes of all
+    tensors.
+    """
     stored, shard = plan.reader.stored_name, shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
     state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
@@ -72,7 +74,7 @@ def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearR
 
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
-    """Warnings about loading the checkpoint that the user has not seen yet; see `check_loads`."""
+    """Return warnings about loading the checkpoint that the user has not seen yet; see `check_loads`."""
     # What decodes all of a model has no rule for experts alone; otherwise the plan has said that these do not load.
     said = not plan.family.decode_at_load and bool(plan.format.check_model(plan.family, plan.layers))
     note = check_loads(folder, plan.reader, plan.format, plan.linears, experts=not said)
@@ -80,13 +82,13 @@ def _check_loads(plan: Plan, folder: Path) -> list[str]:
 
 
 def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
-    """Schemes and ignored modules by name, for loaders that go by module names and for those that go by tensor names.
+    """Return schemes and ignored modules under module names and, if these differ, under the names in the files.
 
-    transformers and what copies its modules look for the names of modules; files keep the names that wrappers had when
-    they were published. Where both are the same, nothing is added.
+    transformers and loaders that copy its modules use module names. Other loaders use the names in the files, which are
+    those from the time when the model was published.
 
     Returns:
-        scheme of each quantized linear, and the other linears, both with the names of the files added.
+        Scheme of each quantized linear, and the names of the unquantized linears.
     """
     reader = plan.reader
     schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
@@ -134,7 +136,7 @@ def _describe(
 
 
 def _unquantized(plan: Plan) -> dict[str, int]:
-    """Elements of the decoder layers' matrices without codes, by name without numbers; the largest kinds first."""
+    """Return the number of elements of the layers' unquantized matrices, by name without numbers; the largest first."""
     counts: Counter[str] = Counter()
     prefix = f"{plan.family.layers}."
     for name in plan.reader.names:
@@ -146,7 +148,9 @@ def _unquantized(plan: Plan) -> dict[str, int]:
 
 
 def _write_manifest(plan: Plan, state: RunState, folder: Path, result: CompressionResult) -> None:
-    """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
+    """Write `quantkit.json`, which describes the result, and `quantkit-run.json`, which has the timings and differs in
+    every run.
+    """
     write_json(folder / "quantkit-run.json", result.to_dict())
     steady = result.to_dict()  # the same for every run of one identity: neither names of folders nor times
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):

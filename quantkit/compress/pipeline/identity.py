@@ -1,4 +1,6 @@
-"""Everything that decides the bits of a run, as plain data: two runs of equal identity write the same files."""
+"""Identity of a run: everything that affects its output, as plain data. Runs with equal identities write
+equal files.
+"""
 
 import hashlib
 import json
@@ -24,7 +26,7 @@ START_OVER = "start over with --no-resume"
 
 
 def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
-    """Everything that decides the bits of the result."""
+    """Return everything that affects the output of a run."""
     identity = {
         "recipe": plan.recipe.source,
         "source": plan.reader.digests,
@@ -49,9 +51,9 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
 
 
 def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
-    """An identity as JSON has it, with the number of threads that an interrupted run was started with.
+    """Return an identity as read from JSON, with the number of threads with which the interrupted run was started.
 
-    How many are best is measured and differs from hour to hour: a run is finished with what it was begun with.
+    The best number is measured and varies; a run must finish with the number that it started with.
     """
     new: dict[str, Any] = json.loads(json.dumps(identity))
     compute = saved.get("compute") if isinstance(saved, dict) else None
@@ -62,32 +64,32 @@ def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def calibration_digest(recipe: Recipe) -> str | None:
-    """SHA-256 of the calibration file that a recipe names; None if its data are not a local file."""
+    """Return the SHA-256 of the calibration file that a recipe names; None if its data are not a local file."""
     data = None if recipe.calibration is None else Path(recipe.calibration.data)
     return hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of everything that decides the bits of a result."""
+    """Return the versions of everything that affects the output."""
     names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
     return {name: installed_version(name, "unknown") for name in names}
 
 
 def plain_digest(data: dict[str, Any]) -> str:
-    """SHA-256 of plain data, such as an identity."""
+    """Return the SHA-256 of plain data, such as an identity."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def write_state(path: Path, data: dict[str, Any]) -> None:
-    """Write what an interrupted command goes on from, atomically, with a digest of it."""
+    """Write the state from which an interrupted command resumes, atomically and with a digest."""
     write_json(path, {**data, "sha256": plain_digest(data)})
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Inverse of `write_state`.
+    """Read a file of `write_state`.
 
     Raises:
-        ResumeError: it cannot be read, or says something else than was written.
+        ResumeError: the file cannot be read, or its digest does not match.
     """
     data = read_object(path, ResumeError, START_OVER)
     if data.pop("sha256", None) != plain_digest(data):
@@ -96,20 +98,20 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def refuse_changes(old: Any, new: Any, what: str, instead: str) -> None:
-    """Raise ResumeError if something to go on with has another identity than what was asked for now.
+    """Raise ResumeError if an interrupted run has another identity than the current command.
 
     Args:
-        old, new: identities as JSON has them.
-        what: is to go on, for the message.
-        instead: of going on, likewise.
+        old, new: the two identities, as read from JSON.
+        what: name of the interrupted run, for the message.
+        instead: what the user can do, for the message.
     """
     changes = list(_differences(old, new))
     if changes:
-        raise ResumeError(f"{what} was started from something else ({'; '.join(changes[:3])}); {instead}")
+        raise ResumeError(f"{what} was started with other settings or files ({'; '.join(changes[:3])}); {instead}")
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """`path: old -> new` for every leaf in which two nests of dicts and lists differ."""
+    """Yield `path: old -> new` for every difference between two nested structures of dicts and lists."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):

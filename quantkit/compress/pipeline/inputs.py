@@ -48,7 +48,7 @@ def read_samples(plan: Plan) -> Samples | None:
     limit = plan.reader.config.get("max_position_embeddings")
     if limit is None or calibration.sequence_length <= limit:
         return samples
-    text = f"sequence_length {calibration.sequence_length} is beyond the {limit} positions that the model was made for"
+    text = f"sequence_length {calibration.sequence_length} exceeds the model's {limit} positions"
     return replace(samples, warnings=(*samples.warnings, text))
 
 
@@ -65,11 +65,11 @@ def _read_texts(plan: Plan, calibration: CalibrationSection, number: int) -> Sam
 
 
 def _read_images(plan: Plan, calibration: CalibrationSection) -> ImageSamples | None:
-    """Samples with images, where the recipe asks for them."""
+    """Return samples with images, if the recipe asks for them; otherwise None."""
     if calibration.images is None:
         return None
     if plan.discovery is None or not plan.skeleton.tower_linears():
-        raise ModelError(f"{plan.reader.path}: the model takes no images; leave calibration.images out")
+        raise ModelError(f"{plan.reader.path}: the model does not accept images; leave calibration.images out")
     return load_images(
         calibration.images,
         plan.reader.path,
@@ -81,9 +81,10 @@ def _read_images(plan: Plan, calibration: CalibrationSection) -> ImageSamples | 
 
 
 def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
-    """Inputs of the first layer, on the CPU: hidden states (B, T, D) of samples of equal length, or call by call.
+    """Yield inputs of the first layer, on the CPU: hidden states (B, T, D) of samples of equal length, or single
+    `LayerCall`s.
 
-    Samples with images are calls, evenly among the others: steps that look at some tokens only look at the first ones.
+    Samples with images are `LayerCall`s, spread evenly among the others, because some steps only use the first tokens.
     """
     if samples.images is None:
         yield from _embed_texts(plan, samples.texts)
@@ -98,7 +99,7 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
 
 
 def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
-    """The calls of samples with images; towers are in memory while these are made, and no longer."""
+    """Yield the `LayerCall` of each sample with images; the towers are in memory only meanwhile."""
     source = open_dense(plan.reader.path)
     family, skeleton = with_tower_names(plan.family, source), plan.skeleton
     used = {token for ids in images.token_ids for token in ids}
@@ -196,7 +197,7 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
     Args:
         stores: inputs of the layer in the quantized model, and in the original if a step compares with it.
         layer: the quantized layer.
-        first: its output for the first sequence, in the process that has the first batch.
+        first: the layer's output for the first sequence, in the process that has the first batch.
     """
     layer.check_runs(first)
     forwards: list[Callable[[int, Batch], Batch]] = [layer.advance]

@@ -1,4 +1,6 @@
-"""Linears that stay in the codes of the source (`keep: source`): whether they can, and putting them into a layer."""
+"""Linears that keep the codes of the source (`keep: source`): check whether that is possible, and add the codes to a
+layer.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,15 +19,15 @@ from quantkit.results import LinearRecord
 def check_kept(
     recipe: Recipe, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]
 ) -> tuple[str, ...]:
-    """Refuse what cannot be kept bit for bit; one linear of each scheme is tried out.
+    """Refuse codes that cannot be kept bit for bit; one linear of each scheme is tested.
 
     Args:
-        recipe: says what is kept.
-        reader: of the source.
-        format_: that is written.
+        recipe: the recipe.
+        reader: reader of the source.
+        format_: output format.
         linears: scheme of each quantized linear by full name.
     Returns:
-        a sentence for each scheme that is kept.
+        A sentence for each scheme that is kept.
     Raises:
         RecipeError, SchemeError: says what is in the way.
     """
@@ -35,22 +37,26 @@ def check_kept(
             kept.setdefault(scheme, []).append(name)
     for step, made in recipe.steps.items() if kept else ():
         if made.replaces_model:
-            raise RecipeError(f"the step {step} changes all weights, so none can be kept: drop it, or keep: source")
+            raise RecipeError(
+                f"the step {step} changes all weights, so no codes can be kept; leave out the step, or keep: source"
+            )
     for scheme, names in kept.items():
-        with located(f"{names[0]} cannot be kept as the source has it"):
+        with located(f"the codes of {names[0]} cannot be kept"):
             codes = reader.codes(f"{names[0]}.weight")
             for weight in [codes] if codes.scheme == scheme.weight else with_two_levels([codes]) or ():
                 format_.encode(weight, scheme)
     changed = {scheme for scheme, names in kept.items() if reader.stored_scheme(f"{names[0]}.weight") != scheme}
     return tuple(
         f"{len(names)} linears keep the codes of the source ({scheme.describe()}"
-        + (", where its scales have that form)" if scheme in changed else ")")
+        + (", if their scales have an exact form)" if scheme in changed else ")")
         for scheme, names in kept.items()
     )
 
 
 def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None:
-    """Give a layer the codes of those of its linears that are kept; what has no exact form is not, with a note."""
+    """Give a layer the source's codes for the linears that keep them. If codes have no exact form, they are not kept,
+    and a note is added.
+    """
     names = [name for name in layer.schemes if recipe.scheme.keeps(f"{layer.name}.{name}")]
     others: dict[str, QuantizedTensor] = {}
     for name in names:
@@ -68,11 +74,15 @@ def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None
             _keep(layer, name, weight)
         if made is None:
             what = layer.schemes[first].weight.describe()
-            layer.chosen.notes.append(f"{', '.join(together)}: scales of the source span too much for {what}; rounded")
+            layer.chosen.notes.append(
+                f"{', '.join(together)}: rounded, because the source's scales span too wide a range for {what}"
+            )
 
 
 def _keep(layer: LayerContext, name: str, weight: QuantizedTensor) -> None:
-    """Set codes that no step touches; the layer computes with their decoded values as `LayerContext.commit` has it."""
+    """Set codes that no step changes; the layer computes with their dequantized values, as
+    after `LayerContext.commit`.
+    """
     if weight.input_scale is not None:
         weight = replace(weight, input_scale=weight.input_scale.to(layer.device))
     layer.chosen.records[name] = LinearRecord(

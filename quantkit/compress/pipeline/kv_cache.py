@@ -1,4 +1,4 @@
-"""The KV cache of a recipe in the life of a checkpoint: refused early, calibrated per layer, written, read back."""
+"""Handle a recipe's KV cache: check it early, calibrate it for each layer, write it, and read it back."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ _ATTENDS = ("attention", "hybrid")  # in the name of a kind that caches keys and
 
 
 def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
-    """Refuse what cannot be done, before any work.
+    """Refuse a KV cache that the model or the format does not support, before any work.
 
     Args:
-        recipe: with what it says about the KV cache.
+        recipe: the recipe.
         config: contents of the model's config.json.
     Raises:
-        ModelError: the model, or a layer of it, caches something else than keys and values.
-        SchemeError: the format cannot hold what the cache needs.
+        ModelError: the model, or one of its layers, caches something other than keys and values.
+        SchemeError: the format cannot store what the cache needs.
     """
     goal = recipe.kv_cache
     if goal is None:
@@ -47,7 +47,7 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     if latent := described.get("kv_lora_rank"):
         kept = f"this model caches a latent (kv_lora_rank={latent}) instead of keys and values"
     if kept:
-        raise ModelError(f"{kept}, which kv_cache does not describe; leave kv_cache out of the recipe")
+        raise ModelError(f"{kept}, which kv_cache does not support; leave kv_cache out of the recipe")
     format_: Format = FORMATS.load(recipe.format)
     scaled = writable(lambda other: other.holds_cache_scales)
     if goal.has_fixed_scales and not format_.holds_cache_scales:
@@ -60,12 +60,12 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
 
 
 def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:
-    """Decide on the KV cache of a layer whose weights are final.
+    """Choose the KV cache of a layer whose weights are final.
 
     Args:
-        goal: what the recipe asks for.
-        family: of the model.
-        layer: modified: gets the scales to write, and a note where the decision differs from the goal.
+        goal: cache that the recipe asks for.
+        family: family of the model.
+        layer: gets the scales to write, and a note if the decision differs from the goal.
     """
     record = calibrate_cache(layer, goal)
     if goal.has_fixed_scales:
@@ -75,7 +75,7 @@ def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheR
 
 
 def _attention_module(block: nn.Module, family: Family) -> str:
-    """Relative name of the module of a layer that attends."""
+    """Return the relative name of a layer's attention module."""
     name: str = family.parts.output.rpartition(".")[0]
     modules = dict(block.named_modules())
     if name and name in modules:
@@ -90,10 +90,10 @@ def _attention_module(block: nn.Module, family: Family) -> str:
 
 
 def check_scales(scales: Mapping[str, Tensor]) -> None:
-    """Each is a positive number.
+    """Check that all scales are positive numbers.
 
     Raises:
-        AuditError: names the tensor.
+        AuditError: a scale is not; the message names the tensor.
     """
     for name, scale in scales.items():
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
@@ -103,13 +103,13 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
 def with_cache(
     recipe: Recipe, config: Mapping[str, Any], described: dict[str, Any], records: Sequence[LayerRecord]
 ) -> dict[str, Any]:
-    """The config.json to write: what is described, and the KV cache, which takes the place of one in the source.
+    """Return the config.json to write: the format's entries, and the KV cache, which replaces one in the source.
 
     Args:
-        recipe: as given.
+        recipe: the recipe.
         config: contents of the source's config.json.
         described: entries that the format adds.
-        records: one per layer.
+        records: record of each layer.
     """
     if recipe.kv_cache is None:
         return {**config, **described}
@@ -121,13 +121,13 @@ def with_cache(
 def check_cache_written(
     folder: Path, recipe: Recipe, config: Mapping[str, Any], records: Sequence[LayerRecord]
 ) -> None:
-    """A finished checkpoint says of its cache what was decided, and holds the scales that the records have.
+    """Check that a finished checkpoint describes the chosen cache and stores the scales in the records.
 
     Args:
-        folder: of the checkpoint.
-        recipe: as given.
+        folder: folder of the checkpoint.
+        recipe: the recipe.
         config: contents of its config.json.
-        records: one per layer.
+        records: record of each layer.
     Raises:
         AuditError: it does not.
     """
@@ -138,9 +138,11 @@ def check_cache_written(
     for index, record in enumerate(records):
         kept = record.kv_cache
         if kept is None or schemes is None or schemes[index] != scheme_from_dict(kept.scheme):
-            raise AuditError(f"config.json describes the KV cache of {record.name} differently from what was decided")
+            raise AuditError(f"config.json describes another KV cache for {record.name} than was chosen")
         for side, scales in (("k", kept.key_scale), ("v", kept.value_scale)):
             names = [n for n in reader.names if n.startswith(f"{record.name}.") and n.endswith(f".{side}_scale")]
             stored = [value for name in names for value in reader.tensor(name).flatten().tolist()]
             if len(stored) != len(scales) or not all(map(math.isclose, stored, scales)):
-                raise AuditError(f"{record.name}: the stored {side}_scale is {stored}, calibrated was {list(scales)}")
+                raise AuditError(
+                    f"{record.name}: the stored {side}_scale is {stored}, but the calibrated one is {list(scales)}"
+                )

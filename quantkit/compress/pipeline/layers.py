@@ -46,7 +46,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @torch.inference_mode()
 def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mode) -> None:
-    """Quantize, check, write and record all layers that are not done, each on what the layers before it hand on.
+    """Quantize, check, write and record all unfinished layers, each with the inputs that the layers before it compute.
 
     Args:
         runs: one run, or several that differ only in their weights and use `calibration.inputs: original`.
@@ -82,7 +82,9 @@ def _run_layer(
     held_out: HeldOut | None,
     shared: dict[Hashable, Any] | None,
 ) -> None:
-    """Quantize, check, write and record one layer, and advance the hidden states past it, unless others need them."""
+    """Quantize, check, write and record one layer, and advance the hidden states past it, unless other runs still need
+    them.
+    """
     assert held_out is not None, "layers are left to be done"
     is_last = index + 1 == run.plan.skeleton.num_layers
     plan, state, work, listener = run.plan, run.state, run.work, run.listener

@@ -1,7 +1,7 @@
-"""Whether transformers will load what a run writes: asked before the work, and of the finished checkpoint.
+"""Check whether transformers can load the result, both before the work and for the finished checkpoint.
 
-Of a model that no file describes, what its loader cannot take is left as it is, with the loader's own reason. Not the
-audit, which compares a checkpoint with the plan.
+For models without a family file, linears that transformers could not load in quantized form stay unquantized, with the
+loader's reason in a note. `audit` compares a checkpoint with the plan instead.
 """
 
 import re
@@ -24,7 +24,7 @@ from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.scheme import LinearScheme
 
-_NOT_CHECKED = "not checked whether transformers loads the result"
+_NOT_CHECKED = "could not check whether transformers loads the result"
 _SAMPLE = 128  # rows and columns of a sample at least
 
 
@@ -35,16 +35,17 @@ def keep_loadable(
     ignored: Callable[[Sequence[Schemes]], Sequence[str]],
     assigned: Sequence[Schemes],
 ) -> Assigned:
-    """Take out of a model's schemes what transformers could not load.
+    """Remove the schemes of linears that transformers could not load.
 
     Args:
-        reader: of the source; told which tensors have to be written in the form that the model has.
-        format_: of the checkpoint.
-        layers: of the model.
-        ignored: gives the full names of the linears that some schemes ignore.
-        assigned: the schemes.
+        reader: reader of the source; it is told which tensors to write in the model's own form.
+        format_: format of the checkpoint.
+        layers: layers of the model.
+        ignored: returns the full names of the linears that have no scheme.
+        assigned: schemes of each layer.
     Raises:
-        ModelError: nothing is left, or what is not quantized would not load beside the codes.
+        ModelError: no quantized linear is left, or transformers could not load the unquantized tensors beside the
+            codes.
     """
     parts = list(zip(layers, assigned, strict=True))
     linears = {f"{part.name}.{name}": scheme for part, of in parts for name, scheme in of.items() if scheme}
@@ -67,19 +68,19 @@ def keep_loadable(
         if not bad and not written:
             for name, why in problems.unconverted.items():
                 raise ModelError(
-                    f"{reader.path}: beside these codes transformers would not load {name} ({why}); take fp8-dynamic, "
-                    "or set format=dense"
+                    f"{reader.path}: transformers could not load the unquantized {name} beside these codes ({why}); "
+                    "use recipe fp8-dynamic, or set format=dense"
                 )
             break
     if refused:
         name, why = next(iter(refused.items()))
         if len(refused) == len(linears):
             raise ModelError(
-                f"{reader.path}: transformers would load none of its linears as {format_.name}, e.g. {name} ({why}); "
-                "set format=dense"
+                f"{reader.path}: transformers could not load any of its linears as {format_.name}, e.g. {name} "
+                f"({why}); set format=dense"
             )
         notes.append(
-            f"left as they are, because transformers would not load them as {format_.name}: {len(refused)} linears "
+            f"left unquantized, because transformers could not load them as {format_.name}: {len(refused)} linears "
             f"like {name} ({why})"
         )
     kept = [{name: s if f"{part.name}.{name}" not in refused else None for name, s in of.items()} for part, of in parts]
@@ -89,7 +90,7 @@ def keep_loadable(
 def _ask(
     reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str], dequantize: bool
 ) -> tuple[Problems, bool]:
-    """Problems of transformers' loader with a planned checkpoint, and whether it has to decode the weights."""
+    """Return the problems of transformers' loader with a planned checkpoint, and whether it must decode the weights."""
 
     def open_loader() -> HfLoader:
         config = format_.config(linears, ignored, decode_at_load=dequantize)
@@ -101,7 +102,7 @@ def _ask(
         loader = open_loader()
     codes = {name: _encoded(format_, scheme)[0] for name, scheme in linears.items()}
     if apart := [name for name, leaves in codes.items() if not _together(reader, name, leaves)]:
-        why = "its files call the weight by another name than a linear's"
+        why = "its files store the weight under an unusual name"
         return Problems(modules=dict.fromkeys(apart, why)), dequantize
     owners = {reader.stored_name(f"{name}.{leaf}"): name for name, leaves in codes.items() for leaf in leaves}
     tensors = {stored: Stored(module=name, kind=str(linears[name])) for stored, name in owners.items()}
@@ -120,13 +121,13 @@ def _ask(
 
 
 def _together(reader: ModelReader, module: str, leaves: Iterable[str]) -> bool:
-    """Whether files have all codes of a linear under one module, each by its own name, as readers look for them."""
+    """Whether the files store all codes of a linear under one module and under their usual names, as loaders expect."""
     names = {tuple(reader.stored_name(f"{module}.{leaf}").rsplit(".", 1)) for leaf in leaves}
     return len({owner for owner, *_ in names}) == 1 and {name[-1] for name in names} == set(leaves)
 
 
 def _with_siblings(bad: Mapping[str, str], linears: Mapping[str, LinearScheme]) -> dict[str, str]:
-    """Add the other experts of the same mixture, which are one module in transformers."""
+    """Add the other experts of the same mixture, because transformers has one module for all of them."""
     mixtures = {mixture: why for name, why in bad.items() if (mixture := _mixture(name)) is not None}
     return {name: why for name in linears if (why := bad.get(name) or mixtures.get(_mixture(name) or ""))}
 
@@ -138,7 +139,7 @@ def _mixture(name: str) -> str | None:
 
 @cache
 def _encoded(format_: Format, scheme: LinearScheme) -> tuple[dict[str, Tensor], Tensor]:
-    """A small random linear as stored, and what it stands for."""
+    """Return a small random linear in stored form, and its dequantized values."""
     weight = scheme.weight
     size = max(_SAMPLE, weight.group_size or 0, weight.block_rows or 0)
     values = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
@@ -156,18 +157,18 @@ def check_loads(
     *,
     experts: bool = True,
 ) -> str:
-    """Show that transformers loads a finished checkpoint: every name and shape, and samples of what it decodes.
+    """Check that transformers loads a finished checkpoint: all names and shapes, and decoded samples.
 
     Args:
         folder: the checkpoint.
-        source: knows how names are stored.
-        format_: of the checkpoint.
+        source: reader of the source, which knows the names in the files.
+        format_: format of the checkpoint.
         linears: scheme of each quantized linear.
-        experts: whether those that are quantized are looked at; not where they are known not to load.
+        experts: whether to check quantized experts; False if they are known not to load.
     Returns:
-        why it could not be checked, or what is ignored on the way; empty if neither.
+        The reason why the check was impossible, or which tensors transformers ignores; empty if neither.
     Raises:
-        GateFailure: transformers would load something else.
+        GateFailure: transformers would load other values.
     """
     try:
         # A format of values stores weights as the source does.
@@ -188,8 +189,8 @@ def check_loads(
         problems = problems.but(lambda name: name.startswith(layers) and "experts" in name.split("."))
     if problems.summary:
         raise GateFailure(
-            f"{folder.name}: transformers would load another model than was written: {problems.summary}; "
-            "add what is named here to ignore, or set format=dense"
+            f"{folder.name}: transformers would load another model than was written: {problems.summary}; add these "
+            "linears to ignore, or set format=dense"
         )
     return f"transformers ignores the scales of this model's KV cache, e.g. {scales[0]}" if scales else ""
 

@@ -1,4 +1,6 @@
-"""Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
+"""Plan a run before the first tensor is read: the scheme of every linear, and whether model, recipe and format fit
+together.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -38,15 +40,15 @@ class Plan:
 
     Args:
         model: as given, "demo" for the bundled model.
-        reader, skeleton, family, recipe, format: its parts.
+        reader, skeleton, family, recipe, format: parts of the run.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         linears: the same of all layers and towers by full name.
-        ignored: full names of linears that are not quantized, the head included.
-        towers: schemes of linears to quantize outside the decoder layers, by relative name by the module they are in.
-        source_dtype: widest of the decoder layers' weights as stored.
+        ignored: full names of the unquantized linears, including the head.
+        towers: schemes of linears outside the decoder layers, by relative name, for each module that contains them.
+        source_dtype: widest dtype of the layers' weights in the files.
         output: directory of the finished checkpoint.
-        warnings: what loaders will not do with the result; one sentence each.
-        discovery: what was found of a model that no file describes.
+        warnings: limits of loaders with the result; one sentence each.
+        discovery: structure found in a model without a family file; None for others.
     """
 
     model: str
@@ -66,22 +68,22 @@ class Plan:
 
     @property
     def all_tokens(self) -> bool:
-        """Whether statistics of experts are of all tokens."""
+        """Whether statistics of experts use all tokens."""
         return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
 
     def scale_dtype(self, name: str) -> torch.dtype:
-        """Dtype of a linear's scales: the source's where the format takes it, else the format's own."""
+        """Return the dtype of a linear's scales: the source's if the format supports it, else the format's own."""
         source, dtypes = self.reader.info(f"{name}.weight").dtype, self.format.scale_dtypes
         return source if source in dtypes else dtypes[0]
 
     def sets(self, index: int) -> tuple[LinearSet, ...]:
-        """Linears of a layer whose statistics are of the same tensor."""
+        """Return the sets of a layer's linears that share their statistics."""
         sets = self.skeleton.linear_sets(index)
         return sets if self.all_tokens else split_experts(sets)
 
     @property
     def rest(self) -> list[str]:
-        """Names of the tensors outside the decoder layers that are copied as they are."""
+        """Return the names of the tensors outside the decoder layers that are copied unchanged."""
         prefixes = tuple(f"{self.skeleton.layer_name(i)}." for i in range(self.skeleton.num_layers))
         towers = {f"{owner}.{name}.weight" for owner, schemes in self.towers.items() for name in schemes}
         return [name for name in self.reader.names if not name.startswith(prefixes) and name not in towers]
@@ -94,12 +96,12 @@ def build_plan(
 
     Args:
         model: directory or hub id; None = the bundled demo model.
-        recipe: what to do.
-        output: directory; None = `<model>-<recipe>` in the current one.
+        recipe: the recipe.
+        output: directory to create; None = `<model>-<recipe>` in the current directory.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        engine: that is to read the result; None = nobody in particular.
+        engine: engine that must be able to read the result; None = no particular one.
     Raises:
-        ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
+        ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit together; says why.
     """
     source = open_dense(resolve(model))
     name = "demo" if model is None else model
@@ -152,13 +154,13 @@ def build_plan(
 def _check_calibration(source: CheckpointReader, discovery: Discovery | None, recipe: Recipe) -> None:
     if discovery is not None and discovery.obstacle and recipe.calibration is not None:
         raise ModelError(
-            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; "
-            "take a recipe without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
+            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; use a recipe "
+            "without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
         )
 
 
 def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output: str | Path | None) -> Path:
-    """Folder of the checkpoint; it and what must be carried there are checked before hours of work."""
+    """Return the output folder, after checking early that it can be created and that all files to copy exist."""
     is_folder = model is not None and Path(model).is_dir()
     short = source.path.resolve().name if is_folder else Path(model or "demo").name
     target = Path(output) if output else Path(f"{short}-{recipe.name}")
@@ -168,17 +170,17 @@ def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output:
 
 
 def _stored_in(reader: ModelReader, name: str) -> LinearScheme | None:
-    """The scheme of the codes that the source has of a linear."""
+    """Return the scheme of a linear's codes in the source; None if it has none."""
     return reader.stored_scheme(f"{name}.weight")
 
 
 def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
-    """Find the family of a checkpoint's model, and what discovery found where quantkit knows none.
+    """Find the family of a checkpoint's model; without a family file, discover the model's structure.
 
     Args:
-        reader: of the checkpoint.
+        reader: reader of the checkpoint.
     Returns:
-        the description of its family, or what was found where there is none.
+        The family, and the discovery; None if a file describes the family.
     Raises:
         ModelError: config.json names no class.
     """
@@ -190,12 +192,14 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 
 
 def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
-    """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
+    """Return the model that the steps work on. Steps that replace the model need a family file, which states what the
+    model computes.
+    """
     for name, step in recipe.steps.items():
         if step.replaces_model:
             if not described:
                 raise ModelError(
-                    f"{source.path}: the step {name} needs a family that quantkit describes; leave the step out"
+                    f"{source.path}: the step {name} needs a family file, and this model has none; leave the step out"
                 )
             return step.open(source, family)
     return ModelReader.of(source, family)
@@ -209,7 +213,9 @@ def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelRea
 
 
 def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears]:
-    """The linears of towers by the modules that they are in; those that files keep in another form are left out."""
+    """Return the linears of towers by the module that contains them; linears that files store in another form are left
+    out.
+    """
     owners: dict[str, dict[str, tuple[int, int]]] = {}
     for name, shape in skeleton.tower_linears().items():
         weight, (owner, _, leaf) = f"{name}.weight", name.rpartition(".")
@@ -219,7 +225,7 @@ def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears
 
 
 def _all_ignored(skeleton: Skeleton, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
-    """Full names of all linears without a scheme."""
+    """Return the full names of all linears without a scheme."""
     parts = list(zip(layers, assigned, strict=True))
     inside = [name for part, schemes in parts for name in _ignored(part, schemes)]
     quantized = {f"{part.name}.{name}" for part, schemes in parts for name, scheme in schemes.items() if scheme}
@@ -228,22 +234,24 @@ def _all_ignored(skeleton: Skeleton, layers: Sequence[LayerLinears], assigned: S
 
 
 def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:
-    """Full names of a layer's linears without a scheme, and of what is never quantized beside them."""
+    """Return the full names of a layer's linears without a scheme, and of modules that are never quantized."""
     names = [name for name, scheme in schemes.items() if scheme is None]
     names += [name for group in layer.sets for name in group.beside]
     return [f"{layer.name}.{name}" for name in names]
 
 
 def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the source's dtype where the device is fast in it, else float32."""
+    """Return the source's dtype if the device is fast in it, else float32."""
     return source if device.type == "cuda" or source == fast_cpu_dtype() else torch.float32
 
 
 def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
-    """Widest dtype of the decoder layers' weights, which must all be float types."""
+    """Return the widest dtype of the decoder layers' weights, which must all be floats."""
     names = [name for name in reader.names if name.startswith(f"{family.layers}.") and name.endswith(".weight")]
     if not names:
-        raise ModelError(f"{reader.path}: the checkpoint has no decoder layers, no tensor under {family.layers}.*")
+        raise ModelError(
+            f"{reader.path}: the checkpoint has no decoder layers: no tensor name begins with {family.layers}."
+        )
     for name in names:
         if reader.info(name).dtype not in FLOAT_DTYPES:
             raise ModelError(
@@ -254,11 +262,11 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
-    """Estimate the memory that a run will hold at once, by purpose; see `algorithms.base.steps_bytes`.
+    """Estimate the memory that a run needs at once, in bytes by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
-        plan: the run.
-        num_tokens: calibration tokens whose hidden states are kept in memory.
+        plan: plan of the run.
+        num_tokens: number of calibration tokens whose hidden states are in memory.
     """
     layers = [plan.skeleton.linear_shapes(index).values() for index in range(plan.skeleton.num_layers)]
     num_states = num_tokens * plan.skeleton.hidden_size

@@ -1,4 +1,4 @@
-"""The life of a weight: layer after layer from source shards to finished ones, within the memory of one layer."""
+"""Compress a model layer by layer, from source shards to finished ones, with one layer in memory at a time."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,15 +55,15 @@ def quantize(
 
     Args:
         model: directory or hub id; None = the bundled demo model.
-        recipe: what to do.
-        output: directory to write, or file for a format that is one; None = `<model>-<recipe>` in the current one.
-            Written under another name and renamed when everything has been checked.
+        recipe: the recipe.
+        output: directory to write, or a file if the format is a single file; None = `<model>-<recipe>` in the current
+            directory. It is written under another name and renamed after all checks.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        activations: keep hidden states in memory or on disk; "auto": in memory where a GPU computes.
-        resume: go on where an interrupted run stopped; False starts over.
+        activations: where to keep hidden states, "ram" or "disk"; "auto" = in memory if a GPU computes.
+        resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
-        engine: that is to read the result, by its name in `quantkit.engines`: what it cannot read is refused first.
-        listener: told what happens.
+        engine: engine that must be able to read the result, by its name in `quantkit.engines`; checked before any work.
+        listener: receives progress events.
     Raises:
         InputError: model, recipe, data or output cannot be used.
         ResourceError: out of disk or memory; the same command resumes.
@@ -99,17 +99,18 @@ def quantize(
 
 
 def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, device: str) -> None:
-    """Compress a model by several recipes on one pass of calibration data; each as `quantize` does it, byte for byte.
+    """Compress a model with several recipes in one pass over the calibration data; results equal those of `quantize`
+    byte for byte.
 
-    The recipes differ in their weights alone and have `calibration.inputs: original`, so that what enters a layer is
-    the same for all. Interrupted, either of the two functions goes on with what the other has left.
+    The recipes differ only in their weights and have `calibration.inputs: original`, so the inputs of a layer are equal
+    for all. Either of the two functions can resume an interrupted run of the other.
 
     Args:
         model: directory or hub id; None = the bundled demo model.
-        recipes: by the directory to write, which must not be there.
+        recipes: recipe by output directory, which must not exist yet.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
     Raises:
-        InputError, ResourceError: as `quantize`.
+        InputError, ResourceError: see `quantize`.
     """
     started = time.perf_counter()
     _compress([build_plan(model, recipe, output, device) for output, recipe in recipes.items()], started)
@@ -124,7 +125,9 @@ def _compress(
     overwrite: bool = False,
     listener: Listener = SILENT,
 ) -> list[CompressionResult]:
-    """`quantize` to a directory, or to several; in a process that is not the writer, its share of the layers' work."""
+    """Do what `quantize` does, for one or several directories. A process that does not write computes its share of the
+    layers.
+    """
     with ExitStack() as stack:
         opened = partial(open_stage, kind="quantize", overwrite=overwrite, resumable=True, allow_finished=True)
         stages = [stack.enter_context(opened(plan.output)) if is_writer() else None for plan in plans]
@@ -153,17 +156,17 @@ def _compress(
 def _begin(
     plan: Plan, stage: Stage | None, samples: Samples | None, listener: Listener, *, resume: bool
 ) -> CompressionRun | None:
-    """A run, new or interrupted; None where it was killed after its output had its name.
+    """Start a run or resume an interrupted one; None if an earlier run was killed after it had renamed its output.
 
     Args:
-        plan: of the run.
-        stage: of its output, in the process that writes.
-        samples: calibration data.
-        listener: told what happens.
+        plan: plan of the run.
+        stage: work folder of the output, in the process that writes.
+        samples: calibration samples.
+        listener: receives progress events.
         resume: see `quantize`.
     Raises:
-        ResumeError: this process has read something else than the first one.
-        OutputError: it cannot see what the first one writes.
+        ResumeError: this process has read other data than the first one.
+        OutputError: this process cannot see the files that the first one writes.
     """
     identity = run_identity(plan, samples)
     begun: tuple[RunState, WorkFolder] | None = None
@@ -183,7 +186,9 @@ def _begin(
             "give all processes the same files, versions and device",
         )
         if not work.checkpoint.is_dir():
-            raise OutputError(f"{work.path} is not on this machine: write where all processes of the job can")
+            raise OutputError(
+                f"{work.path} is not visible on this machine; write to a folder that all processes of the job share"
+            )
     run = CompressionRun(
         plan=plan, samples=samples, state=state, work=work, listener=listener, resumed=len(state.records)
     )
@@ -193,7 +198,7 @@ def _begin(
 
 
 def _finish(plan: Plan, run: CompressionRun | None, stage: Stage | None, started: float) -> CompressionResult:
-    """Give the output its name, if it has not got it already; the result of the run that made it."""
+    """Rename the output, unless that is already done, and return the result."""
     if run is None or stage is None:
         return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
     with writing(run.work.path), computing(run):
@@ -204,7 +209,7 @@ def _finish(plan: Plan, run: CompressionRun | None, stage: Stage | None, started
 
 @contextmanager
 def computing(run: CompressionRun) -> Iterator[int]:
-    """While open, products are computed as the run has begun with; how many threads there are otherwise."""
+    """While open, compute with the run's number of threads; yields the number outside."""
     before = torch.get_num_threads()
     workers = threads_within_quota()
     torch.set_num_threads(run.state.threads)
@@ -218,7 +223,7 @@ def computing(run: CompressionRun) -> Iterator[int]:
 
 
 def _summary(run: CompressionRun, mode: Mode) -> dict[str, Any]:
-    """Facts for a listener; see `Listener.plan`."""
+    """Return facts about the run for a listener; see `Listener.plan`."""
     token_ids = run.samples.token_ids if run.samples else ()
     tokens = sum(map(len, token_ids)) if mode == "ram" else 0
     return {

@@ -1,4 +1,6 @@
-"""A finished layer as a file: codes in the recipe's format, the rest as the source has it or a step has left it."""
+"""Write a finished layer to a file: codes in the recipe's format, other tensors as in the source or as changed by a
+step.
+"""
 
 from collections.abc import Container, Iterator
 from dataclasses import replace
@@ -17,7 +19,7 @@ from quantkit.compress.pipeline.plan import Plan
 
 
 def shard_name(index: int, num_layers: int) -> str:
-    """File of a layer; the one after the last holds everything else."""
+    """Return the file name of a layer; the number after the last layer stands for everything else."""
     return f"model-{index + 1:05d}-of-{num_layers + 1:05d}.safetensors"
 
 
@@ -25,14 +27,14 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
     """Write and read back one layer's shard.
 
     Args:
-        plan: of the run.
-        index: of the layer.
-        layer: finished; the bits of each weight are put down as they are on disk.
-        folder: of the checkpoint.
+        plan: plan of the run.
+        index: number of the layer.
+        layer: the finished layer; the bits per weight on disk are added to its records.
+        folder: folder of the checkpoint.
     Returns:
-        name of the file, its SHA-256 and the names of its tensors.
+        Name of the file, its SHA-256, and the names of its tensors.
     Raises:
-        AuditError: the file does not hold what calibration has found.
+        AuditError: the file does not hold the tensors that calibration computed.
     """
     shard = Shard(plan.format)
     scales = {f"{layer.name}.{key}": value for key, value in layer.chosen.cache_scales.items()}
@@ -44,14 +46,14 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
 
 
 def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
-    """Take the codes of a layer into its shard.
+    """Encode the codes of a layer and add them to its shard.
 
     Args:
-        plan: of the run.
-        layer: as in `write_layer`, or some linears of it.
-        shard: of the layer.
+        plan: plan of the run.
+        layer: the layer as in `write_layer`, or some of its linears.
+        shard: shard of the layer.
     Raises:
-        AuditError: what the format has made of a weight is not what was planned.
+        AuditError: an encoded weight differs from the plan.
     """
     for name, weight in layer.chosen.quantized.items():
         module, scheme = f"{layer.name}.{name}", layer.schemes[name]
@@ -64,7 +66,7 @@ def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
 
 
 def write_audited_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
-    """Write and read back a shard that is complete; see `write_layer`."""
+    """Write a complete shard and read it back; see `write_layer`."""
     return file, *shard.write(
         folder / file,
         layout=plan.reader.restore,
@@ -73,7 +75,7 @@ def write_audited_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tu
 
 
 def _others(plan: Plan, layer: LayerContext, written: Container[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a layer that are not quantized, in the dtype of the source."""
+    """Yield the unquantized tensors of a layer in the source's dtype."""
     parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
     quantized = {f"{layer.name}.{name}.weight" for name in layer.chosen.quantized}
     for name in plan.reader.names:

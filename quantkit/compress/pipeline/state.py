@@ -28,13 +28,12 @@ class RunState(Record):
     """Progress of one run, saved in `progress.json`. *Mutable*.
 
     Args:
-        identity: everything that decides the result, as plain data.
-        records: of the finished layers.
+        identity: everything that affects the result, as plain data.
+        records: records of the finished layers.
         shards: SHA-256 by file name of the finished shards.
-        weight_map: tensor name to file name.
-        activations: digests of the saved hidden states, see `ActivationStore`; of both models in one list, the
-            original's last.
-        held_out: likewise of the held-out states, the original's first.
+        weight_map: file name by tensor name.
+        activations: digests of the saved hidden states, see `ActivationStore`; those of the original model follow.
+        held_out: digests of the saved held-out states; those of the original model come first.
     """
 
     identity: dict[str, Any]
@@ -61,7 +60,7 @@ class RunState(Record):
 
     @property
     def threads(self) -> int:
-        """Number of threads that the run was begun with, which decides how sums are divided."""
+        """Return the number of threads of the run, which affects how sums are divided."""
         return int(self.identity["compute"]["threads"])
 
     def save(self, folder: Path) -> None:
@@ -91,7 +90,7 @@ class CompressionRun:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about plan and data, a sentence each."""
+        """Return warnings about plan and data, one sentence each."""
         return (*self.plan.warnings, *(self.samples.warnings if self.samples else ()))
 
 
@@ -99,11 +98,11 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
     """Load the state of an interrupted run, or create that of a new one.
 
     Args:
-        work: of this run.
-        identity: of this run; an interrupted run with another one is refused.
-        resume: go on with an interrupted run; otherwise it is deleted.
+        work: work folder of this run.
+        identity: identity of this run; an interrupted run with another identity is refused.
+        resume: continue an interrupted run; False = delete it.
     Raises:
-        ResumeError: the interrupted run was started from something else; the message names what.
+        ResumeError: the interrupted run has another identity; the message names the difference.
     """
     path = work.path / "progress.json"
     if not resume or not path.exists():  # of a run that was killed before it knew what it was
@@ -132,8 +131,8 @@ def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
     """Whether an earlier run renamed its output but was killed before it cleaned up; clean up now.
 
     Args:
-        stage: of the output.
-        identity: of this run; true only if that run had the same.
+        stage: work folder of the output.
+        identity: identity of this run; the result is True only if the earlier run had the same.
     """
     if not stage.is_finished:
         return False

@@ -1,4 +1,4 @@
-"""Linears of vision and audio towers: rounded to nearest without data, module after module, into files of their own."""
+"""Quantize linears of vision and audio towers: round to nearest without data, module by module, into separate files."""
 
 import math
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ _FILE_BYTES = 1 << 30
 
 
 def write_towers(plan: Plan, state: RunState, folder: Path) -> TowerRecord | None:
-    """Write the linears that a recipe quantizes outside the decoder layers.
+    """Quantize and write the linears outside the decoder layers that the recipe selects.
 
     Args:
-        plan: of the run.
-        state: its files are added.
-        folder: of the checkpoint.
+        plan: plan of the run.
+        state: receives the new files.
+        folder: folder of the checkpoint.
     Returns:
-        what was done; None where there is nothing but a language model.
+        Record of the towers; None if the model has none.
     Raises:
-        AuditError: a file does not hold what was made.
+        AuditError: a file does not hold the expected tensors.
         CheckpointError: a weight holds NaN or infinity.
     """
     records: list[LinearRecord] = []
@@ -48,7 +48,7 @@ def write_towers(plan: Plan, state: RunState, folder: Path) -> TowerRecord | Non
 
 
 def _files(plan: Plan) -> Iterator[list[str]]:
-    """Modules whose linears go into one file together."""
+    """Yield the modules whose linears go into one file."""
     owners: list[str] = []
     size = 0
     for owner, schemes in plan.towers.items():

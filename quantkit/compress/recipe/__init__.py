@@ -1,4 +1,4 @@
-"""Recipe files of a user: YAML in, real step and scheme objects out. This package computes nothing."""
+"""Read recipe files: convert YAML to step and scheme objects. This package computes nothing."""
 
 from quantkit.compress.recipe.load import Recipe, check, load, shipped
 

@@ -1,4 +1,4 @@
-"""A recipe on the linears of a model: the scheme of each, and why it cannot be had. For a run and for a plan of one."""
+"""Apply a recipe to a model: find the scheme of each linear, or why it is impossible. For `quantize` and `plan`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.results import EngineReading
 
 Schemes = dict[str, LinearScheme | None]
-"""Of the linears of a layer by relative name; None = ignored."""
+"""Schemes of a layer's linears by relative name; None = unquantized."""
 
 Stored = Callable[[str], LinearScheme | None]  # by full name
 
@@ -28,9 +28,9 @@ class Assigned(NamedTuple):
     """Schemes of a model's linears.
 
     Args:
-        schemes: of each layer.
-        warnings: one sentence each.
-        dequantize: whether loaders must dequantize the weights, see `Family.decode_at_load`.
+        schemes: schemes of each layer.
+        warnings: warnings, one sentence each.
+        dequantize: whether loaders must dequantize the weights; see `Family.decode_at_load`.
     """
 
     schemes: Sequence[Schemes]
@@ -42,10 +42,10 @@ Leave = Callable[[Sequence[Schemes]], Assigned]
 
 
 class LayerLinears(NamedTuple):
-    """A layer's full name, (N, K) of its quantizable linears by relative name, and which of them belong together.
+    """A layer's full name, its quantizable linears with their shapes (N, K), and which of them are fused.
 
-    `beside`: no decoder layer but a module of a vision or audio tower, which is quantized only where a rule says so
-    that names nothing in the decoder layers.
+    `beside` = True for a module of a vision or audio tower instead of a decoder layer. It is quantized only by a rule
+    whose patterns match nothing in the decoder layers.
     """
 
     name: str
@@ -55,14 +55,14 @@ class LayerLinears(NamedTuple):
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
-    """Schemes that a recipe's rules give each linear of each layer, in groups that divide its inputs if there are any.
+    """Return the scheme of each linear by a recipe's rules; group sizes are lowered so that they divide the inputs.
 
     Args:
         recipe: the recipe.
-        layers: of the model.
-        stored: by full name, the scheme of the codes that the source has of a linear; None = it has none.
+        layers: layers of the model.
+        stored: returns the scheme of a linear's codes in the source by full name; None = it has no codes.
     Raises:
-        RecipeError: a linear is to keep codes that there are not.
+        RecipeError: a linear must keep codes, but the source has none.
     """
     towers = _tower_scheme(recipe, layers)
 
@@ -79,7 +79,9 @@ def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> li
 def _fitted(
     shapes: Mapping[str, tuple[int, int]], schemes: Schemes, keeps: Callable[[str], bool], layer: str
 ) -> Schemes:
-    """The schemes of a layer in groups that divide the inputs of each linear; engines fuse experts, which share one."""
+    """Lower the group sizes of a layer so that they divide the inputs of each linear; the experts of a layer share one
+    size.
+    """
     experts: dict[WeightScheme, int] = {}  # what all of them have a multiple of
     for name, scheme in schemes.items():
         if scheme is not None and find_expert(name) is not None:
@@ -96,7 +98,9 @@ def _fitted(
 
 
 def uniform_groups(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> Recipe:
-    """A recipe whose groups are all as small as the smallest that `assign` gives; itself where they are so already."""
+    """Return a recipe in which all group sizes equal the smallest that `assign` gives; the same recipe if they already
+    do.
+    """
     if recipe.scheme.default is None:
         return recipe
     asked = recipe.scheme.default.weight.group_size
@@ -108,12 +112,12 @@ def uniform_groups(recipe: Recipe, layers: Sequence[LayerLinears], stored: Store
 
 
 def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
-    """A sentence on the linears whose groups are smaller than a recipe asks, if there are any.
+    """Return one sentence about linears whose groups are smaller than requested, if there are any.
 
     Args:
-        asked: the recipe as it was given.
-        layers: of the model.
-        assigned: what its linears have.
+        asked: the recipe as given.
+        layers: layers of the model.
+        assigned: schemes of the linears.
     """
     smaller: dict[tuple[int, int], list[str]] = {}
     widths: dict[int, set[int]] = {}
@@ -147,7 +151,9 @@ def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
 
 
 def _tower_scheme(recipe: Recipe, layers: Sequence[LayerLinears]) -> Scheme:
-    """Part of a recipe about towers: what it ignores anywhere, and the rules that name nothing else."""
+    """Return the part of a recipe that applies to towers: its ignore patterns, and the rules that match
+    nothing else.
+    """
     if not any(layer.beside for layer in layers):
         return Scheme(default=None)
     own = set(recipe.scheme.unmatched(_names(layers, beside=False)))
@@ -160,16 +166,15 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
     scheme = stored(name)
     if scheme is None:
         raise RecipeError(
-            f"{name}: keep: source matches this linear, but the source stores it unquantized; make the pattern "
-            "more specific"
+            f"{name}: keep: source matches this linear, but the source stores it unquantized; use a narrower pattern"
         )
     asked = recipe.scheme.find(name)
     if asked is None or asked.weight == scheme.weight:
         return scheme
     if not has_two_levels(scheme.weight, asked.weight):
         raise RecipeError(
-            f"{name} is {scheme.describe()} in the source, which cannot be kept as {asked.weight.describe()}: only "
-            "mxfp4 as nvfp4; leave out the weights beside keep"
+            f"{name} is {scheme.describe()} in the source, which cannot be kept as {asked.weight.describe()} (only "
+            "mxfp4 can be kept as nvfp4); remove 'weights' from this override"
         )
     return asked
 
@@ -178,22 +183,21 @@ def fit(
     recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave = Assigned,
     *, unlisted: bool = False, engine: str | None = None, hidden_size: int | None = None,
 ) -> tuple[Recipe, Assigned]:  # fmt: skip
-    """A recipe on a model, checked.
+    """Apply a recipe to a model and check it.
 
     Args:
-        recipe: with `symmetric: auto`, weights have zero points if format and reader take them for this model.
-        family: of the model.
-        layers: of it.
+        recipe: the recipe; `symmetric: auto` gives zero points if format and engine can read them for this model.
+        family: family of the model.
+        layers: layers of the model.
         stored: see `assign`.
-        leave: takes schemes away from linears that loaders could not read, and says so.
+        leave: removes the schemes of linears that loaders could not read, and adds a warning.
         unlisted: see `conflicts`.
-        engine: that is to read the result, such as `vllm:h100`; None = transformers where a recipe leaves something
-            open, and nobody else.
-        hidden_size: of the model, which kernels of experts mind; None = not known.
+        engine: engine that must read the result, such as `vllm:h100`; None = any (open choices suit transformers).
+        hidden_size: hidden size of the model, on which kernels of experts depend; None = unknown.
     Returns:
-        the recipe with nothing left open, and what it gives the model.
+        The recipe with nothing left open, and the schemes that it assigns.
     Raises:
-        InputError: the first reason why it cannot be used.
+        InputError: the first reason why the recipe cannot be used.
     """
     model = _Model(family, layers, stored, leave, unlisted, engine, hidden_size)
     chosen, made = model.settle_groups(recipe)
@@ -211,7 +215,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Facts that `fit` needs besides a recipe."""
+    """Facts about the model that `fit` needs besides the recipe."""
 
     family: Family
     layers: Sequence[LayerLinears]
@@ -222,9 +226,10 @@ class _Model:
     hidden_size: int | None
 
     def settle_groups(self, recipe: Recipe) -> tuple[Recipe, Assigned]:
-        """`settle`, with groups of one size in the whole model where format or reader do not take several.
+        """Call `settle`; if format or engine do not support several group sizes, use one size for the whole model.
 
-        Loaders of compressed-tensors take zero points with one size only, which are worth more than larger groups.
+        With zero points, loaders of compressed-tensors accept only one size. Zero points matter more than larger
+        groups.
         """
         alike = uniform_groups(recipe, self.layers, self.stored)
         if alike is recipe:
@@ -240,12 +245,16 @@ class _Model:
         return made
 
     def _merit(self, recipe: Recipe, made: Assigned) -> tuple[bool, int]:
-        """Whether who is named reads it, and how many linears have zero points."""
+        """Return whether the requested engine can read the result, and the number of linears with zero points, to
+        compare options.
+        """
         reads = self.engine is None or self.reading(recipe, made).is_right
         return reads, sum(not scheme.weight.symmetric for of in made.schemes for scheme in of.values() if scheme)
 
     def settle(self, recipe: Recipe) -> tuple[Recipe, Assigned]:
-        """`fit`, whoever reads it: with zero points where they are left open and nothing speaks against them."""
+        """Resolve `symmetric: auto` without regard to group sizes: use zero points unless the format or the engine
+        cannot read them.
+        """
         first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
         if first is recipe:
             return recipe, self.checked(recipe)
@@ -254,7 +263,7 @@ class _Model:
         try:
             made = self.checked(first)
             reading = self.reading(first, made)
-            is_right, reason = reading.is_right, "fewer of them would be loaded with zero points"
+            is_right, reason = reading.is_right, "loaders could read zero points for fewer of them"
         except InputError as error:
             failure, reason = error, str(error).partition(": set ")[0]
         else:
@@ -273,12 +282,12 @@ class _Model:
         return first, made
 
     def reading(self, recipe: Recipe, made: Assigned) -> EngineReading:
-        """Answer of the engine that will read it, transformers where none is named."""
+        """Return what the requested engine, or else transformers, says about the result."""
         model = stored_model(recipe, self.family, self.layers, made.schemes, self.hidden_size)
         return judge(self.engine or "transformers", model)
 
     def checked(self, recipe: Recipe) -> Assigned:
-        """What a recipe gives the model."""
+        """Return the schemes that a recipe assigns, after all checks."""
         made, format_ = self.leave(assign(recipe, self.layers, self.stored)), FORMATS.load(recipe.format)
         for problem in conflicts(recipe, self.layers, made.schemes, self.unlisted):
             raise problem
@@ -301,13 +310,13 @@ def stored_model(
     assigned: Sequence[Schemes],
     hidden_size: int | None,
 ) -> StoredModel:
-    """Description of the future checkpoint, for the rules of engines.
+    """Describe the future checkpoint for the rules of engines.
 
     Args:
         recipe: the recipe.
-        family: of the model.
+        family: family of the model.
         layers, assigned: its linears and their schemes.
-        hidden_size: of the model.
+        hidden_size: hidden size of the model.
     """
     format_, goal = FORMATS.load(recipe.format), recipe.kv_cache
     kinds = dict.fromkeys(
@@ -331,13 +340,13 @@ def stored_model(
 def conflicts(
     recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], unlisted: bool = False
 ) -> Iterator[InputError]:
-    """Why a recipe cannot be used on a model: rules that mean nothing, sets that do not agree, a format that lacks it.
+    """Yield why a recipe cannot be used: useless patterns, fused linears with different schemes, unsupported schemes.
 
     Args:
         recipe: the recipe.
-        layers: of the model.
-        assigned: as `assign` gives it.
-        unlisted: whether the model has towers that are not among the layers, of which rules may be.
+        layers: layers of the model.
+        assigned: result of `assign`.
+        unlisted: whether the model has towers that are not in `layers`, to which patterns may apply.
     """
     names, towers = _names(layers, beside=False), _names(layers, beside=True)
     elsewhere = set(recipe.scheme.unmatched(towers)) if towers else set()
@@ -352,7 +361,7 @@ def conflicts(
         )
     yield from _without_inputs(layers, assigned)
     if recipe.kv_cache is None and not any(scheme for schemes in assigned for scheme in schemes.values()):
-        yield RecipeError(f"recipe {recipe.name!r} leaves every linear alone; take patterns out of ignore")
+        yield RecipeError(f"recipe {recipe.name!r} quantizes no linear; remove patterns from ignore")
     for layer, schemes in zip(layers, assigned, strict=True):
         for conflict in fused_conflicts(layer.sets, schemes):
             hint = "widen the pattern in overrides or ignore to cover all of them"
@@ -367,7 +376,7 @@ def conflicts(
             format_.check(scheme, shape)
         except SchemeError as error:
             if recipe.scheme.keeps(name):
-                yield SchemeError(f"{name} cannot be kept as the source has it: {error}")
+                yield SchemeError(f"the codes of {name} cannot be kept: {error}")
             else:
                 yield SchemeError(f"{name}: {error}")
     if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
@@ -378,7 +387,7 @@ def conflicts(
 
 
 def _without_inputs(layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
-    """Towers are rounded without data, so nothing is known of their inputs."""
+    """Yield an error for tower linears with static activation scales, because towers get no calibration data."""
     for layer, schemes in zip(layers, assigned, strict=True):
         for name, scheme in schemes.items():
             if layer.beside and scheme and scheme.activation and scheme.activation.is_calibrated:

@@ -1,6 +1,6 @@
 """Build a Recipe from a name or a file: resolve every name, fill in every default and build every step.
 
-Everything that can be wrong with a recipe alone fails here.
+All errors that do not depend on a model are reported here.
 """
 
 from collections.abc import Mapping
@@ -31,16 +31,16 @@ class Recipe:
     Args:
         name: short name, also part of the default output directory.
         description: what it does, when to use it, what it costs.
-        gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
-        scheme: which numbers each linear is stored in; with zero points where `symmetric: auto` leaves that open.
-        kv_cache: what keys and values are stored in; None = nothing is said about them.
-        steps: how well the numbers are chosen, by name in running order; none = plain rounding.
-        calibration: None when nothing looks at data.
-        input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
+        gates: quality thresholds that `verify` checks, e.g. `recovery>=98.9`; they do not affect the checkpoint.
+        scheme: number type of each linear; `symmetric: auto` counts as with zero points.
+        kv_cache: number types of keys and values; None = the recipe does not set them.
+        steps: algorithms that choose the codes, by name in execution order; empty = round to nearest.
+        calibration: calibration data; None = no step needs data.
+        input_clip: how static scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
-        seed: of everything that draws random numbers.
-        source: the same as plain data with every default filled in, without description and gates; two recipes with
-            equal sources give equal checkpoints. Loading it gives this recipe again.
+        seed: seed of all random choices.
+        source: the recipe as plain data with every default filled in, without description and gates. Recipes with equal
+            sources give equal checkpoints; building from it gives this recipe again.
     """
 
     name: str
@@ -57,21 +57,21 @@ class Recipe:
 
     @property
     def has_images(self) -> bool:
-        """Whether there are samples with images, each of which goes through the layers with all that it needs."""
+        """Whether samples have images; each such sample goes through the layers with additional tensors."""
         return self.calibration is not None and self.calibration.images is not None
 
     @property
     def has_original_inputs(self) -> bool:
-        """Whether layers are calibrated on what enters them in the original model."""
+        """Whether layers are calibrated on their inputs in the original model."""
         return self.calibration is not None and self.calibration.inputs == "original"
 
 
 class _NoUseOfDataError(RecipeError):
-    """Calibration is set and nothing needs data."""
+    """The recipe has a `calibration` section, but nothing in it needs data."""
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that come with quantkit: file by name."""
+    """Return the recipe files that come with quantkit, by name."""
     files = demo.bundled_folder("recipes").glob("*.yaml")
     return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
 
@@ -80,10 +80,12 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        name_or_path: a shipped name, or a path to a .yaml file; a copy that keeps a shipped name is called as its file.
+        name_or_path: name of a shipped recipe, or path of a .yaml file. A copy that still has a shipped recipe's name
+            is named after its file.
         overrides: fields to replace: values by dotted path, or `path=value` texts with YAML values.
     Raises:
-        RecipeError: no such recipe, or a mistake in it; one line with file, dotted path, value and what is valid.
+        RecipeError: the recipe does not exist or has a mistake; the message gives file, dotted path, value and valid
+            values.
     """
     path = _locate(str(name_or_path))
     data = parse_yaml(read_text(path, RecipeError), path.name, RecipeError)
@@ -100,19 +102,19 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         if "calibration" in data:
             raise
         raise RecipeError(
-            f"recipe {data['name']!r} looks at no data, so there is no calibration to change; leave --samples, "
-            "--calibration, --sequence-length and calibration.* out, or take a recipe with steps such as gptq-int4"
+            f"recipe {data['name']!r} uses no calibration data, so there is nothing to change; leave out --samples, "
+            "--calibration, --sequence-length and calibration.*, or use a recipe with steps such as gptq-int4"
         ) from None
 
 
 def build(data: Mapping[str, Any], where: str) -> Recipe:
-    """A recipe from plain data.
+    """Build a recipe from plain data.
 
     Args:
-        data: what a recipe file holds, or the `source` of a recipe.
-        where: where it comes from, for messages.
+        data: contents of a recipe file, or the `source` of a recipe.
+        where: origin of the data, for messages.
     Raises:
-        RecipeError: as `load`.
+        RecipeError: see `load`.
     """
     with as_recipe_error(where):
         document = validate(Document, data)
@@ -143,7 +145,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
 
 
 def settled(recipe: Recipe, *, symmetric: bool) -> Recipe:
-    """A recipe in which `symmetric: auto` is one of both; itself where that is not left open."""
+    """Resolve `symmetric: auto` to this value; return the same recipe if it does not use `auto`."""
     parts = [recipe.source, *recipe.source["overrides"]]
     if not any(part.get("weights", {}).get("symmetric") == "auto" for part in parts):
         return recipe
@@ -161,7 +163,7 @@ def _settled(part: Mapping[str, Any], symmetric: bool) -> dict[str, Any]:
 
 
 def regrouped(recipe: Recipe, old: int, new: int) -> Recipe:
-    """A recipe in which all weights in groups of `old` inputs are in groups of `new`; strict ones stay."""
+    """Return a recipe in which weights in groups of `old` inputs are in groups of `new`, except strict ones."""
 
     def part(fields: Mapping[str, Any]) -> dict[str, Any]:
         weights = fields.get("weights") or {}
@@ -172,14 +174,14 @@ def regrouped(recipe: Recipe, old: int, new: int) -> Recipe:
 
 
 def check(path: str | Path) -> list[str]:
-    """Read a recipe and say what is valid in it but probably not meant.
+    """Read a recipe and return remarks about settings that are valid but probably a mistake.
 
     Args:
-        path: a shipped name or a file.
+        path: name of a shipped recipe, or a file.
     Returns:
-        remarks: one sentence each; empty when there is nothing to say.
+        One sentence per remark.
     Raises:
-        RecipeError: as `load`.
+        RecipeError: see `load`.
     """
     recipe = load(path)
     names, scheme, remarks = tuple(recipe.steps), recipe.scheme.default, []
@@ -189,9 +191,7 @@ def check(path: str | Path) -> list[str]:
     first = next((name for name, step in recipe.steps.items() if step.fixes_codes), None)
     if first is not None and names[-1] != first:
         late = ", ".join(names[names.index(first) + 1 :])
-        remarks.append(
-            f"{first} fixes the codes, so the steps after it ({late}) come too late; move {first} to the end"
-        )
+        remarks.append(f"{first} fixes the codes, so later steps ({late}) have no effect; move {first} to the end")
     if scheme is not None and scheme.activation is not None:
         weights, inputs = scheme.weight.dtype, scheme.activation.dtype
         if weights.kind != inputs.kind and (weights.name, inputs.name) != _W4AFP8:
@@ -216,7 +216,9 @@ def _locate(name: str) -> Path:
 
 
 def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that decides the bits as plain data, defaults filled in; None for what the recipe does not have."""
+    """Return everything that affects the result as plain data, with defaults; None for sections that the
+    recipe lacks.
+    """
     with as_recipe_error("format"):
         format_ = FORMATS.find(document.format)
     weights, activations, cache = document.weights, document.activations, document.kv_cache
@@ -235,7 +237,7 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(document: Document, override: Override, index: int) -> dict[str, Any]:
-    """One override as plain data, its missing fields inherited from `weights`."""
+    """Return one override as plain data, with missing fields from `weights`."""
     modules = list(override.modules)
     if not modules:
         raise RecipeError(f"overrides[{index}].modules: the list is empty; name at least one pattern")
@@ -274,7 +276,7 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
 
 
 def _check_parts(document: Document) -> None:
-    """Weights may only be missing from a recipe that is about the KV cache alone."""
+    """Check the sections together: `weights` may be missing only if the recipe has just a `kv_cache`."""
     if document.weights is not None:
         return
     if document.kv_cache is None:
@@ -288,8 +290,8 @@ def _calibration(document: Document, steps: Mapping[str, Step], needs_data: bool
     given = document.calibration
     if needs_data and given is not None and given.inputs == "original" and follows_original(steps.values()):
         raise RecipeError(
-            "calibration.inputs: 'original' beside a step that compares with the original; leave it out, or set "
-            "steps.gptq.asymmetric_calibration=0 (autoround always compares)"
+            "calibration.inputs: 'original' cannot be combined with a step that compares with the original model; "
+            "leave it out, or set steps.gptq.asymmetric_calibration=0 (autoround always compares)"
         )
     if needs_data:
         return given or CalibrationSection()

@@ -1,4 +1,6 @@
-"""`weights:`, `activations:` and `kv_cache:` of a recipe as schemes, and as plain data with every default filled in."""
+"""Convert `weights:`, `activations:` and `kv_cache:` of a recipe to schemes, and to plain data with every default
+filled in.
+"""
 
 from typing import Any, Literal
 
@@ -15,17 +17,17 @@ _GRANULARITY = {("keys", "fp8"): "tensor", ("values", "fp8"): "tensor", ("keys",
 
 
 def weight_fields(weights: schema.WeightsSection) -> dict[str, Any]:
-    """`weights` as plain data, with the group size that its number type has by itself."""
+    """Return `weights` as plain data, with the default group size of its number type."""
     fields = weights.model_dump()
     return fields if fields["group_size"] != "auto" else {**fields, "group_size": _own_group(fields["dtype"])}
 
 
 def changed_weights(weights: schema.WeightsSection, changes: schema.WeightChanges) -> dict[str, Any]:
-    """The weights of an override as plain data: what it does not say is inherited.
+    """Return the weights of an override as plain data, with missing fields from the recipe's weights.
 
     Args:
-        weights: of the recipe.
-        changes: of the override.
+        weights: weights of the recipe.
+        changes: weights of the override.
     """
     inherited, given = weight_fields(weights), changes.model_dump(exclude_none=True)
     dtype = given.get("dtype", inherited["dtype"])
@@ -37,19 +39,19 @@ def changed_weights(weights: schema.WeightsSection, changes: schema.WeightChange
 
 
 def activation_fields(activations: schema.ActivationsSection) -> dict[str, Any]:
-    """`activations` as plain data, with the group size that its number type has by itself."""
+    """Return `activations` as plain data, with the default group size of its number type."""
     fields = activations.model_dump()
     return {**fields, "group_size": fields["group_size"] or find_dtype(fields["dtype"]).group}
 
 
 def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
-    """The scheme of a weight.
+    """Return the scheme of a weight.
 
     Args:
-        fields: plain data, as the functions of this module give it.
-        path: the place in the file, for messages.
+        fields: plain data from a function of this module.
+        path: location in the recipe file, for messages.
     Raises:
-        RecipeError: no such scheme.
+        RecipeError: the scheme is not valid.
     """
     size, rows, strict = fields["group_size"], 1, isinstance(fields["group_size"], dict)
     size = size["size"] if strict else size
@@ -69,12 +71,12 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
 
 
 def activation_scheme(fields: dict[str, Any]) -> ActivationScheme:
-    """The scheme of inputs.
+    """Return the scheme of activations.
 
     Args:
-        fields: plain data, as `activation_fields` gives it.
+        fields: plain data from `activation_fields`.
     Raises:
-        RecipeError: no such scheme.
+        RecipeError: the scheme is not valid.
     """
     dynamic = fields["dynamic"]
     with as_recipe_error("activations"):
@@ -93,27 +95,31 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
     """Build the KV cache scheme that a recipe asks for.
 
     Args:
-        section: of the recipe.
+        section: section of the recipe.
     Raises:
-        RecipeError: a number type or granularity that no cache has, or parts that contradict each other.
+        RecipeError: no cache has this number type or granularity, or the settings contradict each other.
     """
     key, value = _side(section, "keys"), _side(section, "values")
     if section.rotation != "none" and key.granularity != "token":
         raise RecipeError(
-            f"kv_cache.rotation: {section.rotation} spreads a token's channels, which only helps keys with "
-            f"one scale per token, and keys are {key.describe()}; set kv_cache.keys.granularity=token or rotation=none"
+            f"kv_cache.rotation: {section.rotation} only helps keys with one scale per token, and keys are "
+            f"{key.describe()}; set kv_cache.keys.granularity=token or rotation=none"
         )
     if key.is_fixed != value.is_fixed or (key.is_fixed and key.granularity != value.granularity):
         raise RecipeError(
-            f"kv_cache: keys {key.describe()} and values {value.describe()}: fixed scales are stored for "
-            "both or for neither, and alike; set kv_cache.granularity for both"
+            f"kv_cache: keys are {key.describe()} and values {value.describe()}, but both or neither must have fixed "
+            "scales, of the same granularity; set kv_cache.granularity for both"
         )
     scheme = KVScheme(key=key, value=value, rotation=section.rotation)
     return CacheGoal(scheme=scheme, outliers=section.outliers == "detect", remedy=section.remedy, clip=section.clip)
 
 
 def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
-    """The section as plain data with every default filled in; raises as `build_cache`."""
+    """Return the section as plain data with every default filled in.
+
+    Raises:
+        RecipeError: see `build_cache`.
+    """
     scheme = build_cache(section).scheme
     sides = {
         name: {"dtype": side.dtype.name, "granularity": side.granularity}

@@ -1,6 +1,6 @@
-"""Changes to single fields of a recipe from outside: `weights.group_size=32`, `steps.gptq.damping=0.05`.
+"""Change single fields of a recipe from the command line or Python: `weights.group_size=32`, `steps.gptq.damping=0.05`.
 
-Not inheritance between files: a recipe that differs in more than a few fields is copied and edited.
+Files cannot inherit from each other; to change more than a few fields, copy and edit the recipe.
 """
 
 import copy
@@ -16,13 +16,13 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 
 def patched(data: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
-    """A copy of a recipe's data with fields replaced; the result is checked by whoever builds the recipe from it.
+    """Return a copy of a recipe's data with fields replaced; `load.build` checks the result.
 
     Args:
         data: plain data of a recipe; not modified.
         overrides: values by dotted path, or `path=value` texts whose value is YAML. Later ones win.
     Raises:
-        RecipeError: a text without `=`, or a path that no recipe has; the message suggests the nearest.
+        RecipeError: a text has no `=`, or a path does not exist in recipes; the message suggests the nearest.
     """
     result = copy.deepcopy(dict(data))
     for path, value in _pairs(overrides):
@@ -58,13 +58,15 @@ def _assign(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _names(data: Mapping[str, Any]) -> list[str]:
-    """Name of each step, in order; empty for an entry that has none."""
+    """Return the name of each step in order; "" for an entry without a name."""
     steps = data.get("steps")
     return [step_name(item) or "" for item in steps] if isinstance(steps, list) else []
 
 
 def _paths(data: Mapping[str, Any]) -> list[str]:
-    """All that can be replaced: whole parts, fields of a section (not of lists of them), and options of steps."""
+    """Return all paths that can be replaced: whole sections, fields of a section (not of lists), and options
+    of steps.
+    """
     paths = list(Document.model_fields)
     for name, field in Document.model_fields.items():
         kinds = get_args(field.annotation)
@@ -78,7 +80,7 @@ def _refusal(data: Mapping[str, Any], path: str, valid: list[str]) -> str:
     if first == "overrides" and rest:
         return f"override {path!r}: the list 'overrides' can only be replaced as a whole; edit a copy of the recipe"
     if first == "steps" and rest and rest[0] not in _names(data):
-        return f"override {path!r}: the recipe has no step {rest[0]!r}; its steps: {', '.join(_names(data)) or 'none'}"
+        return f"override {path!r}: the recipe has no step {rest[0]!r}; it has:  {', '.join(_names(data)) or 'none'}"
     parent = path.rpartition(".")[0]
     family = [name for name in valid if name.rpartition(".")[0] == parent] or list(Document.model_fields)
-    return f"override {path!r}: no such field{suggestion(path, valid)}; there are: {', '.join(family)}"
+    return f"override {path!r}: no such field{suggestion(path, valid)}; valid fields:  {', '.join(family)}"

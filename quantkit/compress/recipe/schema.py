@@ -20,7 +20,9 @@ DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CON
 
 
 def _valid(check: Callable[[str], Any], text: str) -> Any:
-    """Result of `check` for a text; pydantic knows where a ValueError belongs, not where a SchemeError does."""
+    """Return the result of `check` for a text, and convert SchemeError to ValueError, for which pydantic reports the
+    location.
+    """
     try:
         return check(text)
     except SchemeError as error:
@@ -54,7 +56,7 @@ def _symmetric(value: Any) -> bool | str:
 
 
 def _texts(value: Any, expected: str) -> tuple[str, ...]:
-    """One text or a list of them."""
+    """Return one text, or a list of texts, as a tuple."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected {expected} or a list of them, found {shorten(value)}")
@@ -93,7 +95,7 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class RecipeSection(BaseModel):
-    """A mapping of the file: strict types, and unknown keys are refused with the valid ones."""
+    """A mapping in a recipe file with strict types; unknown keys are refused with a list of the valid ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -106,20 +108,22 @@ class RecipeSection(BaseModel):
         for key in data:
             if key not in cls.model_fields:
                 raise ValueError(
-                    f"unknown key {shorten(key)}{suggestion(str(key), cls.model_fields)}; there are: {names}"
+                    f"unknown key {shorten(key)}{suggestion(str(key), cls.model_fields)}; valid keys:  {names}"
                 )
         return data
 
 
 class GroupSizeSection(RecipeSection):
-    """`group_size:` of weights as a mapping; strict = a linear whose width the size does not divide is refused."""
+    """`group_size:` of weights as a mapping. `strict` = refuse linears whose number of inputs the size does
+    not divide.
+    """
 
     size: Positive
     strict: bool = False
 
 
 class WeightsSection(RecipeSection):
-    """`weights:` of the file."""
+    """The section `weights:`."""
 
     dtype: DTypeName
     group_size: GroupSize = "auto"
@@ -128,7 +132,7 @@ class WeightsSection(RecipeSection):
 
 
 class WeightChanges(RecipeSection):
-    """`weights:` of an override; None = inherited."""
+    """`weights:` of an override; None = use the recipe's weights."""
 
     dtype: DTypeName | None = None
     group_size: GroupSize | None = None
@@ -137,7 +141,7 @@ class WeightChanges(RecipeSection):
 
 
 class ActivationsSection(RecipeSection):
-    """`activations:` of the file."""
+    """The section `activations:`."""
 
     dtype: DTypeName
     dynamic: bool = True
@@ -149,14 +153,14 @@ Granularity = Literal["tensor", "head", "token", "channel"]
 
 
 class CacheSide(RecipeSection):
-    """`keys:` or `values:` of `kv_cache:`; None = as is said for both, else what suits the number type."""
+    """`keys:` or `values:` of `kv_cache:`; None = use the setting for both, or else the number type's default."""
 
     dtype: DTypeName | None = None
     granularity: Granularity | None = None
 
 
 class KVCacheSection(RecipeSection):
-    """`kv_cache:` of the file."""
+    """The section `kv_cache:`."""
 
     dtype: DTypeName
     granularity: Granularity | None = None
@@ -169,7 +173,7 @@ class KVCacheSection(RecipeSection):
 
 
 class Override(RecipeSection):
-    """One entry of `overrides:`: other weights for some modules, or none, or those that the source has."""
+    """One entry of `overrides:`: changed weights, no quantization, or the source's codes for some modules."""
 
     modules: Patterns
     weights: WeightChanges | None = None
@@ -185,17 +189,17 @@ class Override(RecipeSection):
 
 
 class CalibrationSection(RecipeSection):
-    """`calibration:` of the file: which text the steps are shown, and how much of it.
+    """The section `calibration:`: which samples the steps use.
 
     Args:
         data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[:CONFIG]`.
         samples: number of sequences.
         sequence_length: tokens per sequence.
-        field: where the text is in a .jsonl line or a hub row.
-        split: of a hub data set.
-        images: "bundled", a folder of image files, or a .jsonl file with images; of multimodal models.
-        experts: whether statistics of experts are of "all" tokens or of those that are "routed" to each.
-        inputs: what a layer is shown: what comes out of the layers before it once "quantized", or in the "original".
+        field: key of the text in a .jsonl line or a hub row.
+        split: split of a hub data set.
+        images: "bundled", a folder of image files, or a .jsonl file with images; for multimodal models.
+        experts: whether statistics of experts use "all" tokens, or only those "routed" to each.
+        inputs: inputs of a layer: outputs of the "quantized" earlier layers, or of the "original" ones.
     """
 
     data: Annotated[str, AfterValidator(_data)] = "bundled"
@@ -209,7 +213,7 @@ class CalibrationSection(RecipeSection):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The section as plain data; `inputs` only where it is set, so that recipes are what they were before it."""
+        """Return the section as plain data; `inputs` only if set, so that older recipes keep their identity."""
         return self.model_dump(exclude=None if self.inputs == "original" else {"inputs"})
 
 
@@ -244,7 +248,9 @@ _EXPECTED = {
 
 @contextmanager
 def as_recipe_error(path: str) -> Iterator[None]:
-    """While open, what is refused is a RecipeError whose message begins with `path`: the file, or a place in it."""
+    """While open, convert errors to RecipeError with a message that begins with `path`: the file, or a location
+    in it.
+    """
     try:
         yield
     except (InputError, ValueError) as error:
@@ -253,14 +259,14 @@ def as_recipe_error(path: str) -> Iterator[None]:
 
 
 def validate(model: type[S], data: Any, prefix: str = "") -> S:
-    """`data` as an instance of `model`.
+    """Convert `data` to an instance of `model`.
 
     Args:
         model: a pydantic model.
         data: plain data.
         prefix: dotted path of `data` inside the file, for messages.
     Raises:
-        RecipeError: one line: dotted path, value found, what is valid.
+        RecipeError: the message gives the dotted path, the value found, and the valid values.
     """
     try:
         return model.model_validate(data)
@@ -272,7 +278,7 @@ def validate(model: type[S], data: Any, prefix: str = "") -> S:
 
 
 def _dotted(location: tuple[int | str, ...], text: str) -> str:
-    """A location as users write it: `overrides[0].weights.dtype`, behind `text`."""
+    """Return a location as users write it, e.g. `overrides[0].weights.dtype`, after `text`."""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text

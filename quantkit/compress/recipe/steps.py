@@ -1,4 +1,4 @@
-"""The `steps:` of a recipe: names looked up among the algorithms, options checked against their fields."""
+"""Build the `steps:` of a recipe: look up names among the algorithms, and check options against their fields."""
 
 import dataclasses
 from typing import Any, get_type_hints
@@ -13,12 +13,12 @@ from quantkit.safety.untrusted import shorten
 
 
 def build_steps(items: list[Any]) -> dict[str, Step]:
-    """The steps of a recipe by name, in order; their fields are the options, every default filled in.
+    """Return the steps of a recipe by name, in order, with every option filled in.
 
     Args:
-        items: as in the file: a bare name, or one name with its options.
+        items: entries of the file: a name, or a name with its options.
     Raises:
-        RecipeError: an unknown step or option, a wrong type, or a step given twice.
+        RecipeError: a step or option is unknown, has the wrong type, or a step is given twice.
     """
     steps: dict[str, Step] = {}
     for position, item in enumerate(items):
@@ -36,19 +36,19 @@ def build_steps(items: list[Any]) -> dict[str, Step]:
 
 
 def step_name(item: Any) -> str | None:
-    """Name of one entry of `steps:`, normalised; None when it has no readable one."""
+    """Return the name of one entry of `steps:`, normalized; None if it has no valid one."""
     name = next(iter(item), None) if isinstance(item, dict) and len(item) == 1 else item
     return name.replace("_", "-") if isinstance(name, str) else None
 
 
 def step_options(item: Any) -> Any:
-    """Return the options that one entry of `steps:` gives its step."""
+    """Return the options of one entry of `steps:`."""
     given = next(iter(item.values())) if isinstance(item, dict) else None
     return {} if given is None else given
 
 
 def option_names(name: str) -> list[str]:
-    """Options of the step called `name`; none when there is no such step."""
+    """Return the option names of the step `name`; empty if there is no such step."""
     try:
         return [field.name for field in dataclasses.fields(REGISTRY.load(name))]
     except InputError:
@@ -56,7 +56,7 @@ def option_names(name: str) -> list[str]:
 
 
 def _options_model(kind: Any) -> type[RecipeSection]:
-    """A strict model with the fields of a step's dataclass."""
+    """Return a strict pydantic model with the fields of a step's dataclass."""
     # Steps stay plain dataclasses: what made them valid need not be known where they run.
     hints = get_type_hints(kind, include_extras=True)
     fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
