@@ -106,7 +106,7 @@ def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
     """Return all integer types in the base recipe's group size, and those of 3 to 5 bits also in finer groups.
 
     Args:
-        group_size: of the base recipe.
+        group_size: group size of the base recipe.
     """
     names = [dtype.name for dtype in DTYPES.values() if dtype.kind == "int"]
     candidates = [Candidate(dtype=name, group_size=group_size) for name in names]

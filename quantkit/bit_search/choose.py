@@ -2,11 +2,11 @@
 
 Sensitivities are measured one group at a time, but quantizing one group changes the effect of another. So the search
 measures the chosen combination, moves each group one option up and one option down, and solves again with those numbers
-for as long as the measured KL falls.
+as long as the measured KL falls.
 
 If the target is task accuracy, the search uses KL as a proxy, since only compressed models can answer the tasks. It
-assumes that the loss of accuracy is proportional to KL. The first factor comes from a coarse model whose loss is
-visible, later factors from models that missed the target.
+assumes that the loss of accuracy is proportional to KL. The first factor comes from a coarse model, whose loss is large
+enough to measure. Later factors come from models that missed the target.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
 
 
 def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
-    """Return the indices of the current option, the best cheaper one, and the next one that costs more and is better.
+    """Return the indices of the current option, of the best cheaper option, and of the cheapest better option.
 
     Args:
         group: options of one group.
@@ -111,7 +111,9 @@ def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
 
 
 def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
-    """Yield choices that may improve on `choice`: first all paying moves together, then the best moves and pairs."""
+    """Yield choices that may improve on `choice`: first with all moves that pay off together, then the best single
+    moves and pairs.
+    """
     options = groups.options
     rows = [next_options(group, at) for group, at in zip(options, choice, strict=True)]
     near = _neighbours(groups, choice, best)
@@ -156,7 +158,7 @@ _LARGEST = 4.0  # times the KL of the coarse model; the search does not extrapol
 
 @dataclass(kw_only=True, slots=True)
 class Judge:
-    """Task scores of compressed models relative to the original model.
+    """Measures the task scores of compressed models relative to the original model.
 
     Args:
         original: the loaded original model.

@@ -188,10 +188,10 @@ def stored(scale: Tensor, grid: WeightGrid) -> Tensor:
 def range_fractions(dtype: DType) -> tuple[float, ...]:
     """Return the fractions of the covering range to try, 1 first.
 
-    Integers: the fewer bits, the more clipping pays: almost never with 8 bits, down to a third of the range with 2.
-    Floats: clipping pays little, but the position of the exponent steps matters. FP8 repeats after a factor of two; FP4
-    gains most from the choice of 4 or 6 as the largest value (27 % less squared error for normal weights under nvfp4,
-    8 % under fp8).
+    Integers: clipping helps more with fewer bits. With 8 bits it almost never helps; with 2 bits the best range may be
+    a third of the full one. Floats: clipping helps little, but the position of the exponent steps matters. FP8 repeats
+    after a factor of two; FP4 gains most from the choice of 4 or 6 as the largest value (27 % less squared error for
+    normal weights under nvfp4, 8 % under fp8).
     """
     if dtype.scale == "e8m0":
         # Only powers of two can be stored.
@@ -211,8 +211,8 @@ def search_parameters(
 ) -> Ranges:
     """Return the scales and zero points with the least rounding error among several scaled ranges.
 
-    Symmetric integers of few bits reach further down than up (int4: -8 to 7). So negative scales are tried too, which
-    give the longer side to positive weights; decoders multiply by them as usual.
+    Symmetric integers have one more negative code than positive codes (int4: -8 to 7). So negative scales are tried
+    too; with them, positive weights use the longer side. Decoders multiply by negative scales as usual.
 
     The error of a group is e' M e with e = value - decoded. M is the identity, diag(importance), or the group's own
     block of the input Gram matrix; with the block, it is the error of the layer's output.
