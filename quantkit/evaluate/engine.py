@@ -85,8 +85,8 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
     if one is None or other is None or one == other:
         return
     raise DataError(
-        f"the baseline {theirs} has a different vocabulary ({len(other)} tokens) than {ours} ({len(one)}); compare a "
-        "model with the one it was made from"
+        f"{theirs} and {ours} have different vocabularies ({len(other)} and {len(one)} tokens); compare a model with "
+        "the one it was made from"
     )
 
 

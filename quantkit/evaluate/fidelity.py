@@ -86,7 +86,7 @@ def fixed_windows(
     windows = tuple((*bos, *ids[start : start + num_text]) for start in starts)
     windows = tuple(each for each in windows if len(each) > 1)
     if not windows or num_text < 1:
-        raise DataError(f"the text has only {len(ids)} tokens; give a longer text to compare distributions on")
+        raise DataError(f"the text has only {len(ids)} tokens; give a longer text for comparing distributions")
     return windows
 
 

@@ -1,9 +1,10 @@
-"""Fused groups of a quantized model (linears that engines run as one), adapted so that they fit into the original.
+"""Adapt fused groups of a quantized model (linears that engines run as one), so that they can replace those of the
+original.
 
 AWQ and SmoothQuant move scales between a linear and its source, so a quantized linear does not fit into the original.
 This module scales its inputs and outputs back. If the source is a norm, the factors are exact, since both norms are on
 disk; if it is another linear, they are fitted by least squares against the original weight.
-N outputs, K inputs.
+Shapes: N outputs, K inputs.
 """
 
 from collections.abc import Iterator

@@ -71,7 +71,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             count = None if batch_size in (None, "auto", 1, "1") else int(str(batch_size).removeprefix("auto:"))
             self.llm = load_llm(pretrained, **({"max_sequences": count, **settings} if count else settings))
         if self.llm.tokenizer is None:
-            raise RequestError(f"{self.llm.path} has no usable tokenizer, which tasks need")
+            raise RequestError(f"{self.llm.path} has no usable tokenizer, and tasks need one")
         self.tokenizer = self.llm.tokenizer
         self.add_bos_token = add_bos_token
         self.batch_size = self.llm.engine.config.max_sequences

@@ -1,11 +1,12 @@
-"""Long-context retrieval: the model must repeat one fact, placed at several depths in texts of several lengths.
+"""Measure long-context retrieval: the model must repeat one fact that stands somewhere in a long text.
 
-Prompts run like ordinary requests, so generation reads keys and values from the configured cache, quantized or not.
-Models of the demo language look up a pair in a ledger between clauses; all others look up a pass key between sentences
-about grass.
+The texts have several lengths, and the fact stands at several depths. Prompts run like ordinary requests, so generation
+reads keys and values from the configured KV cache, quantized or not. For models of the demo language, the fact is an
+entry of a ledger, and clauses fill the text. For all other models, it is a pass key, and sentences about grass fill the
+text.
 
-The test measures retrieval, not reasoning. Source: Mohtashami and Jaggi 2023, Landmark Attention (the pass
-key); Liu et al. 2023, Lost in the Middle (why depths).
+The test measures retrieval, not reasoning. Source: Mohtashami and Jaggi 2023, Landmark Attention (pass key); Liu et al.
+2023, Lost in the Middle (depths).
 """
 
 import hashlib
@@ -72,13 +73,13 @@ def long_context(
     if wrong or not depths:
         raise DataError(f"depth {wrong[0] if wrong else None!r} of a long-context test is not between 0 and 1")
     if llm.tokenizer is None:
-        raise DataError(f"{llm.path} has no usable tokenizer, which a long-context test needs")
+        raise DataError(f"{llm.path} has no usable tokenizer, and a long-context test needs one")
     longest = llm.capacity - ANSWER_TOKENS
     fitting = sorted({length for length in lengths if length <= longest})
     if not fitting:
         raise DataError(
-            f"none of the lengths {', '.join(map(str, lengths))} fits: {llm.path} has room for {longest} prompt tokens "
-            "after reserving the answer"
+            f"none of the lengths {', '.join(map(str, lengths))} fits: besides the answer, {llm.path} can hold "
+            f"{longest} prompt tokens"
         )
     name, write = ("passkey", write_passkey) if ledgers is None else ("ledger", ledger_writer(ledgers))
     return tuple(

@@ -7,7 +7,9 @@ from quantkit.quantities import parse_tokens
 from quantkit.settings import setting
 
 DEFAULT_TEXT_TOKENS = 20480
-"""Ten windows of 2048 tokens: enough to compare two models window by window, in minutes on a CPU."""
+"""Default number of tokens of `--text`: ten windows of 2048, enough to compare two models window by window, in minutes
+on a CPU.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,35 +32,45 @@ class EvaluationOptions:
         kind=Path,
     )
     limit: int | None = setting(
-        None, "Items of each task, at most.", flag="--limit", minimum=1, shown="the suite's, or all"
+        None, "Maximum number of items per task.", flag="--limit", minimum=1, shown="the suite's, or all"
     )
     num_fewshot: int | None = setting(
-        None, "Solved examples before each item.", flag="--few-shot", minimum=0, shown="the task's"
+        None, "Number of solved examples before each item.", flag="--few-shot", minimum=0, shown="the task's"
     )
     texts: tuple[str, ...] = setting((), "Measure the perplexity of this text; repeatable.", flag="--text FILE")
     text_tokens: int | str = setting(
         DEFAULT_TEXT_TOKENS,
-        "Tokens of --text whose perplexity is measured, from its beginning, in whole windows; all = the whole text.",
+        "Number of tokens of --text to score, from its beginning, in whole windows; all = the whole text.",
         flag="--text-tokens N|all",
         kind=str,
         shown="20k",
     )
-    window: int | None = setting(None, "Tokens per window of --text.", flag="--window", minimum=2, shown="2048")
+    window: int | None = setting(
+        None, "Number of tokens per window of --text.", flag="--window", minimum=2, shown="2048"
+    )
     stride: int | None = setting(
-        None, "Tokens from window to window of --text.", flag="--stride", minimum=1, shown="a window"
+        None,
+        "Number of tokens from the start of one window of --text to the next.",
+        flag="--stride",
+        minimum=1,
+        shown="a window",
     )
     through: tuple[str, ...] = setting(
         ("prefill",),
-        "How --text is computed: in prefills or token by token; repeatable.",
+        "How to score --text: in prefills, or token by token in decode steps; repeatable.",
         flag="--through",
         choices=("prefill", "decode"),
     )
-    chat_template: bool = setting(False, "Put prompts into the model's chat template.", flag="--chat")
+    chat_template: bool = setting(False, "Format prompts with the model's chat template.", flag="--chat")
     add_bos: bool | None = setting(
-        None, "Put the begin-of-text token before every text.", flag="--bos/--no-bos", shown="the tokenizer's"
+        None, "Put the begin-of-text token before each text.", flag="--bos/--no-bos", shown="the tokenizer's"
     )
     seed: int | None = setting(
-        None, "Seed of few-shot examples and long texts.", flag="--seed", minimum=0, shown="the suite's"
+        None,
+        "Seed of the few-shot examples and of the long-context texts.",
+        flag="--seed",
+        minimum=0,
+        shown="the suite's",
     )
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ def perplexity(
         RequestError: a token id is not in the vocabulary.
     """
     if through not in _CHUNKS:
-        raise DataError(f"through is {through!r}; it can be 'prefill' or 'decode'")
+        raise DataError(f"through is {through!r}; give 'prefill' or 'decode'")
     capacity = llm.capacity
     window = min(DEFAULT_WINDOW, capacity) if window is None else window
     if not 2 <= window <= capacity:
@@ -66,7 +66,7 @@ def perplexity(
     stride = num_text if stride is None else stride
     if not 1 <= stride <= num_text:
         raise DataError(
-            f"stride is {stride}; it must be 1 to {num_text}, the tokens of the text in a window of {window}"
+            f"stride is {stride}; it must be 1 to {num_text}, the number of text tokens in a window of {window}"
         )
     ids = token_ids(llm, text)
     windows = cut_windows(ids, num_text=num_text, stride=stride, bos=bos)[:max_windows]

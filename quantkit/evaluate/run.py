@@ -102,7 +102,7 @@ def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict
     kept, left_out = part.perplexity, {}
     if not llm.scores_decode and any("decode" in text.through for text in kept):
         kept = tuple(text.model_copy(update={"through": ("prefill",)}) for text in kept if "prefill" in text.through)
-        left_out = {"left out": "perplexity through decode, which vLLM does not compute"}
+        left_out = {"left out": "perplexity through decode, which vLLM does not support"}
     asked = Asked(
         tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
         limit=options.limit if options.limit is not None else part.limit,
@@ -260,7 +260,9 @@ def _quiet() -> Iterator[None]:
 
 
 FAVOURITES = ("acc_norm", "acc", "exact_match")
-"""Preferred main metrics: the first that a task has is used; if it has none of them, its own first metric."""
+"""Preferred main metrics. The first one that a task has is used; if it has none of them, the task's own
+first metric.
+"""
 
 
 def task_results(results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> tuple[TaskResult, ...]:

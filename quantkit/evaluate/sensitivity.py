@@ -1,7 +1,8 @@
-"""The sensitivity map: KL of every fused group quantized alone in the original, and a proposed change of the recipe.
+"""Build the sensitivity map: the KL of the original model with one fused group quantized at a time; and propose a
+change of the recipe.
 
-The original is loaded once; one group at a time is quantized in it and the KL to the original is measured on the same
-text. The proposal ignores the groups with the most KL per byte, and is measured before it is returned.
+The original is loaded once. One group at a time is quantized in it, and the KL to the unchanged original is measured on
+the same text. The proposal ignores the groups with the most KL per byte. It is measured before it is returned.
 Related: Dong et al. 2019 (HAWQ) choose bits per layer by curvature.
 """
 
@@ -255,7 +256,7 @@ def few(
         InputError: there is no window.
     """
     if not windows:
-        raise InputError("a sensitivity map needs text; give at least one window")
+        raise InputError("a sensitivity map needs text, but there are no windows; give at least one window")
     # Four bytes per logit, since the reference is kept in float32.
     limit = min(max_tokens, reference_bytes // (4 * vocab_size))
     fitting = sum(total <= limit for total in accumulate(map(len, windows)))

@@ -1,7 +1,11 @@
-"""Task names to lm-eval tasks: the demo language's, templates over local items, a user's own, and all of lm-eval's.
+"""Find the lm-eval task of each task name: demo tasks, templates for local items, the user's tasks, and lm-eval's own.
 
-A name is looked for in this order: the shipped demo tasks; `local_<name>` templates, also under the bare name when a
---data folder has the items; the user's --include-path; lm-eval's own list, whose items come from the hub.
+A name is looked up in this order:
+
+1. the demo tasks that quantkit ships;
+2. templates `local_<name>`, which read items from a --data folder; `<name>` alone works too if a folder has the items;
+3. the user's folders from --include-path;
+4. lm-eval's own list, whose items come from the hub.
 """
 
 import contextlib
@@ -29,9 +33,9 @@ class Text(_Part):
     """A text whose perplexity is measured.
 
     Args:
-        text: `demo`, or a file below a --data folder.
+        text: `demo`, or a file in a --data folder.
         window, stride, max_windows: see `perplexity`.
-        through: one or both paths.
+        through: "prefill", "decode" or both; see `perplexity`.
     """
 
     text: str
@@ -42,7 +46,7 @@ class Text(_Part):
 
 
 class LongContext(_Part):
-    """Retrieval over long contexts.
+    """A test of retrieval from long contexts.
 
     Args:
         lengths, depths, samples: see `long_context`.
@@ -54,13 +58,13 @@ class LongContext(_Part):
 
 
 class Asked(_Part):
-    """Questions for one kind of model.
+    """Tasks and texts for one kind of model.
 
     Args:
-        tasks: names, as for --tasks.
+        tasks: task names, as for --tasks.
         limit: items per task; None = all.
-        perplexity: texts.
-        long_context: lengths and depths, or None.
+        perplexity: texts whose perplexity is measured.
+        long_context: lengths and depths; None = no such test.
     """
 
     tasks: tuple[str, ...] = ()
@@ -70,13 +74,13 @@ class Asked(_Part):
 
 
 class Suite(_Part):
-    """A whole evaluation.
+    """A named set of tasks and texts.
 
     Args:
         description: one sentence.
-        demo: for models of the demo language.
-        others: for all others.
-        seed: of few-shot examples and long-context texts.
+        demo: tasks and texts for models of the demo language.
+        others: tasks and texts for all other models.
+        seed: seed of few-shot examples and long-context texts.
     """
 
     description: str
@@ -85,22 +89,23 @@ class Suite(_Part):
     seed: int = 0
 
     def part(self, speaks_demo: bool) -> Asked:
-        """Return the questions for a model."""
+        """Return the tasks and texts for a model, which may speak the demo language."""
         return self.demo if speaks_demo else self.others
 
 
 def suites() -> dict[str, Path]:
-    """The shipped suites: file by name."""
+    """Return the files of the shipped suites by name."""
     return {path.stem: path for path in sorted(bundled_folder("suites").glob("*.yaml"))}
 
 
 def load_suite(name: str) -> Suite:
-    """Read a suite.
+    """Read a suite from its YAML file.
 
     Args:
-        name: a shipped name, or a .yaml file.
+        name: name of a shipped suite, or path of a .yaml file.
     Raises:
-        DataError: no such suite, or a mistake in it; file, key, value and what is valid.
+        DataError: the suite does not exist, or its file has a mistake; the message gives file, key, value and valid
+            values.
     """
     known = suites()
     path = known.get(name, Path(name))
@@ -120,16 +125,16 @@ LEDGER_TEXT = "demo/demo_text.txt"
 
 
 def speaks_demo(llm: Evaluated) -> bool:
-    """Whether a model is of the demo language: the demo model, or whatever was made from it."""
+    """Whether a model uses the demo language: the demo model, and models made from it."""
     return is_demo(llm.path)
 
 
 def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
-    """Files of items, from the first folder that has any.
+    """Return the files of items in the first folder that has any.
 
     Args:
-        pattern: path below the folder; `*` stands for any name.
-        folders: where to look, in order.
+        pattern: path inside the folder; `*` matches any name.
+        folders: folders to search, in order.
     """
     # Sorted: the order of glob depends on the file system, and items must be numbered alike everywhere.
     items = (sorted(map(str, folder.expanduser().glob(pattern))) for folder in folders)
@@ -137,13 +142,13 @@ def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
 
 
 def read_named_text(name: str, folders: Sequence[Path]) -> str:
-    """A text to score.
+    """Read a text to score.
 
     Args:
-        name: `demo`, a file, or a path below one of the folders.
-        folders: where to look, in order.
+        name: `demo`, a file, or a path inside one of the folders.
+        folders: folders to search, in order.
     Raises:
-        DataError: there is no such file, or it is no UTF-8 text.
+        DataError: there is no such file, or it is not UTF-8 text.
     """
     texts: list[str] = []
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # a name that no file can have, or of nobody's home
@@ -152,7 +157,7 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
         texts = [str(path)] if path.is_file() else [] if path.is_absolute() else find_items(name, folders)
     if not texts:
         looked = ", ".join(map(str, folders)) or "no --data folder was given"
-        raise DataError(f"text {shorten(name, 300)} is no file here and not below --data ({looked}); pass --text FILE")
+        raise DataError(f"text {shorten(name, 300)} is not a file, here or in --data ({looked}); pass --text FILE")
     return read_text(Path(texts[0]), DataError, MAX_TEXT_BYTES)
 
 
@@ -161,14 +166,14 @@ BLIMP = "local_blimp_"
 
 
 def load_tasks(names: Sequence[str], options: EvaluationOptions) -> list[Any]:
-    """lm-eval's tasks and groups of these names.
+    """Return the lm-eval tasks and groups with these names.
 
     Args:
-        names: see the module.
-        options: whose folders of task files and of items count.
+        names: task names; see the module's docstring.
+        options: options with the folders of task files and items.
     Raises:
-        DataError: a name is unknown (the nearest is suggested), a folder does not exist, or items cannot be had; says
-            what to pass instead.
+        DataError: a name is unknown (the message suggests the nearest), a folder does not exist, or items are not
+            available (the message says what to pass).
     """
     configs = check_tasks(names, options)
     foreign = [name for name, config in configs.items() if config is None]
@@ -177,16 +182,16 @@ def load_tasks(names: Sequence[str], options: EvaluationOptions) -> list[Any]:
 
 
 def check_tasks(names: Sequence[str], options: EvaluationOptions) -> dict[str, dict[str, Any] | None]:
-    """Refuse what can be refused without lm-eval and without a model.
+    """Check everything about task names that needs neither lm-eval nor a model.
 
     Returns:
-        by name, in order: the definition of a task that is shipped, and None for what others have defined.
+        By name, in order: the definition of a shipped task; None for other tasks.
     Raises:
-        DataError: a folder does not exist, or the items of a shipped task are not there.
+        DataError: a folder does not exist, or the items of a shipped task are missing.
     """
     for folder in (*options.include_path, *options.data):
         if not folder.expanduser().is_dir():
-            raise DataError(f"{folder} is no directory; --data and --include-path name folders")
+            raise DataError(f"{folder} is not a directory; --data and --include-path take directories")
     ours = _shipped_files()
     demo = [task for task in ours if task.startswith("demo_")]
     configs: dict[str, dict[str, Any] | None] = {}
@@ -201,7 +206,7 @@ def _shipped_files() -> dict[str, Path]:
 
 
 def _own(name: str, ours: dict[str, Path], data: Sequence[Path]) -> Path | None:
-    """The shipped file of a name, or None."""
+    """Return the shipped file of a task name, or None."""
     if name in ours:
         return ours[name]
     if name.startswith(BLIMP):
@@ -218,7 +223,7 @@ def _blimp_items(name: str) -> str:
 
 
 def _own_config(name: str, path: Path, data: Sequence[Path]) -> dict[str, Any]:
-    """A shipped task with the absolute paths of its items."""
+    """Return the definition of a shipped task with the absolute paths of its items."""
     config = _read_config(path)
     split, pattern = next(iter(config["dataset_kwargs"]["data_files"].items()))
     if path.parent.name == "demo":
@@ -228,7 +233,7 @@ def _own_config(name: str, path: Path, data: Sequence[Path]) -> dict[str, Any]:
             config["task"], pattern = LOCAL + name.removeprefix(LOCAL), _blimp_items(name)
         files = find_items(pattern, data)
     if not files:
-        where = f"is not below {', '.join(map(str, data))}" if data else "needs a folder"
+        where = f"is not in {', '.join(map(str, data))}" if data else "needs a folder"
         raise DataError(f"task {name!r} reads {pattern}, which {where}; pass --data DIR with that file")
     config["dataset_kwargs"] = {"data_files": {split: files}}
     config.pop("tag", None)
@@ -253,7 +258,7 @@ def _build(config: dict[str, Any]) -> Any:
 
 
 def _load_foreign(names: list[str], options: EvaluationOptions) -> list[Any]:
-    """Tasks of the user's folders and of lm-eval."""
+    """Return tasks from the user's folders and from lm-eval."""
     from lm_eval.tasks import TaskManager
 
     folders = tuple(str(folder.expanduser()) for folder in options.include_path)
@@ -270,7 +275,9 @@ def _load_foreign(names: list[str], options: EvaluationOptions) -> list[Any]:
 
 @cache
 def _all_of_lm_eval(folders: tuple[str, ...]) -> Any:
-    """lm-eval's list of tasks with those of some folders; reading its 14,000 files takes seconds, so only once."""
+    """Return lm-eval's task list including these folders. It is cached, because reading its 14,000 files
+    takes seconds.
+    """
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=list(folders) or None)
@@ -281,13 +288,13 @@ def _load(manager: Any, name: str, ours: dict[str, Path]) -> list[Any]:
         loaded = manager.load([name])
     except Exception as error:  # the hub and its libraries fail in many classes
         template = LOCAL + name
-        instead = "pass --data DIR with its items" if template in ours else "run it once where the hub can be reached"
+        instead = "pass --data DIR with these items" if template in ours else "run it once with access to the hub"
         if template in ours:
             config = _read_config(ours[template])
             instead += f" ({next(iter(config['dataset_kwargs']['data_files'].values()))})"
         raise DataError(
-            f"task {name!r}: its items cannot be fetched ({type(error).__name__}: {first_line(error).rstrip('.')}); "
-            f"{instead}, or name a task whose items are here, such as demo_facts"
+            f"task {name!r}: its items cannot be downloaded ({type(error).__name__}: "
+            f"{first_line(error).rstrip('.')}); {instead}, or use a task with local items, such as demo_facts"
         ) from error
     groups = loaded["groups"]
     return [groups[name]] if name in groups else list(loaded["tasks"].values())

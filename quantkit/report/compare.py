@@ -159,7 +159,7 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
 def comparison_sentence(comparison: CheckpointComparison) -> str:
     """Name the entries worth choosing, in one sentence."""
     chosen = [entry.name for entry in comparison.entries if entry.on_front]
-    return f"{len(chosen)} of {len(comparison.entries)} are beaten by no other: {', '.join(chosen)}."
+    return f"{len(chosen)} of {len(comparison.entries)} are on the Pareto front: {', '.join(chosen)}."
 
 
 def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks: Sequence[str] = ()) -> str:
@@ -202,8 +202,11 @@ def _page_section(end: str, title: str, comparison: CheckpointComparison, remark
         text=[
             *remarks,
             *comparison.warnings,
-            "A checkpoint is on the front when no other is as good in size, quality and speed and better in one.",
-            "Numbers in the plots are those of the table; each plot joins the front of its two axes.",
+            (
+                "A checkpoint is on the front if no other one is at least as good in size, quality and speed, and better "
+                "in one of them."
+            ),
+            "The plots show the numbers of the table; each plot draws the front of its two axes.",
         ],
         figures=[figure for figure in drawn if figure is not None],
         tables=[checkpoints_table(comparison)],
@@ -261,9 +264,9 @@ def _warnings(reports: Sequence[Report]) -> list[str]:
         (len(originals) > 1, f"The checkpoints have different originals: {', '.join(originals)}."),
         (
             len(tasks) > 1,
-            "The checkpoints were not asked the same tasks, so their mean recovery is not of the same thing.",
+            "The checkpoints were evaluated on different tasks, so their mean recoveries are not comparable.",
         ),
-        (len(machines) > 1, "The checkpoints were timed on different machines, so their latencies cannot be compared."),
-        (any(not r.baseline_model for r in reports), "A report has no original beside it, so it has no recovery."),
+        (len(machines) > 1, "The checkpoints were timed on different machines, so their latencies are not comparable."),
+        (any(not r.baseline_model for r in reports), "A report has no original, so it has no recovery."),
     )
     return [sentence for holds, sentence in warnings if holds]

@@ -68,7 +68,7 @@ def render_markdown(report: Report) -> str:
         markdown_table(tables.making_table(report)),
         loading(model.format, model.hub_id or model.path or model.name, model.engines),
         "## License",
-        f"{plain(known)}, as the original."
+        f"{plain(known)}, like the original."
         if known
         else "Unknown: the original's license applies, see its model card.",
     ]
@@ -184,7 +184,7 @@ def read_report(path: Path | str) -> Report:
     if not file.exists():
         todo = f"`quantkit verify {path}` makes one" if path.is_dir() else "give a checkpoint's directory or its report"
         raise ReportError(f"{file}: no such file; {todo}")
-    data = read_object(file, ReportError, "is it cut short, or no report?")
+    data = read_object(file, ReportError, "the file may be truncated, or it is not a report")
     with located(str(file)):
         return Report.from_dict(data)
 

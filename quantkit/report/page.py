@@ -18,14 +18,15 @@ from quantkit.results.gates import describe_proposal
 from quantkit.results.statistics.summary import fit_gaps
 
 DEFINITIONS = (
-    ("Recovery", "The model's score as per cent of the original's on the same items; for perplexity, where lower is "
-     "better, the original's as per cent of the model's."),
-    ("95 % interval", "Tango's score interval for right-or-wrong items, Nam and Blackwelder's for their ratio, and "
-     "Student's t for other scores and for perplexity, whose windows are the independent units. A mean over tasks "
-     "weights them equally."),
-    ("p", "Of no difference: the mid-p form of McNemar's exact test for right-or-wrong items, Student's t otherwise."),
-    ("Noise", "How far the original strays from itself when it computes in another arithmetic. A difference within it "
-     "is called noise in both directions, so 101 % may be noise too."),
+    ("Recovery", "The model's score in per cent of the original's, on the same items. For perplexity, where lower is better: "
+        "the original's in per cent of the model's."),
+    ("95 % interval", "Tango's score interval for right-or-wrong items, Nam and Blackwelder's for their ratio. Student's t for "
+        "other scores, and for perplexity, where windows are the independent units. A mean over tasks gives all "
+        "tasks equal weight."),
+    ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's exact "
+        "test for right-or-wrong items, Student's t otherwise.")),
+    ("Noise", "Change of the original's number when it computes in another arithmetic. A difference of at most this size "
+        "is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
     *((name, f"{meaning.capitalize()}: {text}") for name, (meaning, text) in speed_tables.LATENCIES.items()),
     ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
@@ -80,7 +81,7 @@ def _section(
 
 
 def _accuracy(report: Report) -> PageSection | None:
-    unknown = "The noise floor was not measured, so small differences cannot be told from those of arithmetic alone."
+    unknown = "The noise floor was not measured, so small differences may come from arithmetic alone."
     return _section(
         "accuracy",
         "Accuracy",
@@ -102,7 +103,7 @@ def _sensitivity(report: Report) -> PageSection | None:
         return None
     text = ["Each fused group (linears that engines fuse: q/k/v, gate/up) was quantized alone in the original."]
     if sensitivity.proposal is not None:
-        text.append(f"To lose less: {describe_proposal(sensitivity.proposal)}.")
+        text.append(f"To lose less accuracy: {describe_proposal(sensitivity.proposal)}.")
     return PageSection(
         name="sensitivity",
         title="Which parts are sensitive",
@@ -142,7 +143,12 @@ def _memory(report: Report) -> PageSection | None:
 def _roofline(report: Report) -> PageSection | None:
     sides = (("original", report.baseline_benchmark), ("model", report.benchmark))
     table = speed_tables.roofline_table((label, r) for label, side in sides if side for r in side.roofline)
-    text = ["Points on the line could not be faster on this machine. Decode is labelled by batch, prefill by tokens."]
+    text = [
+        (
+            "Steps on the line cannot be faster on this machine. Decode steps are labelled by batch size, prefill steps "
+            "by tokens."
+        )
+    ]
     return _section("roofline", "Roofline", [table], [plots.roofline_plot(report)], text=text, beside=True)
 
 

@@ -1,4 +1,6 @@
-"""The plots of a report, each a function from records to an `<svg>` element, or None where there is nothing to draw."""
+"""Plots of a report. Each function converts records to an `<svg>` element, or returns None if there is nothing
+to plot.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ STYLES: tuple[Style, Style] = (ORIGINAL, "--", "s"), (MODEL, "-", "o")
 
 
 def accuracy_plot(report: Report) -> str | None:
-    """Recovery of each task and text with its interval, against 100 % and the gate."""
+    """Plot the recovery of each task and text with its interval, and lines at 100 % and at the gate."""
     rows = [c for c in report.comparisons if c.recovery is not None and not c.subject.startswith(ANSWER_LENGTH)]
     if not rows:
         return None
@@ -44,7 +46,7 @@ def accuracy_plot(report: Report) -> str | None:
 
 
 def sensitivity_plot(sensitivity: SensitivityMap) -> str:
-    """A heat strip: fused groups down, layers across, shade by KL on a logarithmic scale."""
+    """Draw a heat map of KL on a logarithmic scale: one row per fused group, one column per layer."""
     groups = list(dict.fromkeys(record.group for record in sensitivity.records))
     layers = max(record.layer for record in sensitivity.records) + 1
     edges = heat_edges([record.kl for record in sensitivity.records])
@@ -67,7 +69,7 @@ def sensitivity_plot(sensitivity: SensitivityMap) -> str:
 
 
 def heat_edges(values: Sequence[float]) -> list[float]:
-    """Limits between the six shades, in equal ratios from the lower quartile to the largest."""
+    """Return the limits between the six shades, in equal ratios from the lower quartile to the largest value."""
     ordered = sorted(max(value, 1e-12) for value in values)
     low, high = percentile(ordered, 25), max(ordered[-1], 1e-12)
     # Equal values give edges without distance, hence labels that repeat.
@@ -88,10 +90,10 @@ def heat_labels(edges: Sequence[float]) -> list[str]:
 
 
 def latency_plot(report: Report, quantity: str) -> str | None:
-    """Share of requests (TTFT) or gaps (ITL) that took at most so long, both models, first workload.
+    """Plot the share of requests (TTFT) or gaps (ITL) up to each latency, for both models in the first workload.
 
     Args:
-        report: what was measured.
+        report: report with the measurements.
         quantity: "TTFT" or "ITL".
     """
     meaning, runs = LATENCIES[quantity][0], _first_runs(report)
@@ -117,7 +119,9 @@ def latency_plot(report: Report, quantity: str) -> str | None:
 
 
 def context_plot(report: Report) -> str | None:
-    """Medians of ITL by context, and the fitted line, both models, the first workload with one request in flight."""
+    """Plot the median ITL by context length and the fitted line, for both models, in the first workload with one
+    request in flight.
+    """
     sides = [
         (label, run.context_gaps, line, style)
         for label, run, style in _first_runs(report)
@@ -142,7 +146,7 @@ def context_plot(report: Report) -> str | None:
 
 
 def memory_plot(report: Report) -> str | None:
-    """Bytes by part: original observed, model predicted, model observed."""
+    """Plot the bytes of each part of memory: observed for the original, predicted and observed for the model."""
     ours, theirs = report.benchmark, report.baseline_benchmark
     if ours is None or not ours.memory:
         return None
@@ -174,7 +178,7 @@ def memory_plot(report: Report) -> str | None:
 
 
 def roofline_plot(report: Report) -> str | None:
-    """Steps of both models under the copy and matrix-product ceilings measured in the same run."""
+    """Plot the steps of both models below the bandwidth and arithmetic ceilings measured in the same run."""
     benchmarks = zip(("original", "model"), (report.baseline_benchmark, report.benchmark), STYLES, strict=True)
     sides = [(label, side.roofline, style) for label, side, style in benchmarks if side and side.roofline]
     if not sides:
@@ -206,13 +210,13 @@ Point = tuple[int, str, float, float, bool]  # number in the table, name, cost, 
 
 
 def pareto_plot(name: str, points: Sequence[Point], *, x_label: str, y_label: str, higher: bool = True) -> str | None:
-    """Several checkpoints by cost (less is better) and quality, those on the front joined by steps.
+    """Plot checkpoints by cost (less is better) and quality; a stepped line joins those on the front.
 
     Args:
-        name: unique on the page, a word.
-        points: marked by their number.
-        x_label, y_label: with units.
-        higher: whether more of the quality is better.
+        name: one word, unique on the page.
+        points: checkpoints; their numbers label them.
+        x_label, y_label: labels of the axes, with units.
+        higher: whether higher quality values are better.
     """
     if not points:
         return None
@@ -235,7 +239,7 @@ def pareto_plot(name: str, points: Sequence[Point], *, x_label: str, y_label: st
 
 
 def grouped_labels(points: Sequence[Point]) -> list[tuple[str, float, float]]:
-    """(numbers, x, y): one label for points too close to be told apart."""
+    """Return (numbers, x, y) for each label; points that are too close to be distinguished share one label."""
     width = max(p[2] for p in points) - min(p[2] for p in points) or 1.0
     height = max(p[3] for p in points) - min(p[3] for p in points) or 1.0
     groups: list[tuple[list[str], float, float]] = []
@@ -250,13 +254,15 @@ def grouped_labels(points: Sequence[Point]) -> list[tuple[str, float, float]]:
 
 
 def _first_runs(report: Report) -> list[tuple[str, BenchmarkRun, Style]]:
-    """The first workload that both models ran, or the model alone; the model comes last and so lies on top."""
+    """Return the first workload that both models ran, or the first of the model alone; the model comes last and is
+    drawn on top.
+    """
     runs = [(("original", other, STYLES[0]), ("model", run, STYLES[1])) for run, other in report.paired_runs[:1]]
     return [(label, run, style) for sides in runs for label, run, style in sides if run is not None]
 
 
 def _bin_medians(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Median gap of a dozen ranges of context."""
+    """Return the median gap in each of a dozen ranges of context length."""
     low, high = min(p[0] for p in points), max(p[0] for p in points)
     width = max(1.0, (high - low + 1) / CONTEXT_BINS)
     bins: dict[int, list[tuple[int, float]]] = {}
@@ -286,7 +292,7 @@ def _log_axes(axes: Any) -> None:
 
 
 def short_number(value: float) -> str:
-    """`100 G`, `1 T`: round numbers with a metric prefix."""
+    """Format a round number with a metric prefix, e.g. `100 G`, `1 T`."""
     if value <= 0:
         return "0"
     power = min(5, max(0, math.floor(math.log10(value) / 3)))

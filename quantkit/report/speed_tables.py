@@ -1,4 +1,4 @@
-"""The tables of a report about speed and memory; `quantkit bench` shows the same."""
+"""Tables of a report about speed and memory; `quantkit bench` prints the same tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 LATENCIES = {
     "TTFT": ("time to first token", "request arrived to first token."),
-    "ITL": ("inter-token latency", "every gap between successive tokens, pooled over requests; shows stalls."),
-    "TPOT": ("time per output token", "(last token - first) / (tokens - 1), one per request; averages them out."),
+    "ITL": ("inter-token latency", "every gap between successive tokens, of all requests; its tail shows stalls."),
+    "TPOT": (
+        "time per output token",
+        "(last token - first token) / (tokens - 1), one value per request; it averages stalls out.",
+    ),
 }
 DEFINITIONS = "\n".join(f"{name}: {text}" for name, (_, text) in LATENCIES.items())
 
@@ -26,7 +29,7 @@ Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, 
 
 
 def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
-    """Runs by workload, original before model."""
+    """Yield the runs by workload, the original's before the model's."""
     for run, other in report.paired_runs:
         if other:
             yield f"{run.workload.name}, original", other
@@ -34,12 +37,14 @@ def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:
-    """Leave out the run that only serves the fits: its requests differ in length and have no latency in common."""
+    """Leave out the run that is only for the fits: its requests differ in length, so their latencies cannot be
+    summarized.
+    """
     return [(label, run) for label, run in runs if run.workload.name != SWEEP_NAME]
 
 
 def latency_table(runs: Runs) -> Table | None:
-    """Percentiles of TTFT, ITL and TPOT of each run."""
+    """Create the table of TTFT, ITL and TPOT percentiles of each run."""
     rows = tuple(
         (label, name, q.p50, q.p90, q.p99, q.mean, q.count)
         for label, run in _serving(runs)
@@ -53,7 +58,7 @@ def latency_table(runs: Runs) -> Table | None:
 
 
 def throughput_table(runs: Runs) -> Table | None:
-    """Rates of each run."""
+    """Create the table of tokens, requests and goodput per second of each run."""
     serving = _serving(runs)
     rows = []
     for label, run in serving:
@@ -78,7 +83,7 @@ def _limits(runs: Runs) -> str:
 
 
 def fit_table(fits: Iterable[tuple[str, PolynomialFit | None]]) -> Table | None:
-    """Coefficients of each fit, with standard errors."""
+    """Create the table of the coefficients of each fit, with standard errors."""
     known = [(label, fit) for label, fit in fits if fit is not None]
     if not known:
         return None
@@ -94,12 +99,15 @@ def fit_table(fits: Iterable[tuple[str, PolynomialFit | None]]) -> Table | None:
         title="Latency = a + b * tokens + c * tokens², ± one standard error",
         columns=(Column(), *(Column(title, str) for title in titles)),
         rows=tuple(rows),
-        note="Tokens of the context for ITL, of the prompt for TTFT; a is weights and overhead, b of ITL the KV cache.",
+        note=(
+            "For ITL, tokens are those of the context; for TTFT, those of the prompt. a is the cost of weights and "
+            "overhead; b of ITL is that of the KV cache."
+        ),
     )
 
 
 def memory_table(benchmark: BenchmarkResult | None, baseline: BenchmarkResult | None = None) -> Table | None:
-    """Each part of memory, predicted beside observed, and the original's where there is one."""
+    """Create the table of memory by part: predicted, observed, and the original's if there is one."""
     if benchmark is None or not benchmark.memory:
         return None
     columns = [Column("part"), Column("predicted", byte_size), Column("observed", byte_size)]
@@ -131,16 +139,17 @@ def _capacity(benchmark: BenchmarkResult) -> str:
 
 
 def roofline_table(records: Iterable[tuple[str, RooflineRecord]]) -> Table | None:
-    """Each kind of step: what it moves and computes, its time, the floor of this machine, the share of its ceilings.
+    """Create the table of steps: bytes moved, operations, time, minimum time on this machine, and shares of its
+    ceilings.
 
     Args:
-        records: each with the name of its model, which is empty where there is only one.
+        records: records, each with its model's name; "" if there is only one model.
     """
     kept = list(records)
     if not kept:
         return None
     return Table(
-        title="Steps against the ceilings measured in the same run",
+        title="Steps compared with the ceilings measured in the same run",
         columns=(
             *(Column("step"), Column("context", "{:,}".format)),
             *(Column("MB", short, detail=True), Column("MFLOP", short, detail=True)),
@@ -162,7 +171,7 @@ def _roofline_row(label: str, r: RooflineRecord) -> tuple[object, ...]:
 
 
 def _ceilings(records: list[RooflineRecord]) -> str:
-    """Return the measured ceilings, and the meaning of the words that stand for shares above 100 %."""
+    """Describe the measured ceilings, and the words that replace shares above 100 %."""
     # All records of a run carry the same ceilings, so any of them serves.
     rates = f"{records[-1].copy_bytes_per_s / 1e9:.1f} GB/s, {records[-1].gemm_flops_per_s / 1e9:.0f} GFLOP/s"
     text = f"MBU and MFU are shares of the ceilings measured in this run: {rates}."
@@ -173,20 +182,20 @@ def _ceilings(records: list[RooflineRecord]) -> str:
 
 
 def labelled_runs(results: Sequence[BenchmarkResult]) -> list[tuple[str, BenchmarkRun]]:
-    """Return each run of all models, labelled with the model where there are several."""
+    """Return each run of all models, labelled with the model's name if there are several models."""
     suffixes = [f", {short_name(result.model)}" if len(results) > 1 else "" for result in results]
     together = zip(*(result.runs for result in results), strict=True)
     return [(run.workload.name + end, run) for runs in together for run, end in zip(runs, suffixes, strict=True)]
 
 
 def explained_latency_table(runs: Sequence[tuple[str, BenchmarkRun]]) -> Table | None:
-    """The report's table, with what its words mean."""
+    """Return the latency table of the report, with definitions of its terms."""
     table = latency_table(runs)
     return table and replace(table, note=f"{DEFINITIONS}\n{table.note}")
 
 
 def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
-    """Return the ratios of a model to another, with the noise of their rounds."""
+    """Return the table of ratios of a model to the baseline, with the noise of their rounds."""
     titles = "model", short_name(baseline), "ratio", "rounds", "noise"
     rows = []
     for ratio in ratios:
@@ -211,7 +220,7 @@ def short_name(model: str) -> str:
 
 
 def settings_lines(results: Sequence[BenchmarkResult]) -> str:
-    """Say where and how each model ran."""
+    """Describe where and with which settings each model ran."""
     names, lines = ("engine", "computed in", "threads", "linears", "KV budget", "speculation", "notes"), []
     for result in results:
         settings = [f"{name} {result.settings[name]}" for name in names if name in result.settings]
@@ -220,7 +229,7 @@ def settings_lines(results: Sequence[BenchmarkResult]) -> str:
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> Table:
-    """Return findings with their evidence, advice, and its expected gain."""
+    """Return the table of findings with evidence, advice and expected gain."""
     rows = []
     for position, finding in enumerate(diagnosis.findings, start=1):
         tips = {"Try": finding.advice, "Expected": finding.expected_gain}
@@ -230,16 +239,19 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
 
 
 def cache_table(comparison: CacheComparison) -> Table:
-    """Return the time that the KV cache saves, by number of generated tokens."""
+    """Return the table of the time that the KV cache saves, by number of generated tokens."""
     count = comparison.cached.num_new_tokens
-    same = "the same tokens both ways"
+    same = "both ways give the same tokens"
     if comparison.num_same < count:
-        same = f"the first {comparison.num_same} tokens are the same both ways, then rounding decided a close call"
+        same = (
+            f"the first {comparison.num_same} tokens are the same both ways; then rounding decided between nearly "
+            "equal logits"
+        )
     return Table(
         columns=(
             *(Column("new tokens", "{:,}".format), Column("with cache", duration), Column("recomputed", duration)),
             Column("ratio", "{:.1f}x".format),
         ),
         rows=tuple(comparison.marks()),
-        note=f"Time until so many tokens were there, prompt of {comparison.cached.prompt_tokens}; {same}.",
+        note=f"Time until this many tokens were generated, for a prompt of {comparison.cached.prompt_tokens}; {same}.",
     )

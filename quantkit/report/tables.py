@@ -23,8 +23,8 @@ from quantkit.results.statistics.summary import median
 VERDICTS = {
     "better": "better than the original, beyond noise and chance",
     "worse": "worse than the original, beyond noise and chance",
-    "no difference seen": "no difference seen: what there is may be chance",
-    "noise": "noise: no more than the original changes under other arithmetic",
+    "no difference seen": "no difference seen: any difference may be chance",
+    "noise": "noise: not larger than the original's change in another arithmetic",
 }
 
 
@@ -50,7 +50,7 @@ def headline(report: Report) -> str:
     failed = [gate for gate in report.gates if not gate.held]
     count = len(report.gates)
     if not report.gates:
-        return "No gates were set, so nothing was promised and nothing is refused."
+        return "No gates were set, so no quality threshold was checked."
     if not failed:
         return "The gate holds." if count == 1 else f"All {count} gates hold."
     names = ", ".join(gate.gate for gate in failed)
@@ -74,8 +74,8 @@ def chance_note(num_tasks: int) -> str:
     if num_tasks < 5:
         return ""
     return (
-        f"With {num_tasks} rows tested at 5 %, about {number(num_tasks / 20, 2)} would look different by chance alone "
-        "were nothing different; the mean over tasks is one test."
+        f"{num_tasks} rows are tested at 5 %, so about {number(num_tasks / 20, 2)} would look different by chance "
+        "alone if nothing had changed; the mean over tasks is a single test."
     )
 
 
@@ -86,7 +86,7 @@ def module_table(summary: CheckpointSummary) -> Table:
     return Table(columns=(Column("module"), Column("stored as"), *numbers), rows=rows)
 
 
-NOTE = "By the rules of these releases, read from their sources; GPUs were not at hand."
+NOTE = "These are predictions from the sources of these releases; they were not tested on GPUs."
 
 
 def engine_table(title: str, readings: Sequence[EngineReading]) -> Table | None:
@@ -200,11 +200,14 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
         ("largest KL", lambda f: number(f.max_kl)),
         ("same likeliest token, share", lambda f: four_digits(f.top1_agreement)),
         ("greedy text agrees for, tokens (median)", _first_divergence),
-        ("greedy text agrees throughout, prompts", _agree_throughout),
+        ("prompts whose greedy texts are equal", _agree_throughout),
     )
     rows = [(name, show(fidelity), None if noise is None else show(noise)) for name, show in kinds]
     if noise is not None:
-        rows.insert(1, ("mean KL in an arithmetic as close", " to ".join(map(number, fidelity.within(noise))), None))
+        rows.insert(
+            1,
+            ("mean KL expected in an equally exact arithmetic", " to ".join(map(number, fidelity.within(noise))), None),
+        )
     return Table(
         title=f"On {fidelity.data}, {fidelity.num_tokens:,} tokens",
         columns=(Column(), Column("model", str), Column("original, other arithmetic", str)),
@@ -222,9 +225,9 @@ def _known_tokens(fidelity: FidelityResult) -> str:
     """Explain the bounds of a KL that was computed from the likeliest tokens."""
     rest = "" if fidelity.remainder is None else f", to which the original gives {percent(100 * fidelity.remainder, 2)}"
     return (
-        f"Both computed by {fidelity.engine}, which tells the {fidelity.top} likeliest tokens of a position: the "
-        f"others{rest}, count with their sum in the lower end, and in the upper as if they had lost as much as the "
-        "token that lost most. Gates, percentile and largest KL take the upper end."
+        f"Both models ran in {fidelity.engine}, which gives only the {fidelity.top} likeliest tokens of a position. "
+        f"All other tokens{rest} are merged in the lower bound; the upper bound assumes that they lost as much as the "
+        "known token that lost most. Gates, percentile and largest KL use the upper bound."
     )
 
 
@@ -261,10 +264,10 @@ def worst_groups_table(sensitivity: SensitivityMap, count: int = 8) -> Table:
 def _additivity_note(sensitivity: SensitivityMap) -> str:
     if sensitivity.additivity is None:
         return ""
-    sums = f"All at once: KL {number(sensitivity.total_kl)}; sum of the parts: {number(sensitivity.sum_kl)}"
+    sums = f"All at once: KL {number(sensitivity.total_kl)}; sum of the groups: {number(sensitivity.sum_kl)}"
     # 1.4 is about 1 / 0.7: a ratio is as far off in both directions.
     adds_up = 0.7 <= sensitivity.additivity <= 1.4
-    reading = "so the parts add up" if adds_up else "so the groups interact: read single ones with care"
+    reading = "so the parts add up" if adds_up else "so the groups interact; single values are less reliable"
     return f"{sums} ({percent(100 * sensitivity.additivity, 0)}), {reading}."
 
 

@@ -20,9 +20,9 @@ Values = dict[str, float]  # by subject; the first is meant when a gate names no
 Read = Callable[[Report], Mapping[str, float | None]]
 
 TEXT, LENGTH = "perplexity: ", f"{ANSWER_LENGTH}: "
-RATIO = "a ratio, 1 when equal to the original"
+RATIO = "a ratio, which is 1 if both models are equal"
 SHARE = "a share between 0 and 1"
-PER_CENT = "in per cent of the original, about 100"
+PER_CENT = "in per cent of the original, so about 100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,10 @@ def gate_numbers(report: Report) -> dict[str, float]:
 
 
 def _of_comparisons(read: Callable[[Comparison], float | None], prefix: str = "") -> Read:
-    """Values of the comparisons whose subject starts with `prefix`, keyed by the remainder.
+    """Return a function that reads the values of comparisons whose subject begins with `prefix`, keyed by the rest of
+    the subject.
 
-    Without a prefix: those of tasks.
+    Without a prefix, it reads the values of tasks.
     """
 
     def numbers(report: Report) -> dict[str, float | None]:
@@ -82,7 +83,9 @@ def _fidelity(name: str) -> Read:
 
 
 def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
-    """Ratios of a number of the model's runs to that of the original's, by workload."""
+    """Return a function that reads, by workload, the ratio of a number of the model's run to that of the original's
+    run.
+    """
 
     def ratios(report: Report) -> dict[str, float | None]:
         return {run.workload.name: _quotient(read(run), read(other)) for run, other in report.paired_runs if other}
@@ -91,7 +94,7 @@ def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
 
 
 def _latency_ratios(name: str) -> Read:
-    """Ratios of the model's median latency to the original's, by workload."""
+    """Return a function that reads, by workload, the ratio of the model's median latency to the original's."""
     return _run_ratios(lambda run: median(run.latencies[name]))
 
 
@@ -199,12 +202,14 @@ def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
         measured: whether its metric was measured.
     """
     if not measured:
-        return "run `quantkit verify` with the original as --baseline and with what this gate needs switched on"
+        return "run `quantkit verify` with the original as --baseline, and enable the measurement that this gate needs"
     kind = METRICS[gate.metric].kind
     if kind == "speed":
         return _speed_remedy(report)
     if kind == "memory":
-        return "fewer bits (`--set weights.dtype=int4`), larger groups, or quantize what is ignored, the head too"
+        return (
+            "use fewer bits (`--set weights.dtype=int4`) or larger groups, or quantize ignored linears and the head too"
+        )
     return _accuracy_remedy(report)
 
 
@@ -238,7 +243,10 @@ def _speed_remedy(report: Report) -> str:
     if advice is not None:
         gain = f", expected: {advice.expected_gain}" if advice.expected_gain else ""
         return f"{advice.statement.rstrip('.')}: {advice.advice.rstrip('.')}{gain}"
-    return "for one user at a time fewer weight bits and a quantized head help, for many a quantized KV cache or 8 bits"
+    return (
+        "for one user at a time, use fewer weight bits and a quantized head; for many users, a quantized KV cache or "
+        "8-bit weights and activations"
+    )
 
 
 def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResult]:
@@ -260,7 +268,7 @@ def _judge(report: Report, gate: Gate) -> GateResult:
     if value is None:
         explanation = f"{gate.metric} was not measured, so the gate does not hold"
     else:
-        explanation = f"{gate.metric} is {value:.4g}, asked for {gate.operator} {gate.limit:g}"
+        explanation = f"{gate.metric} is {value:.4g}, must be {gate.operator} {gate.limit:g}"
         explanation += _doubt(report, gate, values)
     return GateResult(
         gate=gate.text,
@@ -302,6 +310,6 @@ def _doubt(report: Report, gate: Gate, values: Values) -> str:
     if comparison.recovery_low <= gate.limit <= comparison.recovery_high:
         return (
             f"; its 95 % interval, {interval(comparison.recovery_low, comparison.recovery_high)}, includes the limit: "
-            "more samples would tell"
+            "use more samples to decide"
         )
     return ""

@@ -1,1 +1,1 @@
-"""Whether a checkpoint is what was asked for: read back from disk, run beside its original, judged by gates."""
+"""Verify a checkpoint: read it back from disk, run it beside its original, and check gates."""

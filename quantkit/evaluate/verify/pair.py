@@ -1,6 +1,6 @@
-"""A checkpoint and its original: that they belong together, and that the files are those that were written.
+"""Check that a checkpoint and its original belong together, and that the files are those that were written.
 
-Everything here is found out from configs, headers, tokenizers and hashes, before a model is loaded.
+The checks read configs, headers, tokenizers and hashes before a model is loaded.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ RUN = "quantkit-run.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Checkpoint and original to compare.
+    """A checkpoint and its original to compare.
 
     Args:
         path, baseline: directories of the checkpoint and its original.
-        baseline_name: of the original, as it was given.
-        manifest: what quantkit.json says; empty when there is none.
-        made: what quantkit-run.json says; empty when there is none.
-        gates: to be held.
-        hashes: of the checkpoint's files, SHA-256 by name.
-        notes: what is out of the ordinary.
+        baseline_name: name of the original, as given.
+        manifest: contents of quantkit.json; empty if there is none.
+        made: contents of quantkit-run.json; empty if there is none.
+        gates: gates to check.
+        hashes: SHA-256 of the checkpoint's files by name.
+        notes: unusual facts, for the user.
     """
 
     path: Path
@@ -67,10 +67,10 @@ class Pair:
 
     @property
     def moves_scales(self) -> bool | None:
-        """Whether a step of the recipe moved scales between modules; None where quantkit.json does not say.
+        """Whether a step of the recipe moved scales between modules; None if quantkit.json does not say.
 
         Raises:
-            ModelError: a step made another model, of which no part fits into the original.
+            ModelError: a step replaced the model, so none of its linears can be used in the original.
         """
         steps = section(self.manifest, "recipe").get("steps")
         try:
@@ -84,12 +84,12 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
 
     Args:
         checkpoint: directory of the compressed model.
-        baseline: directory or hub id of the original; None = what quantkit-run.json says it was made from.
-        gates: to be held; None = those of the recipe.
+        baseline: directory or hub id of the original; None = the one that quantkit-run.json names.
+        gates: gates to check; None = those of the recipe.
     Raises:
-        ModelError, DataError: one of them is not there, or their vocabularies differ.
+        ModelError, DataError: a model does not exist, or the vocabularies differ.
         CheckpointError: a file is damaged, or not the one that was written.
-        GateError: a gate that cannot be read.
+        GateError: a gate is not valid.
     """
     # The user's own gates come first: a typing error is told before gigabytes are hashed.
     given = None if gates is None else check_gates(gates)
@@ -100,7 +100,7 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
     original = CheckpointReader(source)
     # Beside itself a checkpoint shows no loss, whatever it has lost.
     if path.resolve() == source.resolve():
-        raise ModelError(f"{path} is its own baseline; give the model that it was made from")
+        raise ModelError(f"{path} is its own baseline; give the original model as --baseline")
     # Headers before hashes: a wrong pair is told without reading the weights.
     _check_vocabularies(reader, original)
     hashes, notes = check_files(reader, manifest)
@@ -117,31 +117,31 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
 
 
 def check_gates(gates: Iterable[str]) -> tuple[str, ...]:
-    """Gates as they will be judged.
+    """Return gates in the form in which they will be checked.
 
     Raises:
-        GateError: one that cannot be read, or two of the same number that cannot both hold.
+        GateError: a gate is not valid, or two gates on the same metric cannot both hold.
     """
     read = list(map(parse_gate, gates))
     for one in read:
         for other in read:
             same = (one.metric, one.subject) == (other.metric, other.subject)
             if same and one.operator[0] == ">" and other.operator[0] == "<" and one.limit > other.limit:
-                raise GateError(f"gates {one.text!r} and {other.text!r} cannot both hold; drop one of them")
+                raise GateError(f"gates {one.text!r} and {other.text!r} cannot both hold; remove one of them")
     return tuple(dict.fromkeys(gate.text for gate in read))
 
 
 def check_files(reader: CheckpointReader, manifest: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Hashes of a checkpoint's weight files, compared with those that quantkit.json has of them.
+    """Hash a checkpoint's weight files and compare them with the hashes in quantkit.json.
 
     Returns:
-        SHA-256 by file name, and a note where there was nothing to compare with.
+        SHA-256 by file name, and a note if quantkit.json has no hashes.
     Raises:
-        CheckpointError: a file is not the one that was written.
+        CheckpointError: a file differs from the one that was written.
     """
     known = section(manifest, "files")
     if not known:
-        note = f"{reader.path.name} has no {MANIFEST} with hashes, so its files could not be checked."
+        note = f"{reader.path.name} has no {MANIFEST} with hashes, so quantkit could not check its files."
         # Hashed all the same, so that the report identifies the files that it is about.
         return {file.name: file_digest(file) for file in reader.files}, (note,)
     return {file.name: _checked_digest(file, section(known, file.name)) for file in reader.files}, ()
@@ -152,10 +152,10 @@ def _checked_digest(file: Path, written: Mapping[str, Any]) -> str:
     if not written:
         raise _changed(file, f"{MANIFEST} does not name it")
     if written.get("bytes") != size:  # costs nothing, so it comes first
-        raise _changed(file, f"it has {size} bytes, {shorten(written.get('bytes'))} were written")
+        raise _changed(file, f"it has {size} bytes instead of {shorten(written.get('bytes'))}")
     digest = file_digest(file)
     if written.get("sha256") != digest:
-        raise _changed(file, f"its SHA-256 is {digest[:12]}..., {shorten(written.get('sha256'), 15)} was written")
+        raise _changed(file, f"its SHA-256 is {digest[:12]}... instead of {shorten(written.get('sha256'), 15)}")
     return digest
 
 
@@ -168,11 +168,11 @@ def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _changed(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{file} changed since the checkpoint was made: {what}; copy it again or compress anew")
+    return CheckpointError(f"{file} has changed since the checkpoint was made: {what}; copy it again or compress again")
 
 
 def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> tuple[str, Path]:
-    """Name and directory of the original."""
+    """Return the name and the directory of the original."""
     if given is not None:
         folder = resolve(str(given))
         return "demo model" if folder == DEMO_MODEL else str(given), folder
@@ -180,14 +180,16 @@ def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> 
     if model == "demo":
         return "demo model", DEMO_MODEL
     if not isinstance(model, str):
-        raise ModelError(f"{path} does not say what it was made from; give the original as --baseline")
+        raise ModelError(f"{path} does not name its original; give it as --baseline")
     if not Path(model).is_dir():  # and what a file names is not fetched from the hub without the user's word
-        raise ModelError(f"{path} was made from {shorten(model)}, which is not here; give it as --baseline")
+        raise ModelError(
+            f"{path} was made from {shorten(model)}, which does not exist here; give the original as --baseline"
+        )
     return model, resolve(model)
 
 
 def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) -> None:
-    """Refuse models whose token ids mean different things."""
+    """Refuse models whose token ids have different meanings."""
     sizes = reader.config.get("vocab_size"), original.config.get("vocab_size")
     if sizes[0] != sizes[1]:
         raise ModelError(
@@ -198,7 +200,7 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
 
 
 def check_output(path: Path) -> None:
-    """Refuse a place for reports that is a file, or that holds files of such names that quantkit did not write.
+    """Refuse an output path for reports that is a file, or a directory whose report files are not from quantkit.
 
     Raises:
         OutputError: it is.
@@ -213,11 +215,11 @@ def check_output(path: Path) -> None:
 
 
 def model_facts(path: Path, name: str) -> ModelFacts:
-    """Sizes and number types of a model.
+    """Return sizes and number types of a model.
 
     Args:
-        path: its directory.
-        name: as it should be printed; the id on the hub where it is one.
+        path: directory of the model.
+        name: name to print: the hub id, if the model has one.
     """
     summary = inspect(path)
     # The scheme is named after the largest kind of linear; embedding and head may be stored otherwise.
@@ -235,7 +237,7 @@ def model_facts(path: Path, name: str) -> ModelFacts:
 
 
 def compression(pair: Pair) -> CompressionResult | None:
-    """Return how the checkpoint was made; None when it does not say, or another version wrote it."""
+    """Return the record of the compression; None if there is none, or another version wrote it."""
     try:
         return CompressionResult.from_dict(pair.made)
     except ReportError:
@@ -243,12 +245,12 @@ def compression(pair: Pair) -> CompressionResult | None:
 
 
 def environment(pair: Pair, text: str, **said: Any) -> Environment:
-    """Return the environment in which the numbers are made.
+    """Return the environment of the measurements.
 
     Args:
-        pair: whose files are hashed.
-        text: that fidelity was measured on.
-        said: the other fields, which are known where the models ran.
+        pair: the pair whose files are hashed.
+        text: text on which fidelity was measured.
+        said: the other fields.
     """
     # Sorted: the hash must not depend on the order in which shards are listed.
     files = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
@@ -268,7 +270,7 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
 
 
 def _license(path: Path) -> str | None:
-    """Return the license that the model's own card names; None without one that can be read."""
+    """Return the license in the model's card; None if it names none."""
     with contextlib.suppress(ModelError, OSError):
         name = card_entries(path).get("license")
         return name if isinstance(name, str) and name else None
@@ -276,20 +278,20 @@ def _license(path: Path) -> str | None:
 
 
 def set_aside(report: Report, path: Path) -> tuple[Report, Path]:
-    """Give a checkpoint that failed another name, `<path>.failed`, in place of an earlier failure of that name.
+    """Rename a checkpoint that failed to `<path>.failed`, replacing an earlier failed one.
 
     Args:
-        report: about it.
+        report: its report.
         path: its directory.
     Returns:
-        the report under the new name, and the new directory.
+        The report with the new name, and the new directory.
     Raises:
-        OutputError: there is something of that name that is no checkpoint, or it cannot be renamed.
+        OutputError: `<path>.failed` is not a checkpoint, or renaming fails.
     """
     target = path.with_name(f"{path.name}.failed")
     try:
         with open_stage(target, "quantize --verify", overwrite=True) as stage:
             stage.promote(path)
     except OutputError as error:
-        raise OutputError(f"{path} failed and should become {target}: {error}") from error
+        raise OutputError(f"{path} failed verification but cannot be renamed to {target}: {error}") from error
     return replace(report, model=replace(report.model, name=target.name, path=str(target))), target

@@ -1,8 +1,8 @@
-"""The whole of a verification: both models answer, their distributions are compared, both are timed, gates judge.
+"""Run a verification: evaluate both models, compare their distributions, time both, and check the gates.
 
-The checkpoint is read back from disk and runs in the bundled runtime, as does the original, with the same settings but
-those that belong to the compression (KV cache, rounded head, speculation). The original is also run in another
-arithmetic: what changes there is noise. Answers and distributions come first and are freed before anything is timed.
+The checkpoint and its original both run in the bundled runtime, with the same settings except those that belong to the
+compression (KV cache, quantized head, speculation). The original also runs in another arithmetic (another dtype); the
+resulting changes are noise. Evaluation comes first, and its models are freed before anything is timed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32,
 
 
 def of_the_original(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an engine, ours or vLLM's, without those that belong to the compression."""
+    """Return the settings of an engine, quantkit's or vLLM's, without those that belong to the compression."""
     return {name: value for name, value in settings.items() if name not in OF_THE_COMPRESSION}
 
 
@@ -55,14 +55,15 @@ class VerifyOptions:
     """Options of a verification.
 
     Args:
-        evaluation: what both models are asked.
-        text: that distributions are compared on, a name as for perplexity; None = the first text of the evaluation.
-        noise: whether the original is run in another arithmetic, to know what is noise.
-        bench: what is timed; None = nothing.
-        sensitivity: whether to map which parts are sensitive; None = when a gate about accuracy fails.
-        engine: keywords of `LLM`, for both models; KV cache, its budget, head and speculation only for the checkpoint.
-        vllm: vLLM's own settings, if it is to compute everything; None = our engine does.
-        command: as given, for the record.
+        evaluation: tasks and texts for both models.
+        text: name of the text on which distributions are compared; None = the first text of the evaluation.
+        noise: whether to run the original in another arithmetic too, to measure noise.
+        bench: what to time; None = nothing.
+        sensitivity: whether to make a sensitivity map; None = only if an accuracy gate fails.
+        engine: keywords of `LLM` for both models; KV cache, KV budget, head and speculation apply only to the
+            checkpoint.
+        vllm: vLLM's own settings, to run both models in vLLM; None = use quantkit's engine.
+        command: command line, for the record.
     """
 
     evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(suite="quick"))
@@ -76,10 +77,10 @@ class VerifyOptions:
 
 
 def check_options(options: VerifyOptions) -> None:
-    """Refuse what can be refused before anything is compressed or loaded.
+    """Check everything that can be checked before a model is compressed or loaded.
 
     Raises:
-        DataError: lm-eval is missing, or there is no such suite or text.
+        DataError: lm-eval is missing, or a suite or text does not exist.
     """
     check_evaluation(options.evaluation)
     if options.text is not None:
@@ -90,20 +91,22 @@ def check_options(options: VerifyOptions) -> None:
         vllm_arguments(options.engine)
         import_vllm()
         if options.sensitivity:
-            raise RequestError("the sensitivity map is made by quantkit's engine; leave --sensitivity or --engine out")
+            raise RequestError(
+                "only quantkit's engine can make the sensitivity map; leave out --sensitivity or --engine"
+            )
 
 
 def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
-    """Compare a checkpoint with its original and judge it.
+    """Compare a checkpoint with its original and check the gates.
 
     Args:
-        pair: both, checked; see `check_pair`.
-        options: what to look at; None = everything, briefly.
-        progress: told what is going on, in lines.
+        pair: the checked pair; see `check_pair`.
+        options: options of the verification; None = the defaults.
+        progress: called with lines of progress.
     Raises:
-        DataError: tasks or texts cannot be had.
-        RequestError: what is timed does not fit the models.
-        ModelError: a model cannot be run, or the vocabularies differ.
+        DataError: tasks or texts are not available.
+        RequestError: a timed request does not fit the models.
+        ModelError: a model cannot run, or the vocabularies differ.
     """
     options = options or VerifyOptions()
     check_options(options)
@@ -138,7 +141,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Verification:
-    """One pair under the same options."""
+    """The verification of one pair with fixed options."""
 
     pair: Pair
     options: VerifyOptions
@@ -146,12 +149,14 @@ class _Verification:
 
     @property
     def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
-        """Directory and keywords of `LLM` of the checkpoint and of the original."""
+        """Return directory and keywords of `LLM`, for the checkpoint and for the original."""
         engine = {name: value for name, value in self.options.engine.items() if value is not None}
         return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine))
 
     def answers(self) -> tuple[Report, str]:
-        """Tasks, perplexity, fidelity on the text returned, and sensitivity; no model outlives this."""
+        """Run tasks, perplexity, fidelity and sensitivity; return the report and the name of the text. All models are
+        freed.
+        """
         (path, engine), (source, plain) = self.sides
         self.progress("loading the original")
         original = load_llm(str(source), **plain)
@@ -177,7 +182,9 @@ class _Verification:
         return self._with_sensitivity(llm, original, windows, report), text
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
-        """The report of these answers and distances, judged so far: failed accuracy decides whether a map is made."""
+        """Build the report of these results and check the accuracy gates, which decide whether a sensitivity map is
+        made.
+        """
         pair, ours, baseline = self.pair, fields["evaluation"], fields["baseline"]
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
@@ -190,14 +197,16 @@ class _Verification:
         return replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
 
     def _evaluate(self, llm: Evaluated, name: str) -> EvaluationResult | None:
-        """The answers of one model; None when nothing is asked."""
+        """Evaluate one model; None if there are no tasks or texts."""
         asked = self.options.evaluation
         if asked.suite is None and not (asked.tasks or asked.texts):
             return None
         return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"))
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
-        """The report with the sensitivity map, where one is asked for or needed, and can be made."""
+        """Add the sensitivity map to the report, if it was requested or an accuracy gate failed, and if it
+        is possible.
+        """
         asked = self.options.sensitivity
         if not (failed_accuracy(report) if asked is None else asked):
             return report
@@ -255,7 +264,7 @@ class _Verification:
         ), text[1]
 
     def served_timed(self, bench: BenchmarkOptions, report: Report) -> Report:
-        """The report with latencies of both models in vLLM, one after the other."""
+        """Add latencies of both models in vLLM to the report, measured one after the other."""
         vllm = self.options.vllm or {}
         (path, engine), (source, plain) = self.sides
         theirs = measure_served(source, bench, of_the_original(vllm), plain, self.progress)
@@ -268,14 +277,14 @@ class _Verification:
         )
 
     def timed(self, bench: BenchmarkOptions, report: Report) -> Report:
-        """The report with latency, memory and diagnosis of both models, measured in turns."""
-        self.progress("loading both models for the clock")
+        """Add latency, memory and diagnosis of both models to the report, measured in turns."""
+        self.progress("loading both models for timing")
         names = report.model.name, self.pair.baseline_name
         target, baseline = (
             replace(load_target(path, bench, engine), name=name)
             for name, (path, engine) in zip(names, self.sides, strict=True)
         )
-        self.progress("measuring the ceilings of this machine")
+        self.progress("measuring the ceilings (bandwidth and arithmetic rate) of this machine")
         ceilings = find_ceilings([target, baseline])
         ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
         diagnosis = diagnose(ours, target.cost, theirs)
@@ -283,7 +292,9 @@ class _Verification:
 
 
 def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
-    """Name, content and notes of the text for distributions: the one named, the evaluation's first, or one shipped."""
+    """Return name, content and notes of the text for distributions: the requested one, the evaluation's first, or a
+    shipped one.
+    """
     asked = options.evaluation
     names = [options.text, *asked.texts]
     if asked.suite is not None:
@@ -297,7 +308,7 @@ def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, t
             if name in (options.text, *asked.texts):
                 raise
     note = (
-        "Distributions are compared on quantkit's own calibration text, which the compression may have seen; "
-        "give another with --text."
+        "Distributions are compared on quantkit's own calibration text, which the compression may have used; give "
+        "another text with --text."
     )
     return "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8"), (note,)

@@ -1,1 +1,1 @@
-"""Statistics of comparisons and latencies, in plain Python: intervals that cover what they say, tests, fits."""
+"""Statistics of comparisons and latencies in plain Python: confidence intervals, tests and fits."""

@@ -1,8 +1,11 @@
-"""Two evaluations, sample by sample: what changed, how surely, and how much of it arithmetic alone would do.
+"""Compare two evaluations item by item: what changed, its significance, and how much a change of arithmetic alone would
+cause.
 
-The noise floor of a number is how far the original strays from itself when it computes in another arithmetic: the
-change seen, or what as many changed items would add up to if each were as likely won as lost, whichever is larger. A
-difference within it is called noise, whatever its p-value, in both directions: 101 % recovery is noise too.
+The noise floor of a number is the change of the original's result when it computes in another arithmetic: the observed
+change, or the change that so many changed items would cause by chance if gains and losses were equally likely,
+whichever
+is larger. A difference within the noise floor is called noise, whatever its p-value, in both directions: a recovery of
+101 % may be noise too.
 """
 
 import math
@@ -31,14 +34,14 @@ SIGNIFICANCE = 1 - CONFIDENCE
 def compare_evaluations(
     value: EvaluationResult, baseline: EvaluationResult, noise: EvaluationResult | None = None
 ) -> tuple[Comparison, ...]:
-    """Every number that both evaluations have, the mean over tasks first.
+    """Compare every number that both evaluations have; the mean over tasks comes first.
 
     Args:
-        value: of the model.
-        baseline: of the original.
-        noise: of the original under other arithmetic.
+        value: evaluation of the model.
+        baseline: evaluation of the original.
+        noise: evaluation of the original in another arithmetic.
     Raises:
-        ReportError: samples of the same index are different items.
+        ReportError: samples with the same index are different items.
     """
     shared = [
         (task, other, None if noise is None else noise.find_task(task.task))
@@ -58,7 +61,7 @@ def compare_evaluations(
 
 
 def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | None = None) -> Comparison:
-    """One task of both models: paired where samples are kept, else by the standard errors."""
+    """Compare one task of both models: in pairs if samples were kept, otherwise by standard errors."""
     if value.metric != baseline.metric:
         raise ReportError(f"task {value.task}: metric {value.metric!r} cannot be compared with {baseline.metric!r}")
     pairs = _paired(value, baseline)
@@ -72,7 +75,7 @@ def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | No
 
 
 def compare_lengths(value: TaskResult, baseline: TaskResult) -> Comparison | None:
-    """Length of generated answers; None where the task generates none."""
+    """Compare the lengths of generated answers; None if the task generates none."""
     lengths = [
         (float(before.answer_tokens), float(after.answer_tokens))
         for before, after in _common_samples(value, baseline)
@@ -87,7 +90,7 @@ def compare_lengths(value: TaskResult, baseline: TaskResult) -> Comparison | Non
 def compare_perplexity(
     value: PerplexityResult, baseline: PerplexityResult, noise: PerplexityResult | None = None
 ) -> Comparison:
-    """Perplexity of one text, window by window: Student's t on the log-ratio, carried over to the perplexities."""
+    """Compare the perplexity of one text, window by window: Student's t on the logarithm of the ratio."""
     # Tested as a logarithm, which is a mean over tokens and nearly normal; a perplexity itself is skewed.
     mean, reach, p_value = _log_ratio(value, baseline)
     before, after = baseline.perplexity, value.perplexity
@@ -116,9 +119,10 @@ def compare_perplexity(
 
 
 def _log_ratio(value: PerplexityResult, baseline: PerplexityResult) -> tuple[float, float, float | None]:
-    """Difference of the nll per token, half its 95 % interval, and its p-value.
+    """Return the difference of the negative log-likelihood per token, half of its 95 % interval, and its p-value.
 
-    Windows are the independent units: a ratio estimator, as tokens vary.
+    Windows are the independent units. The result is a ratio estimator, because windows differ in their number of
+    tokens.
     """
     if value.window_tokens != baseline.window_tokens:
         raise ReportError(f"perplexity of {value.data}: the two models read different windows")
@@ -139,13 +143,13 @@ def _expm1(x: float) -> float:
 
 
 def _find_text(evaluation: EvaluationResult, text: PerplexityResult) -> PerplexityResult | None:
-    """Whether both read the same text in the same way."""
+    """Return the result for the same text, scored in the same way; None if there is none."""
     same = operator.attrgetter("data", "window", "stride", "through")
     return next((other for other in evaluation.perplexity if same(other) == same(text)), None)
 
 
 def _common_samples(value: TaskResult, baseline: TaskResult) -> list[tuple[SampleRecord, SampleRecord]]:
-    """The items that both answered, original first, in order."""
+    """Return pairs of the samples that both models answered, the original's first, in order."""
     before, after = ({sample.index: sample for sample in result.samples} for result in (baseline, value))
     pairs = [(before[index], after[index]) for index in sorted(before.keys() & after.keys())]
     for one, other in pairs:
@@ -158,13 +162,13 @@ def _common_samples(value: TaskResult, baseline: TaskResult) -> list[tuple[Sampl
 
 
 def _paired(value: TaskResult, baseline: TaskResult) -> Pairs | None:
-    """Scores of the items that both answered, original first; None when samples were not kept."""
+    """Return the scores of the items that both models answered, the original's first; None if samples were not kept."""
     common, metric = _common_samples(value, baseline), value.metric
     return ([b.scores[metric] for b, _ in common], [v.scores[metric] for _, v in common]) if common else None
 
 
 def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
-    """Return how far the mean strays under other arithmetic; None when any task was not run so."""
+    """Return the noise floor of the mean over tasks; None if a task was not evaluated in another arithmetic."""
     known = [pairs for pairs in tasks if pairs is not None]
     if not known or len(known) < len(tasks):
         return None
@@ -176,7 +180,7 @@ def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
 
 
 def _compare_mean(triples: Sequence[tuple[TaskResult, TaskResult, TaskResult | None]]) -> Comparison | None:
-    """The unweighted mean over tasks where higher is better; None without such tasks."""
+    """Compare the unweighted means over all tasks in which higher is better; None if there are no such tasks."""
     if not triples:
         return None
     pairs = [_paired(value, baseline) or ([], []) for value, baseline, _ in triples]
@@ -189,7 +193,7 @@ def _compare_mean(triples: Sequence[tuple[TaskResult, TaskResult, TaskResult | N
 def _comparison(
     result: PairedResult, subject: str, metric: str, floor: float | None = None, *, higher_is_better: bool = True
 ) -> Comparison:
-    """The record of a result whose ratio says how much of the original is left, more being better."""
+    """Convert a paired result to a `Comparison`; its ratio becomes the recovery."""
     numbers = asdict(result)
     recovery, low, high = (numbers.pop(name) for name in ("ratio", "ratio_low", "ratio_high"))
     return Comparison(
@@ -214,7 +218,7 @@ def _inverse(ratio: float | None) -> float | None:
 
 
 def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
-    """Compare two scores without samples as independent ones, which is less sure than pairing."""
+    """Compare two scores without samples as if they were independent, which is less precise than pairing."""
     difference = value.value - baseline.value
     error = None if None in (value.stderr, baseline.stderr) else math.hypot(value.stderr or 0, baseline.stderr or 0)
     reach = None if error is None else error * NORMAL.inv_cdf(0.5 + CONFIDENCE / 2)

@@ -1,16 +1,17 @@
-"""Two models on the same items: the difference, its 95 % interval, a paired test, and the ratio with its interval.
+"""Compare two models on the same items: the difference, its 95 % interval, a paired test, and the ratio with its
+interval.
 
-Right-or-wrong items use score intervals, which keep their coverage where few items differ: Tango's for the difference,
-Nam and Blackwelder's for the ratio, and the mid-p form of McNemar's exact test. Other scores use Student's t on the
-per-item differences. Several tasks are averaged with equal weight, and their variances added.
+Right-or-wrong items use score intervals, which keep their coverage even if few items differ: Tango's for the
+difference, Nam and Blackwelder's for the ratio, and the mid-p form of McNemar's exact test. Other scores use Student's
+t on the per-item differences. The mean over several tasks gives them equal weight and adds their variances.
 
-With fewer than about three differing items expected, no interval that is a function of the counts can hit 95 %: these
-then cover more, up to always.
+If fewer than about three items are expected to differ, no interval computed from the counts can have exactly 95 %
+coverage. These intervals then cover more, up to 100 %.
 
 Sources: Tango 1998, Equivalence test and confidence interval for the difference in proportions for the paired-sample
 design. Nam and Blackwelder 2002, Analysis of the ratio of marginal probabilities in a matched-pair setting. Fagerland,
 Lydersen and Laake 2013, The McNemar test for binary matched-pairs data. Numerical Recipes, section 6.4, for the
-continued fraction of the incomplete beta function. Distributions are plain Python: users need not have SciPy.
+continued fraction of the incomplete beta function. Distributions are in plain Python, so SciPy is not needed.
 """
 
 import math
@@ -23,12 +24,13 @@ NORMAL = NormalDist()
 
 
 def bisect(function: Callable[[float], float], low: float, high: float, *, steps: int = 80) -> float:
-    """Return the point where a falling function changes sign.
+    """Return the point where a decreasing function changes sign.
 
     Args:
-        function: positive at `low`, negative at `high` (or of one sign: then the nearer end is returned).
-        low, high: the bracket.
-        steps: halvings; 80 exhaust a float.
+        function: positive at `low`, negative at `high`. If it has one sign everywhere, the end nearer to zero is
+            returned.
+        low, high: ends of the interval to search.
+        steps: number of halvings; 80 reach the precision of a float.
     """
     for _ in range(steps):
         middle = (low + high) / 2
@@ -40,26 +42,26 @@ def bisect(function: Callable[[float], float], low: float, high: float, *, steps
 
 
 def binomial_pmf(successes: int, trials: int, chance: float = 0.5) -> float:
-    """Probability of exactly that many successes, 0 < chance < 1."""
+    """Return the probability of exactly this many successes in `trials`, for 0 < chance < 1."""
     # In logarithms: factorials beyond 170 overflow a float.
     ways = math.lgamma(trials + 1) - math.lgamma(successes + 1) - math.lgamma(trials - successes + 1)
     return math.exp(ways + successes * math.log(chance) + (trials - successes) * math.log1p(-chance))
 
 
 def binomial_cdf(successes: int, trials: int, chance: float = 0.5) -> float:
-    """Probability of at most that many successes."""
+    """Return the probability of at most this many successes in `trials`."""
     return min(1.0, math.fsum(binomial_pmf(k, trials, chance) for k in range(successes + 1)))
 
 
 def student_cdf(t: float, freedom: float) -> float:
-    """Student's distribution at `t` with `freedom` degrees of freedom."""
+    """Return the cumulative distribution of Student's t at `t`, with `freedom` degrees of freedom."""
     tail = 0.5 * incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
     return 1 - tail if t > 0 else tail
 
 
 @cache
 def student_quantile(probability: float, freedom: float) -> float:
-    """Inverse of `student_cdf`; the normal quantile when `freedom` is infinite."""
+    """Return the inverse of `student_cdf`, or the normal quantile if `freedom` is infinite."""
     if math.isinf(freedom):
         return NORMAL.inv_cdf(probability)
     if probability < 0.5:
@@ -71,7 +73,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
-    """Regularised incomplete beta function I_x(a, b)."""
+    """Return the regularized incomplete beta function I_x(a, b)."""
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
     front = math.exp(
@@ -84,7 +86,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _beta_fraction(a: float, b: float, x: float) -> float:
-    """Lentz's evaluation of the continued fraction."""
+    """Evaluate the continued fraction of the incomplete beta function by Lentz's method."""
     # Lentz: a denominator of zero is replaced by something tiny, which cancels one step later.
     tiny = 1e-300
     c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
@@ -111,11 +113,11 @@ class PairedResult:
 
     Args:
         method: names of interval and test.
-        num_samples: pairs.
-        baseline, value: means over items (and then over tasks).
+        num_samples: number of pairs.
+        baseline, value: means over items, then over tasks.
         difference, low, high: value - baseline and its 95 % interval.
-        ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None when baseline is 0.
-        p_value: two-sided, of no difference; like the interval None where no error is known.
+        ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None if baseline is 0.
+        p_value: two-sided p-value of no difference; None, like the interval, if no error is known.
     """
 
     method: str
@@ -133,7 +135,9 @@ class PairedResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Right-or-wrong pairs: both right, only the original right (lost), only the model right (won), both wrong."""
+    """Counts of right-or-wrong pairs: both right, only the original right (lost), only the model right (won), neither
+    right.
+    """
 
     both: int
     lost: int
@@ -147,11 +151,13 @@ class Counts:
 
     @property
     def means(self) -> tuple[float, float]:
-        """Shares of right answers, the original's first."""
+        """Return the shares of right answers, the original's first."""
         return (self.both + self.lost) / self.total, (self.both + self.won) / self.total
 
     def difference_variance(self, difference: float) -> float:
-        """Variance of the mean difference at the likeliest shares, if `difference` were true."""
+        """Return the variance of the mean difference if the true difference is `difference`, with the other shares
+        estimated by maximum likelihood.
+        """
         n, won, lost = self.total, self.won, self.lost
         # The likeliest share q of lost items solves 2n q^2 + linear q + constant = 0; that of won is q + difference.
         linear = -won - lost + (2 * n - won + lost) * difference
@@ -160,7 +166,9 @@ class Counts:
         return max(0.0, 2 * share + difference * (1 - difference)) / n
 
     def ratio_variance(self, ratio: float) -> float:
-        """Variance of value - ratio * baseline, if `ratio` were true."""
+        """Return the variance of value - ratio * baseline if the true ratio is `ratio`, with the other shares estimated
+        by maximum likelihood.
+        """
         n = self.total
         won, lost, neither = self.won / n, self.lost / n, self.neither / n
         before, after = self.means
@@ -174,7 +182,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Pairs of any scores: means, variances and covariance (divided by total - 1)."""
+    """Means, variances and covariance (divided by total - 1) of pairs of arbitrary scores."""
 
     means: tuple[float, float]
     variances: tuple[float, float]
@@ -182,11 +190,11 @@ class Moments:
     total: int
 
     def difference_variance(self, _difference: float) -> float:
-        """Variance of the mean difference, whatever it is."""
+        """Return the variance of the mean difference; it does not depend on the difference."""
         return self.ratio_variance(1.0)
 
     def ratio_variance(self, ratio: float) -> float:
-        """Variance of value - ratio * baseline."""
+        """Return the variance of value - ratio * baseline."""
         baseline, value = self.variances
         return max(0.0, value + ratio**2 * baseline - 2 * ratio * self.covariance) / self.total
 
@@ -198,15 +206,15 @@ def compare_pairs(tasks: Sequence[Pairs]) -> PairedResult:
     """Compare two models on one task, or on the unweighted mean of several.
 
     Args:
-        tasks: for each, the original's scores and the model's, item by item; at least one pair each.
+        tasks: for each task, the original's scores and the model's, item by item; at least one pair each.
     Raises:
-        ValueError: a task has no pairs, or lists of different length.
+        ValueError: a task has no pairs, or its lists differ in length.
     """
     return compare_strata([_stratum(*pairs) for pairs in tasks])
 
 
 def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
-    """`compare_pairs` of tasks whose pairs are counted or summed up."""
+    """Do what `compare_pairs` does, for tasks given as counts or moments."""
     count = len(strata)
     baseline = math.fsum(s.means[0] for s in strata) / count
     value = math.fsum(s.means[1] for s in strata) / count
@@ -242,7 +250,7 @@ def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
 
 
 def count_pairs(baseline: Sequence[float], value: Sequence[float]) -> Counts:
-    """The four counts of right-or-wrong pairs."""
+    """Count right-or-wrong pairs."""
     pairs = [(before > 0.5, after > 0.5) for before, after in zip(baseline, value, strict=True)]
     return Counts(
         both=pairs.count((True, True)),
@@ -253,7 +261,7 @@ def count_pairs(baseline: Sequence[float], value: Sequence[float]) -> Counts:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """Two-sided mid-p value of McNemar's exact test; 1 when nothing differs."""
+    """Return the two-sided mid-p value of McNemar's exact test; 1 if nothing differs."""
     total, fewer = lost + won, min(lost, won)
     if total == 0:
         return 1.0
@@ -262,7 +270,9 @@ def mcnemar(lost: int, won: int) -> float:
 
 def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Moments:
     if len(baseline) != len(value) or not baseline:
-        raise ValueError(f"pairs need as many scores on both sides, at least one: {len(baseline)} and {len(value)}")
+        raise ValueError(
+            f"pairs need equally many scores on both sides, at least one; found {len(baseline)} and {len(value)}"
+        )
     # Decided by the scores and not by the metric's name: whatever is right or wrong gets the score interval.
     if {*baseline, *value} <= {0.0, 1.0}:
         return count_pairs(baseline, value)
@@ -279,7 +289,7 @@ def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Mome
 
 
 def _studentize(gap: float, variance: float) -> float:
-    """Gap in standard errors; infinite where nothing varies."""
+    """Divide a gap by its standard error; infinite if the variance is 0 and the gap is not."""
     if variance > 0:
         return gap / math.sqrt(variance)
     # Equal means may differ in their last digit once they are averaged over tasks.
@@ -289,7 +299,10 @@ def _studentize(gap: float, variance: float) -> float:
 def _interval(
     gap: Callable[[float], float], estimate: float, critical: float, low: float, high: float | None
 ) -> tuple[float, float]:
-    """Every value the test would not reject. `gap` falls; `high` None is searched for by doubling."""
+    """Return the interval of all values that the test does not reject.
+
+    `gap` is a decreasing function. If `high` is None, it is found by doubling.
+    """
     if high is None:
         high = 2 * max(estimate, 1e-9)
         # A baseline near zero bounds the ratio nowhere, so the search has an end of its own.
@@ -301,7 +314,9 @@ def _interval(
 
 
 def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]:
-    """Differences to search: all there are for shares, far beyond the plausible for other scores."""
+    """Return the range of differences to search: all possible ones for right-or-wrong items, and a very wide range for
+    other scores.
+    """
     if all(isinstance(s, Counts) for s in strata):
         return -1.0, 1.0
     centre = math.fsum(after - before for before, after in (s.means for s in strata)) / len(strata)
@@ -310,7 +325,9 @@ def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]
 
 
 def _freedom(strata: Sequence[Counts | Moments]) -> float:
-    """Degrees of freedom: those of the smallest scored task; infinite for shares."""
+    """Return the degrees of freedom for Student's t: those of the smallest task with scores; infinite for
+    right-or-wrong items.
+    """
     # The smallest task knows its variance worst; an interval that is too wide is the safer mistake.
     return min((max(1, s.total - 1) for s in strata if isinstance(s, Moments)), default=math.inf)
 

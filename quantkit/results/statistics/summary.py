@@ -1,8 +1,8 @@
-"""Summaries of latencies: percentiles, medians, and straight-line or curved fits with standard errors.
+"""Summarize latencies: percentiles, medians, and polynomial fits with standard errors.
 
-A percentile here is the linear interpolation between order statistics (Hyndman and Fan's type 7, the default of NumPy):
-for n sorted values, the p-th percentile lies at position (n - 1) p / 100, counted from 0. With fewer than 100 values
-the 99th lies between the two largest.
+Percentiles are interpolated linearly between order statistics (Hyndman and Fan's type 7, the default of NumPy): for n
+sorted values, the p-th percentile lies at position (n - 1) p / 100, counted from 0. With fewer than 100 values the 99th
+lies between the two largest.
 """
 
 import math
@@ -19,13 +19,15 @@ NORMAL_PER_MAD = 1.4826  # standard deviation over median absolute deviation, fo
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, interpolated.
+    """Return the value below which `percent` % of the values lie, interpolated.
 
     Raises:
-        ValueError: no values, or a percentage outside 0..100.
+        ValueError: there are no values, or the percentage is outside 0..100.
     """
     if not values or not 0 <= percent <= 100:
-        raise ValueError(f"a percentile needs values and 0 <= percent <= 100: {len(values)} values, {percent}")
+        raise ValueError(
+            f"a percentile needs values and 0 <= percent <= 100; found {len(values)} values and percent {percent}"
+        )
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     below = math.floor(position)
@@ -35,7 +37,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """Median and tails of one sample, and how many values it had."""
+    """Median, tails and mean of one sample, and its number of values."""
 
     p50: float
     p90: float
@@ -45,7 +47,7 @@ class Quantiles:
 
 
 def quantiles(values: Sequence[float]) -> Quantiles | None:
-    """p50, p90, p99 and mean; None without values."""
+    """Return p50, p90, p99 and mean; None without values."""
     if not values:
         return None
     p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
@@ -53,20 +55,20 @@ def quantiles(values: Sequence[float]) -> Quantiles | None:
 
 
 def median(values: Sequence[float]) -> float | None:
-    """None without values."""
+    """Return the median; None without values."""
     return statistics.median(values) if values else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolynomialFit:
-    """y = sum of coefficients[i] * x^i by least squares.
+    """Least-squares fit y = sum of coefficients[i] * x^i.
 
     Args:
-        coefficients: constant first.
-        standard_errors: one each.
-        residual: standard deviation around the fit.
-        num_points: used.
-        num_dropped: stalls left out.
+        coefficients: coefficients, the constant first.
+        standard_errors: standard error of each coefficient.
+        residual: standard deviation of the points around the fit.
+        num_points: number of points used.
+        num_dropped: number of points left out as stalls.
     """
 
     coefficients: tuple[float, ...]
@@ -76,20 +78,20 @@ class PolynomialFit:
     num_dropped: int
 
     def at(self, x: float) -> float:
-        """The fitted value at `x`."""
+        """Return the fitted value at `x`."""
         return math.fsum(c * x**i for i, c in enumerate(self.coefficients))
 
 
 def fit_polynomial(points: Points, *, degree: int = 1) -> PolynomialFit | None:
     """Fit a polynomial, e.g. ITL = a + b * context (degree 1) or TTFT against prompt length (degree 2).
 
-    After a first fit, points above it by more than 5 robust deviations are left out, and it is fitted again.
+    Points more than 5 robust standard deviations above a first fit are left out of the second fit.
 
     Args:
-        points: (x, y) each.
-        degree: of the polynomial.
+        points: (x, y) of each point.
+        degree: degree of the polynomial.
     Returns:
-        None when there are too few points, or too few different x, to know the errors.
+        The fit; None if there are too few points, or too few different x, to estimate the errors.
     """
     if not _are_enough(points, degree):
         return None
@@ -112,12 +114,12 @@ def _are_enough(points: Points, degree: int) -> bool:
 
 
 def fit_gaps(run: BenchmarkRun) -> PolynomialFit | None:
-    """ITL = a + b * context of one run, see `fit_polynomial`."""
+    """Fit ITL = a + b * context to one run; see `fit_polynomial`."""
     return fit_polynomial(run.context_gaps)
 
 
 def least_squares(points: Points, degree: int, *, num_dropped: int = 0) -> PolynomialFit:
-    """`fit_polynomial` to all points, of which there are enough."""
+    """Fit a polynomial to all points; there must be enough of them."""
     size, scale = degree + 1, max(abs(x) for x, _ in points) or 1.0
     powers = [[(x / scale) ** i for i in range(size)] for x, _ in points]  # scaled: the normal equations stay tame
     rows = [(row, y) for row, (_, y) in zip(powers, points, strict=True)]
@@ -137,7 +139,9 @@ def least_squares(points: Points, degree: int, *, num_dropped: int = 0) -> Polyn
 
 
 def _invert(matrix: list[list[float]]) -> list[list[float]]:
-    """Gauss and Jordan; normal equations are positive definite, so no rows need to be exchanged."""
+    """Invert a matrix by Gauss-Jordan elimination. Matrices of normal equations are positive definite, so no pivoting
+    is needed.
+    """
     size = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for column in range(size):
