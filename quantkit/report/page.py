@@ -25,8 +25,8 @@ DEFINITIONS = (
         "tasks equal weight."),
     ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's exact "
         "test for right-or-wrong items, Student's t otherwise.")),
-    ("Noise", "Change of the original's number when it computes in another arithmetic. A difference of at most this size "
-        "is called noise in both directions, so 101 % may be noise too."),
+    ("Noise", "Change of the original's number when it computes in another arithmetic. A difference of at most this "
+        "size is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
     *((name, f"{meaning.capitalize()}: {text}") for name, (meaning, text) in speed_tables.LATENCIES.items()),
     ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
@@ -145,8 +145,8 @@ def _roofline(report: Report) -> PageSection | None:
     table = speed_tables.roofline_table((label, r) for label, side in sides if side for r in side.roofline)
     text = [
         (
-            "Steps on the line cannot be faster on this machine. Decode steps are labelled by batch size, prefill steps "
-            "by tokens."
+            "Steps on the line cannot be faster on this machine. Decode steps are labelled by batch size, prefill "
+            "steps by tokens."
         )
     ]
     return _section("roofline", "Roofline", [table], [plots.roofline_plot(report)], text=text, beside=True)
