@@ -144,7 +144,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
     moved, reached = record.bytes_moved, record.floor_s / record.seconds
     weights, note, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
     if record.in_caches and record.mbu <= 1:
-        note = "; so few bytes may partly come from the processor's caches, which are faster"
+        note = "; part of so few bytes may come from the processor's caches, which are faster"
     # First: where a step takes far longer than its floor, neither ceiling explains it.
     if reached < _BOUND:
         name = "decode, overhead"
@@ -186,10 +186,13 @@ def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tupl
     if now > 1.5 * _INT8_BYTES:
         return to_int4
     if cost.head_bytes > 0.15 * weights and cost.head_bytes > 1.5 * _INT8_BYTES * cost.head_parameters:
-        return "Round the output head, which recipes leave: --head int8.", cost.head_bytes * 0.48
+        return "Quantize the output head, which recipes leave unquantized: --head int8.", cost.head_bytes * 0.48
     if now > 1.3 * _INT4_BYTES:
         return to_int4
-    return "Speculate (--speculate ngram, or a small draft model): several tokens per reading of the weights.", 0.0
+    return (
+        "Use speculation (--speculate ngram, or a small draft model): it gives several tokens per reading of the "
+        "weights."
+    ), 0.0
 
 
 def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]:

@@ -18,7 +18,9 @@ from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.server.client import Remote
 
 COMMON_TOKENS = 1000
-"""So many tokens every model knows: what prompts are made of where no checkpoint says how many there are."""
+"""Vocabulary size that every model has at least. Prompts are drawn from so many tokens if no checkpoint gives
+the size.
+"""
 
 
 def measure_server(
@@ -97,7 +99,9 @@ async def _timed(
             times.append(time.perf_counter())
     count = int(usage.get("completion_tokens", len(times)))
     if count != new_tokens or not times:
-        raise RequestError(f"{remote.url} generated {count} tokens instead of {new_tokens}, so its time would mislead")
+        raise RequestError(
+            f"{remote.url} generated {count} tokens instead of {new_tokens}, so its timing would be misleading"
+        )
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return RequestTiming(
         request_id=number,

@@ -131,7 +131,7 @@ def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
     """Return further memory held by the process or its allocator, which cannot be predicted."""
     held = process_bytes(device)
     if device.type == "cpu":
-        note = "resident now: Python and libraries too, pool pages only once written"
+        note = "resident now; this includes Python and libraries, and pool pages only after they are written"
         return MemoryRecord(part="process", observed_bytes=held, note=note)
     rest = None if held is None or peak.observed_bytes is None else max(0, held - peak.observed_bytes)
     return MemoryRecord(part="reserve", observed_bytes=rest, note="kept by the allocator")

@@ -1,8 +1,8 @@
 """Prediction of a model's memory before loading, from config.json and shard headers.
 
 The model is built as by the loader, but from headers only. The kernels give the bytes of each layout for a few rows.
-For weights and cache, predicted and observed bytes are equal; activations are an estimate. N outputs, K inputs, G
-scales per row, T tokens of a step, L tokens of context.
+For weights and cache, predicted and observed bytes are equal; activations are an estimate.
+Shapes: N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
 import functools
@@ -56,7 +56,8 @@ class Prediction:
     native: bool
 
     def activation_bytes(self, tokens: int, context: int, rows: int) -> int:
-        """Estimate the most bytes of activations in a step: the wider half of a layer, or the head.
+        """Estimate the peak bytes of activations in one step: those of attention, of the MLP or of the output head,
+        whichever is largest.
 
         Args:
             tokens: T, new tokens of the step.

@@ -15,7 +15,7 @@ ROUNDS_AGAINST = 4  # of a comparison in turns
 
 
 def _goodput_limit(metric: str, flag: str) -> Any:
-    text = f"Longest {metric} of a request that counts as goodput."
+    text = f"Largest {metric} with which a request counts as goodput."
     return setting(None, text, flag=f"{flag} SECONDS", above=0, kind=float)
 
 
@@ -28,18 +28,23 @@ class BenchmarkOptions:
     """
 
     concurrencies: tuple[int, ...] = setting(
-        (1, 8), "Requests in flight at once.", flag="--batch N,...", minimum=1, commas=True
+        (1, 8), "Number of requests in flight at the same time.", flag="--batch N,...", minimum=1, commas=True
     )
     rates: tuple[float, ...] = setting(
-        (), "Requests per second, as Poisson arrivals.", flag="--rate R,...", above=0, kind=float, commas=True
+        (),
+        "Mean number of requests per second, with random (Poisson) arrivals.",
+        flag="--rate R,...",
+        above=0,
+        kind=float,
+        commas=True,
     )
     prompt_tokens: int = setting(256, "Tokens in each prompt.", flag="--prompt-tokens", minimum=1)
-    new_tokens: int = setting(128, "Tokens made for each request.", flag="--new-tokens", minimum=1)
+    new_tokens: int = setting(128, "Tokens generated for each request.", flag="--new-tokens", minimum=1)
     num_requests: int | None = setting(
         None, "Requests in each run.", flag="--requests", minimum=1, shown="2 x batch, at least 4"
     )
     spread: float = setting(
-        0.0, "Spread of lengths: 0.8 draws them from 20 to 100 %.", flag="--spread", minimum=0, below=1
+        0.0, "Spread of lengths: 0.8 draws them uniformly from 20 to 100 %.", flag="--spread", minimum=0, below=1
     )
     static: bool = False
     rounds: int = setting(
@@ -59,13 +64,13 @@ class BenchmarkOptions:
         }
         for name, value in counts.items():
             if value < 1:
-                raise RequestError(f"the {name} is {value}; it must be 1 at least")
+                raise RequestError(f"the {name} is {value}; it must be at least 1")
         if not self.concurrencies and not self.rates:
             raise RequestError("nothing to measure: give a concurrency or a rate")
         if not all(rate > 0 for rate in self.rates):
             raise RequestError(f"the rates are {self.rates}; each must be above 0 requests per second")
         if not 0 <= self.spread < 1:
-            raise RequestError(f"spread is {self.spread}; it must be from 0 to below 1")
+            raise RequestError(f"spread is {self.spread}; it must be at least 0 and below 1")
 
     @property
     def max_sequences(self) -> int:

@@ -78,7 +78,7 @@ def load_target(
     path, prediction = check_target(model, options, engine)
     # Static batches send the same prompts again, which a prefix cache does not compute a second time.
     llm = LLM(path, **{"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})})
-    check_capacity(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
+    check_capacity(options.workloads(), llm.engine.capacity, f"the memory for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
     cost = model_cost(llm.model, () if cache is None else cache.layouts)
     cost = replace(cost, kv_budget=llm.stats()["kv_budget"])

@@ -1,8 +1,9 @@
 """Bytes and operations of one step of a loaded model, computed from its layers, not measured.
 
-Counted: every weight that a step reads, once; the cached keys and values that it reads; the new ones that it writes.
-Not counted: activations, which stay in caches at these sizes, and the embedding rows that are looked up.
-B sequences, T new tokens of all of them, L tokens of context of each.
+It counts every weight that a step reads, once; the cached keys and values that it reads; and the new keys and values
+that it writes. It does not count activations, which stay in the processor's caches at these sizes, or the embedding
+rows of the tokens.
+Shapes: B sequences, T new tokens of all of them, L tokens of context of each.
 """
 
 from collections import Counter

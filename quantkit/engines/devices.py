@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from quantkit.errors import InputError, suggestion
 
 CPU, AMX, OTHER = 0, 1, -1
-"""Stand in place of a compute capability: any CPU, a CPU with AMX tiles, and a device that no rule is about."""
+"""Values in place of a compute capability: any CPU, a CPU with AMX tiles, and a device without rules."""
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
-"""Compute capabilities of NVIDIA GPUs times ten that rules tell apart."""
+"""Compute capabilities (times ten) of NVIDIA GPUs that rules distinguish."""
 MIB, GB, TFLOP = 2**20, 10**9, 10**12
 
 
@@ -104,8 +104,8 @@ def find_device(name: str) -> Device:
     key = device_key(name)
     if key not in DEVICES:
         raise InputError(
-            f"unknown device {name!r}{suggestion(key, DEVICES)}; there are: {', '.join(DEVICES)}; "
-            "for another give --memory and --bandwidth"
+            f"unknown device {name!r}{suggestion(key, DEVICES)}; known devices: {', '.join(DEVICES)}; for another "
+            "device, give --memory and --bandwidth"
         )
     return DEVICES[key]
 
@@ -125,7 +125,7 @@ def make_device(
     if name is None and memory_bytes is None:
         if bandwidth is None and peak is None:
             return None
-        raise InputError("--bandwidth and --peak say nothing about memory; give --device or --memory too")
+        raise InputError("--bandwidth and --peak do not determine the memory; give --device or --memory too")
     base = _device("given", None, "as given", 0, 0.0, "given") if name is None else find_device(name)
     peaks = base.peaks
     if peak is not None:

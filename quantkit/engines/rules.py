@@ -1,9 +1,10 @@
-"""The contents of a checkpoint as far as engines mind, an engine's rules about them, and its verdict. Torch-free.
+"""Rules about how an engine reads a checkpoint, the properties of a checkpoint that they use, and their result.
+Torch-free.
 
-The first rule about each linear answers, and the worst answer counts.
+The first rule that applies to a linear gives its answer; the worst answer of all linears is the result.
 
-The rules stand in one YAML file per engine. They were read from the sources of a release, each with its file and
-function; none was run on a GPU. Whether an engine supports an architecture is another question.
+The rules are in one YAML file per engine. They come from reading the source of a release; each names its file and
+function. None was tested on a GPU. The rules do not say whether an engine supports an architecture.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Groups = int | Literal["channel", "tensor", "block"]
 Cache = Literal["", "fp8", "own"]
 Answer = Literal["fast", "slow", "unknown", "wrong", "no"]
 ANSWERS = ("fast", "slow", "unknown", "wrong", "no")
-"""How an engine takes a checkpoint, best first. `unknown`: no rule is about it. `wrong`: it computes other numbers."""
+"""How an engine reads a checkpoint, best first. `unknown`: no rule applies. `wrong`: the engine loads it but computes
+with other numbers.
+"""
 UNKNOWN = "unknown"
 
 
@@ -39,8 +42,8 @@ class StoredLinear:
     """One kind of quantized linear.
 
     Args:
-        scheme: its number types and groups.
-        shape: (N, K) of its weight; None = not known.
+        scheme: number types and group size.
+        shape: (N, K) of its weight; None = unknown.
         expert: whether it belongs to a mixture of experts.
     """
 
@@ -50,7 +53,7 @@ class StoredLinear:
 
     @property
     def groups(self) -> Groups:
-        """Group size, or "channel", "block" or "tensor"."""
+        """Return the group size, or "channel", "block" or "tensor"."""
         weight = self.scheme.weight
         if weight.block_rows != 1:
             return "tensor" if weight.block_rows is None else "block"
@@ -58,7 +61,7 @@ class StoredLinear:
 
     @property
     def inputs(self) -> str:
-        """Number type of the activations."""
+        """Return the number type of the activations."""
         return "16-bit" if self.scheme.activation is None else self.scheme.activation.dtype.name
 
     def describe(self) -> str:
@@ -72,12 +75,12 @@ class StoredModel:
 
     Args:
         format: on-disk format by its name in `quantkit.formats`.
-        linears: the different kinds of quantized linears; empty for an ordinary model.
-        cache: "fp8": the checkpoint has calibrated scales of an FP8 cache; "own": an entry that only quantkit reads.
-        hidden_size: the model's width; None = not known.
+        linears: the distinct kinds of quantized linears; empty for an unquantized model.
+        cache: "fp8" = the checkpoint has calibrated scales of an FP8 cache; "own" = an entry that only quantkit reads.
+        hidden_size: the model's hidden size; None = unknown.
         group_order: whether groups follow the order of activations (GPTQ's desc_act).
-        compressed_experts: whether transformers takes compressed experts of this family.
-        other_codes: whether it has codes that `linears` does not name, as GGUF files of other tools do.
+        compressed_experts: whether transformers can load compressed experts of this family.
+        other_codes: whether there are codes that `linears` does not list, as in GGUF files of other tools.
     """
 
     format: str
@@ -91,17 +94,18 @@ class StoredModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions(Record):
-    """Linears, models and devices that a rule is about; an empty tuple or None does not narrow it.
+    """Linears, models and devices to which a rule applies; an empty tuple or None does not restrict it.
 
     Args:
-        format, weights, inputs: names of formats and number types; inputs of 16 bits are "16-bit".
-        groups, besides: sizes of groups that it is about and that it is not about, see `StoredLinear.groups`.
-        zero_points, experts, group_order, compressed_experts: only models with (True) or without (False).
-        static: only inputs with (True) or without (False) calibrated scales.
-        multiples: numbers that N and K must be multiples of.
-        hidden: number that the model's width must be a multiple of.
+        format, weights, inputs: names of formats and number types; unquantized inputs are "16-bit".
+        groups, besides: group sizes to which it applies, and to which it does not apply; see `StoredLinear.groups`.
+        zero_points, experts, group_order, compressed_experts: True = only models with this property, False = only
+            models without.
+        static: True = only inputs with calibrated scales, False = only inputs without.
+        multiples: numbers of which N and K must be multiples.
+        hidden: number of which the model's hidden size must be a multiple.
         device: "gpu": NVIDIA GPUs; "cpu": any CPU; "amx": CPUs with AMX tiles; "any": all of these.
-        capability: lowest and highest compute capability of GPUs, times ten, both included.
+        capability: lowest and highest compute capability of GPUs, times ten, inclusive.
     """
 
     format: tuple[str, ...] = ()
@@ -121,20 +125,20 @@ class Conditions(Record):
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last capability, with `CPU` and `AMX` below those of GPUs."""
+        """Return the first and last capability; those of `CPU` and `AMX` are below all GPUs."""
         return {"gpu": self.capability, "cpu": (CPU, AMX), "amx": (AMX, AMX), "any": (CPU, _LAST)}[self.device]
 
     def covers(self, capability: int | None) -> bool:
-        """Whether the rule is about a device; None stands for every device."""
+        """Whether the rule applies to a device; None = any device."""
         return capability is None or self.span[0] <= capability <= self.span[1]
 
     def cover_format(self, name: str) -> bool:
-        """Whether the rule is about everything in a format, whatever the linears are."""
+        """Whether the rule applies to every model in a format, whatever its linears."""
         only_format = replace(self, format=(), device="gpu", capability=_ALL_GPUS) == Conditions()
         return only_format and name in self.format and self.span[1] == _LAST
 
     def hold(self, linear: StoredLinear, model: StoredModel, capability: int | None) -> bool:
-        """Whether the rule is about this linear of a model on a device; sizes that are not known fit."""
+        """Whether the rule applies to this linear of a model on a device; an unknown size counts as a match."""
         weight, activation = linear.scheme.weight, linear.scheme.activation
         rows, columns = linear.shape or (0, 0)
         named = (
@@ -161,14 +165,14 @@ class Conditions(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRule(Record):
-    """An answer of an engine, and the linears that it is about; the first rule that holds decides.
+    """An engine's answer, and the conditions under which it applies; the first rule that applies decides.
 
     Args:
-        reads: the answer.
-        reason: why, or by which kernel; `{linear}` and `{format}` are filled in.
-        when: what the rule is about.
-        source: file and function of the release.
-        error: text of the engine's refusal, as far as it is always the same; "" = not known.
+        reads: the answer; see `ANSWERS`.
+        reason: the reason, or the name of the kernel; `{linear}` and `{format}` are filled in.
+        when: conditions of the rule.
+        source: file and function in the release.
+        error: the constant part of the engine's error message; "" = unknown.
     """
 
     reads: Answer
@@ -180,21 +184,21 @@ class EngineRule(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRelease(Record):
-    """One engine at one release: a YAML file.
+    """One engine at one release, as described by a YAML file.
 
     Args:
-        title: its name.
-        release: the release that the rules were read from.
-        rules: in the order in which they are asked.
-        ordinary: the answer for a model without codes.
-        caches: what becomes of the KV cache that a checkpoint asks for, where the engine uses another, by `Cache`.
+        title: name of the engine.
+        release: release whose source the rules come from.
+        rules: the rules, in the order in which they are tried.
+        ordinary: answer for an unquantized model.
+        caches: for each `Cache`, how the engine stores the KV cache if not as the checkpoint requests.
         devices: whether answers depend on the device.
     """
 
     title: str
     release: str
     rules: tuple[EngineRule, ...]
-    ordinary: EngineRule = EngineRule(reads="fast", reason="an ordinary checkpoint, as large as the original")
+    ordinary: EngineRule = EngineRule(reads="fast", reason="an unquantized checkpoint, as large as the original")
     caches: dict[str, str] = field(default_factory=dict)
     devices: bool = True
 
@@ -204,7 +208,7 @@ _NO_RULES = EngineRule(reads="unknown", reason="no rule known for this device")
 
 
 def engine_names(folder: Path = Path(__file__).parent) -> list[str]:
-    """Names of all engines: one YAML file each."""
+    """Return the names of all engines; each has a YAML file."""
     return sorted(file.stem for file in folder.glob("*.yaml"))
 
 
@@ -220,39 +224,41 @@ def read_engine(file: Path) -> EngineRelease:
 
 
 def find_engine(name: str) -> tuple[EngineRelease, int | None]:
-    """The engine called `vllm`, or called `vllm:h100` with the capability of that device.
+    """Return the engine called `vllm`, or for `vllm:h100` the engine and the capability of that device.
 
     Raises:
-        InputError: no such engine or device; lists them. Or no rule of the engine is about the device.
+        InputError: there is no such engine or device (the message lists them), or the engine has no rules for the
+            device.
     """
     own, _, device = name.partition(":")
     key, names = own.replace("_", "-").replace(".", "-"), engine_names()
     if key not in names:
-        raise InputError(f"unknown engine {own!r}{suggestion(key, names)}; there are: {', '.join(names)}")
+        raise InputError(f"unknown engine {own!r}{suggestion(key, names)}; known engines:  {', '.join(names)}")
     engine = read_engine(Path(__file__).with_name(f"{key}.yaml"))
     if not device:
         return engine, None
     if device_key(device) not in NAMED:
         nearest = suggestion(device_key(device), NAMED)
-        raise InputError(f"unknown device {device!r}{nearest}; there are: {', '.join(NAMED)}")
+        raise InputError(f"unknown device {device!r}{nearest}; known devices:  {', '.join(NAMED)}")
     capability = NAMED[device_key(device)]
     if engine.devices and not any(rule.when.covers(capability) for rule in engine.rules):
         raise InputError(
-            f"no rule known for {engine.title} {engine.release} on {device}; leave the device out for what is known"
+            f"no rule known for {engine.title} {engine.release} on {device}; leave the device out to see the known "
+            "rules"
         )
     return engine, capability
 
 
 def judge(name: str, model: StoredModel, capability: int | None = None) -> EngineReading:
-    """Return how an engine takes a checkpoint.
+    """Predict how an engine reads a checkpoint.
 
     Args:
-        name: of the engine, or of it and a device, see `find_engine`.
+        name: name of the engine, or of engine and device; see `find_engine`.
         model: contents of the checkpoint.
-        capability: compute capability times ten, 90 for an H100, or `CPU`, `AMX`, `OTHER`, if the name has no device;
-            None = the best of all NVIDIA GPUs, with the reasons of each.
+        capability: compute capability times ten (90 for an H100), or `CPU`, `AMX` or `OTHER`, if the name has no
+            device; None = the best of all NVIDIA GPUs, with the reasons for each.
     Raises:
-        InputError: no such engine or device.
+        InputError: there is no such engine or device.
     """
     engine, own = find_engine(name)
     if not engine.devices:
@@ -272,7 +278,7 @@ def judge(name: str, model: StoredModel, capability: int | None = None) -> Engin
 
 
 def judge_all(model: StoredModel, capability: int | None = None) -> list[EngineReading]:
-    """Return how every engine takes a checkpoint, see `judge`."""
+    """Predict how every engine reads a checkpoint; see `judge`."""
     return [judge(name, model, capability) for name in engine_names()]
 
 
@@ -299,14 +305,16 @@ def _judge_on(engine: EngineRelease, model: StoredModel, capability: int | None)
 
 
 def _whole(engine: EngineRelease, model: StoredModel, capability: int | None) -> EngineRule:
-    """The rule about a model whose linears say nothing: ordinary, or a file of another tool."""
+    """Return the rule for a model without listed linears: an unquantized one, or a file of another tool."""
     about = (rule for rule in engine.rules if rule.when.cover_format(model.format))
     rule = next(about, _NO_RULE if model.other_codes else engine.ordinary)
     return rule if rule is _NO_RULE or rule.when.covers(capability) else _NO_RULES
 
 
 def _describe_run(run: list[tuple[int, EngineReading]], usual: str) -> str:
-    """The answer for neighbouring compute capabilities, e.g. `9.0: Marlin kernels`; says an unusual answer too."""
+    """Describe the answer for neighbouring compute capabilities, e.g. `9.0: Marlin kernels`; an unusual answer is named
+    too.
+    """
     first, last = f"{run[0][0] / 10:.1f}", f"{run[-1][0] / 10:.1f}"
     reading = run[0][1]
     span = first if first == last else f"{first} to {last}"

@@ -17,7 +17,7 @@ _IN_LAYER = re.compile(r"(.*?(?:layers|h|blocks))\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _ROUTERS = ("gate", "router", "weights_proj", "shared_expert_gate", "classifier")
 _HEADS = ("lm_head", "embed_out", "output")
-TOWERS = "the language model only: vision and audio parts are not counted"
+TOWERS = "only the language model is counted, without vision and audio towers"
 
 
 def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelShape:
@@ -61,8 +61,8 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
     # Checkpoints may carry more layers than the model runs (MTP); those are not counted.
     if not set(range(model.num_layers)) <= present:
         raise CheckpointError(
-            f"{model.entries.where} names {model.num_layers} layers, but the shards hold {len(present)}; "
-            "config.json and weights do not belong together: download them again"
+            f"{model.entries.where} names {model.num_layers} layers, but the shards hold {len(present)}; config.json "
+            "and weights do not match: download them again"
         )
     layers = tuple(
         _layer(model, index, [(local, stored) for at, local, stored in inside if at == index])
@@ -78,7 +78,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
         if tensor not in tables and (not wrapped or tensor.startswith(f"{root}."))
     )
     extra = len(present) - model.num_layers
-    remarks = [f"{extra} more layers in the shards (MTP) are not counted"] if extra > 0 else []
+    remarks = [f"{extra} further layers in the shards (multi-token prediction) are not counted"] if extra > 0 else []
     remarks += [TOWERS] if wrapped else []
     return ModelShape(
         **_facts(model, name),
@@ -120,13 +120,13 @@ def _stored_dtype(model: ModelDescription) -> str:
 def _remarks(model: ModelDescription) -> Iterator[str]:
     if not model.family.known:
         name = _model_type(model)
-        yield f"family {name!r} is not known here and counted as if it were Llama; shard headers count exactly"
+        yield f"family {name!r} is unknown and is counted like Llama; with shard headers the count would be exact"
     if model.entries.is_wrapped:
         yield TOWERS
-    if model.entries.optional_count("num_nextn_predict_layers"):
+    if model.entries.optional_count("layers for multi-token prediction (MTP) are not counted"):
         yield "the layers that predict several tokens at once (MTP) are not counted"
     if "quantization_config" in model.entries.entries:
-        yield "config.json says that the weights are quantized already; their bytes are counted as if they were not"
+        yield "config.json says that the weights are already quantized; their bytes are counted as if they were not"
 
 
 def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorInfo]]) -> LayerTensors:
@@ -203,7 +203,7 @@ def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int,
         elif module == "wte" or "embed" in module:
             embeddings[name] = math.prod(stored.shape)
     if not embeddings:
-        raise CheckpointError(f"{model.entries.where}: the shards hold no token embedding of width {model.hidden_size}")
+        raise CheckpointError(f"{model.entries.where}: the shards have no token embedding of width {model.hidden_size}")
     table = max(embeddings, key=lambda name: embeddings[name])
     # What the file says, not what the family is like: a head that is stored beside it counts.
     tied = bool(model.entries.entries.get("tie_word_embeddings")) or not heads

@@ -246,7 +246,7 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
     """Return the eviction settings, interpreted as the runtime does."""
     if budget is None:
         if policy is not None:
-            raise InputError(f"kv_policy {policy!r} evicts beyond a budget, and none is given; add --kv-budget")
+            raise InputError(f"kv_policy {policy!r} needs a KV budget; add --kv-budget")
         return EVERYTHING
     if policy is not None:
         policies.REGISTRY.find(policy)
@@ -274,19 +274,19 @@ def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) 
     if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
         whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / DEFAULT_PAGE_SIZE
         yield (
-            "layers with a window are counted with their last tokens only; the bundled runtime keeps all of them, "
+            "layers with a window are counted with their last tokens only; the bundled runtime keeps all tokens, "
             f"{whole:,.0f} B per token in 16 bits"
         )
     for compute in sorted({form.compute for form in plan.forms} - {"bf16"}) if plan else ():
         if device is not None and device.peaks and compute not in device.peaks:
-            yield f"{device.title} has no {compute} units: products are made in 16 bits"
+            yield f"{device.title} has no {compute} units: products are computed in 16 bits"
 
 
 def _head(name: str | None, shape: ModelShape) -> memory.WeightForm | None:
     if name is None:
         return None
     if name not in HEADS:
-        raise InputError(f"unknown head type {name!r}{suggestion(name, HEADS)}; there are: {', '.join(HEADS)}")
+        raise InputError(f"unknown head type {name!r}{suggestion(name, HEADS)}; supported:  {', '.join(HEADS)}")
     form = HEADS[name]
     if shape.layers and not form.fits(shape.hidden_size):
         raise InputError(f"head {name}: groups of {form.group_size} do not divide {shape.hidden_size}; use int8")
@@ -338,7 +338,7 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
     if not memory.offers(shape, form):
         kind = next(iter(shape.attention_kinds))
         offered = ", ".join(["bf16", *(form.name for form in usual)])
-        raise InputError(f"no engine keeps this model's cache ({kind}) in {name}; use one of {offered}")
+        raise InputError(f"no engine stores this model's cache ({kind}) in {name}; use one of {offered}")
     return [form]
 
 

@@ -1,7 +1,7 @@
 """Limits of a device: what fits in memory, and the best possible speed from bandwidth and peak operations.
 
 These are lower bounds on time, not predictions: they assume perfect overlap, free launches, and one read of every byte.
-B sequences, L tokens.
+Shapes: B sequences, L tokens.
 """
 
 from bisect import bisect_right

@@ -2,8 +2,9 @@
 
 For a recipe, its format counts the bytes of the weights (`Format.linear_bytes`). Without a recipe, codes are counted as
 in compressed-tensors: packed into 32-bit words along the inputs, with a scale per group in the model's dtype and zero
-points packed along the outputs. Weights and cache are exact sums; activations are an estimate. No torch. B sequences, L
-tokens of context, T tokens in one step.
+points packed along the outputs. Weights and cache are exact sums; activations are an estimate. The module does not
+import torch.
+Shapes: B sequences, L tokens of context, T tokens in one step.
 """
 
 import math
@@ -32,9 +33,11 @@ class WeightForm:
         group_size: inputs that share a scale; None = one scale per output channel.
         symmetric: whether there are no zero points.
         scaled: False for numbers without scales: bf16, fp32, or codes counted without their scales.
-        compute: number type of the products: "bf16"; "int8", "fp8" or "fp4" if activations are quantized too.
-        counted: the format's function from N, K and the bytes of a scale to the bytes of a weight; None = as above.
-        beside: the format's function from the bytes of a scale to a file's extra bytes per weight; None = as above.
+        compute: number type of the products: "bf16", or "int8", "fp8" or "fp4" if activations are quantized too.
+        counted: the format's function that counts the bytes of a weight from N, K and the bytes of a scale; None = as
+            described in the module's docstring.
+        beside: the format's function that counts a file's extra bytes per weight from the bytes of a scale; None = as
+            described in the module's docstring.
     """
 
     name: str
@@ -53,7 +56,7 @@ class WeightForm:
         """
         if self.group_size is None:
             return self
-        assert self.counted is None, f"{self.name}: its format counts it in groups of {self.group_size}"
+        assert self.counted is None, f"{self.name}: its format has already fixed the group size, {self.group_size}"
         return replace(self, group_size=fitting_group(self.group_size, in_features))
 
     def fits(self, in_features: int) -> bool:
@@ -150,8 +153,8 @@ def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Weigh
     """Return the choice of one form for all quantizable linears; None leaves the model as stored.
 
     Args:
-        form: of the linears.
-        head: of the output head.
+        form: form of the linears.
+        head: form of the output head.
     """
     # A type without scales is that of norms and embedding too; a quantized one is of linears alone.
     plain = form if form is not None and not form.scaled else None

@@ -87,7 +87,7 @@ def from_parameters(text: str) -> ModelShape:
         counted_from="parameter count",
         other=round(total),
         active_total=round(active),
-        remarks=("only the weights are known: give a config.json or --shape for the cache and for what fits",),
+        remarks=("only the weights are known; to see the cache and what fits, give a config.json or --shape",),
     )
 
 
@@ -139,7 +139,7 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
 def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
     """Return the shape of a quantized checkpoint: parameters from the config, bytes from the headers."""
     stored = sum(tensor.num_bytes for tensor in find_tensors(folder)[0].values())
-    remarks = ("the weights are quantized already: their bytes are those of the shards",)
+    remarks = ("the weights are already quantized: their bytes are those of the shards",)
     shape = from_config(model, name, "config.json and shard headers")
 
     @functools.cache
@@ -173,5 +173,5 @@ def _read(path: Path) -> dict[str, Any]:
         return checked_names(read_object(path, ModelError, "correct it or download it again"), str(path))
     data = parse_yaml(read_text(path, ModelError), str(path), ModelError)  # which JSON is, too
     if not isinstance(data, dict):
-        raise ModelError(f"{path} is not a mapping of names to sizes; write it like a config.json")
+        raise ModelError(f"{path} is not a mapping of names to sizes; use the entries of a config.json")
     return checked_names(data, str(path))

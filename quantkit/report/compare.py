@@ -203,7 +203,7 @@ def _page_section(end: str, title: str, comparison: CheckpointComparison, remark
             *remarks,
             *comparison.warnings,
             (
-                "A checkpoint is on the front if no other one is at least as good in size, quality and speed, and better "
+                "A checkpoint is on the front if no other is at least as good in size, quality and speed, and better "
                 "in one of them."
             ),
             "The plots show the numbers of the table; each plot draws the front of its two axes.",

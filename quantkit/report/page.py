@@ -18,13 +18,13 @@ from quantkit.results.gates import describe_proposal
 from quantkit.results.statistics.summary import fit_gaps
 
 DEFINITIONS = (
-    ("Recovery", "The model's score in per cent of the original's, on the same items. For perplexity, where lower is better: "
-        "the original's in per cent of the model's."),
-    ("95 % interval", "Tango's score interval for right-or-wrong items, Nam and Blackwelder's for their ratio. Student's t for "
-        "other scores, and for perplexity, where windows are the independent units. A mean over tasks gives all "
-        "tasks equal weight."),
-    ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's exact "
-        "test for right-or-wrong items, Student's t otherwise.")),
+    ("Recovery", "The model's score in per cent of the original's, on the same items. For perplexity, where lower "
+        "is better: the original's in per cent of the model's."),
+    ("95 % interval", "Tango's score interval for right-or-wrong items, Nam and Blackwelder's for their ratio. "
+        "Student's t for other scores, and for perplexity, where windows are the independent units. A mean over "
+        "tasks gives all tasks equal weight."),
+    ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's "
+        "exact test for right-or-wrong items, Student's t otherwise.")),
     ("Noise", "Change of the original's number when it computes in another arithmetic. A difference of at most this "
         "size is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
