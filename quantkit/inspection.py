@@ -207,7 +207,11 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
         CheckpointError: the file exists but is not valid.
     """
     path = folder / name
-    return read_object(path, CheckpointError, "copy it again, or delete it to go on without") if path.exists() else {}
+    return (
+        read_object(path, CheckpointError, "copy it again, or delete it to continue without it")
+        if path.exists()
+        else {}
+    )
 
 
 def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...], TowerRecord | None]:

@@ -10,7 +10,7 @@ from quantkit.errors import InputError
 
 MISSING = "-"
 GROUP_SIZES = (128, 64, 32)
-"""Inputs per scale that all common engines have kernels for, the largest first."""
+"""Group sizes (inputs per scale) that all common engines have kernels for, the largest first."""
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
@@ -173,7 +173,7 @@ def parse_tokens(text: str, name: str = "context") -> int:
     """
     tokens = _amount(text, r"(?i)([km]?)", {"": 1, "k": 2**10, "m": 2**20}, name, "4096, 32k or 1M")
     if tokens < 1 or tokens != int(tokens):
-        raise InputError(f"{name} {text!r} is not a whole number of tokens above zero; write it as 4096, 32k or 1M")
+        raise InputError(f"{name} {text!r} is not a positive whole number of tokens; write it as 4096, 32k or 1M")
     return int(tokens)
 
 
@@ -192,7 +192,9 @@ def parse_budget(value: int | float | str) -> int | float:
     if 0 < amount < 1:
         return amount
     if share != text or amount < 1 or not math.isfinite(amount):
-        raise InputError(f"budget {text!r} is neither tokens nor a share below 100%; write it as 2048, 2k or 25%")
+        raise InputError(
+            f"budget {text!r} is neither a number of tokens nor a share below 100%; write it as 2048, 2k or 25%"
+        )
     return parse_tokens(text)
 
 
@@ -204,13 +206,16 @@ def parse_parameters(text: str) -> tuple[float, float]:
     """
     total, dash, active = text.partition("-")
     if dash and active[:1] not in ("a", "A"):
-        raise InputError(f"parameters {text!r} are not a number of parameters; write them as 7B or 30B-A3B")
+        raise InputError(f"{text!r} is not a number of parameters; write it as 7B or 30B-A3B")
     numbers = [
         _amount(part, r"(?i)([kmbt]?)", _PARAMETERS, "parameters", "7B, 350M or 30B-A3B")
         for part in ([total, active[1:]] if dash else [total])
     ]
     if numbers[0] < 1 or numbers[-1] > numbers[0] or numbers[-1] < 1:
-        raise InputError(f"parameters {text!r}: {numbers[-1]:g} active of {numbers[0]:g}; write them as 7B or 30B-A3B")
+        raise InputError(
+            f"parameters {text!r}: the number per token, {numbers[-1]:g}, exceeds the total, "
+            f"{numbers[0]:g}; write it as 7B or 30B-A3B"
+        )
     return numbers[0], numbers[-1]
 
 

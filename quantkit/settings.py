@@ -8,7 +8,7 @@ from typing import Any
 
 
 def setting(default: Any, text: str, **option: Any) -> Any:
-    """Define a field with its description; with `flag`, commands that fill the class get an option for it.
+    """Define a field with its description. If `flag` is given, commands that create the class get an option for it.
 
     Args:
         default: default value. The option of a tuple is repeatable.

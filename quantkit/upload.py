@@ -125,6 +125,6 @@ def push(
         # The hub fails in many ways that share no class: HTTP, connection, validation, missing package.
         reason = first_line(error).rstrip(".")
         raise OutputError(
-            f"cannot push {path} to {repo} ({type(error).__name__}: {reason}); the checkpoint itself is finished; "
-            "log in with `hf auth login`, check the name and the network, and push again"
+            f"cannot push {path} to {repo} ({type(error).__name__}: {reason}); the checkpoint itself is complete; log "
+            "in with `hf auth login`, check the name and the network, and push again"
         ) from error

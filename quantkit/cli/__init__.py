@@ -22,14 +22,14 @@ REGISTRY = Registry(package=__name__, attribute="command", noun="command")
 
 
 class _Commands(CommandGroup):
-    """The files of this package as commands, and one place where every error becomes a line and an exit code."""
+    """The commands, one per file of this package. Every error ends here as one line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the command files."""
+        """Return the names of the command files."""
         return REGISTRY.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, imported now."""
+        """Import and return the command of that name."""
         if cmd_name.replace("_", "-") not in REGISTRY.names():
             ctx.fail(f"no such command {cmd_name!r}{suggestion(cmd_name, REGISTRY.names())}")
         command: click.Command = REGISTRY.load(cmd_name)
@@ -38,7 +38,7 @@ class _Commands(CommandGroup):
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
-        """Run; with `standalone_mode` (the default) exit with the code of the error, if any."""
+        """Run the command; with `standalone_mode` (the default), exit with the error's code if there is an error."""
         words = list(sys.argv[1:] if args is None else args)
         if "--verbose" not in words:
             os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is said by us
@@ -70,10 +70,10 @@ class _Commands(CommandGroup):
 
 
 def _keep_torch_out_of_tmp() -> None:
-    """Give torch's compiler a cache in the user's own folder, where there is one.
+    """Give torch's compiler a cache in the user's own folder, if there is one.
 
-    Its default is a folder in /tmp with a name that anybody can guess, made on import: another user may have put a file
-    there, or a folder with compiled code.
+    By default, torch creates a folder in /tmp under a name that anybody can guess. Another user could put a file there,
+    or a folder with compiled code.
     """
     # Not Path.expanduser, which raises where this user has no home.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
@@ -82,7 +82,9 @@ def _keep_torch_out_of_tmp() -> None:
 
 
 def _mended(error: BaseException) -> BaseException:
-    """An unknown option with the one that was probably meant: click's own guess takes `--overwrite` for `--verify`."""
+    """Return the error for an unknown option with a better suggestion; click's own would suggest `--verify` for
+    `--overwrite`.
+    """
     if not isinstance(error, click.NoSuchOption):
         return error
     known = [] if error.ctx is None else [flag for option in error.ctx.command.params for flag in option.opts]

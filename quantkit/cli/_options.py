@@ -1,6 +1,6 @@
-"""Options of commands, made from the dataclasses that they fill: a setting is spelled once, where it is described.
+"""Create command-line options from the fields of dataclasses, so that each setting is defined once.
 
-A command gets what the user gave, and nothing else: defaults are those of the class, or the command's own.
+A command gets only the values that the user gave; defaults come from the dataclass or from the command.
 """
 
 from __future__ import annotations  # click.ParamType takes a type argument only from 8.4 on
@@ -22,18 +22,19 @@ Settings = Mapping[str, "Field[Any]"]  # by name
 
 
 def settings_of(source: type, *names: str) -> Settings:
-    """The fields of a dataclass that are options: those with a flag, or those named."""
+    """Return the fields of a dataclass that are options: those with a flag, or those named."""
     offered = {field.name: field for field in fields(source) if "flag" in field.metadata}
     return {name: offered[name] for name in names} if names else offered
 
 
 def option_group(argument: str, settings: Settings, shown: Mapping[str, str] | None = None) -> Decorator:
-    """Options that a command gets together: those that were given, by the names of the settings.
+    """Return a decorator that adds several options to a command. The command gets those that were given, by setting
+    name.
 
     Args:
-        argument: of the command, that gets them.
-        settings: in the order of the help.
-        shown: printed as defaults, where the command's differ.
+        argument: name of the command's argument that receives them.
+        settings: settings in the order of the help.
+        shown: defaults to print in the help, if the command's differ.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -51,7 +52,7 @@ def option_group(argument: str, settings: Settings, shown: Mapping[str, str] | N
 
 
 def as_arguments(settings: Settings, given: Mapping[str, Any]) -> list[str]:
-    """The words that give a command these values, as `option_group` read them."""
+    """Return the command-line words that give a command these values; the inverse of `option_group`."""
     words: list[str] = []
     for name, value in given.items():
         flag = _flags(settings[name])[0][-1]
@@ -96,7 +97,7 @@ def _option(name: str, field: Field[Any], shown: str | None) -> Decorator:
 
 
 def _flags(field: Field[Any]) -> tuple[list[str], str | None]:
-    """`-o --output FILE` as flags and what stands for the value."""
+    """Split `-o --output FILE` into the flags and the placeholder of the value."""
     words = field.metadata["flag"].split()
     flags = [word for word in words if word.startswith("-")]
     return flags, next((word for word in words if word not in flags), None)
@@ -139,7 +140,7 @@ def _number(kind: type, bounds: Mapping[str, float]) -> click.ParamType[Any]:
 
 
 class _FiniteRange(click.FloatRange):
-    """Numbers that can be computed with: `nan` is in every range of click."""
+    """A range of finite numbers; click's own ranges accept `nan`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         result = super().convert(value, param, ctx)
@@ -149,7 +150,7 @@ class _FiniteRange(click.FloatRange):
 
 
 class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """Several values in one, `1,8`."""
+    """Several values in one option, `1,8`."""
 
     name = "list"
 
@@ -161,11 +162,11 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 
 
 
 runtime_options = option_group("engine", settings_of(EngineConfig))
-"""The engine's options, keywords of `LLM`."""
+"""The engine's options, which become keywords of `LLM`."""
 
 
 def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
-    """`--engine`: the command gets `vllm`, vLLM's own settings if that is to compute, else None."""
+    """Add `--engine`: the command gets vLLM's own settings as `vllm`, or None if quantkit's engine computes."""
 
     @click.option(
         "--engine",
@@ -185,7 +186,7 @@ def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(*args: Any, engine_name: str, engine_options: tuple[str, ...], **values: Any) -> None:
         if engine_options and engine_name == "quantkit":
-            raise click.UsageError("--engine-option is for --engine vllm")
+            raise click.UsageError("--engine-option works only with --engine vllm")
         vllm = None if engine_name == "quantkit" else dict(map(_engine_option, engine_options))
         function(*args, vllm=vllm, **values)
 
@@ -193,7 +194,7 @@ def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def launch_ranks(nproc: int) -> NoReturn:
-    """Do this command as so many processes of this machine, and exit with their code."""
+    """Run this command in several processes on this machine, and exit with their exit code."""
     from quantkit.distributed import launch
     from quantkit.safety.child import QUANTKIT, python
 
@@ -201,11 +202,11 @@ def launch_ranks(nproc: int) -> NoReturn:
 
 
 def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[..., None]:
-    """`--nproc`: as so many processes of this machine; what torchrun has started joins the others likewise.
+    """Add `--nproc`, which runs the command in several processes; processes that torchrun started join each other too.
 
     Args:
         function: the command.
-        refusal: why it is not for several; empty = it is.
+        refusal: why the command does not support several processes; empty = it does.
     """
 
     @click.option(
@@ -221,7 +222,13 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
         with joined(explain):
             several = is_launched() or (nproc or 1) > 1
             if several and (refusal or values.get("vllm") is not None):
-                raise click.UsageError(refusal or "--engine vllm has its own processes: tensor_parallel_size=N")
+                raise click.UsageError(
+                    refusal
+                    or (
+                        "--engine vllm starts its own processes: use --engine-option "
+                        "tensor_parallel_size=N instead of --nproc"
+                    )
+                )
             if several and not is_launched():
                 launch_ranks(nproc or 1)
             try:
@@ -236,7 +243,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
 
 
 def _engine_option(text: str) -> tuple[str, Any]:
-    """`NAME=VALUE`, the value in YAML, of which JSON is a part."""
+    """Parse `NAME=VALUE`, where the value is YAML (JSON is a part of YAML)."""
     from quantkit.errors import RequestError
     from quantkit.safety.untrusted import parse_yaml
 
@@ -249,11 +256,11 @@ def _engine_option(text: str) -> tuple[str, Any]:
 RUN: Settings = {
     "device": settings_of(EngineConfig)["device"],
     "resume": setting(
-        True, "Go on where a killed run stopped, or start over.", flag="--resume/--no-resume", shown="resume"
+        True, "Continue where an interrupted run stopped, or start over.", flag="--resume/--no-resume", shown="resume"
     ),
     "overwrite": setting(False, "Replace an existing output.", flag="--overwrite"),
 }
-"""How commands that compress go about it."""
+"""Settings that all compressing commands share."""
 
 set_option = click.option(
     "--set", "changes", metavar="FIELD=VALUE", multiple=True, help="Change a recipe field; repeatable."

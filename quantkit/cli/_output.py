@@ -1,6 +1,6 @@
 """Output of all commands: help that ends in examples, results on stdout, everything else on stderr.
 
-An error that ends a command becomes one line on stderr and an exit code, also where the streams themselves fail.
+An error that ends a command becomes one line on stderr and an exit code, even if stdout or stderr fails.
 
 0 done · 1 a bug · 2 usage · 3 a gate · 4 bad input · 5 out of disk, memory or device memory, or not on Linux
 130 interrupted · 141 nobody reads stdout
@@ -41,20 +41,22 @@ _NO_MEMORY = re.compile(r"can(no|')t allocate memory|bad_alloc|failed to map seg
 
 
 def open_streams() -> None:
-    """Open the null device in place of streams that the caller closed, before a file is opened under their number."""
+    """Replace streams that the caller closed by the null device, so that no file that is opened later gets their
+    number.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - for as long as the process
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line on stderr; ignore it when nobody reads stderr, since that is no reason to end hours of work."""
+    """Print a line on stderr; ignore a closed stderr, which is no reason to end hours of work."""
     with contextlib.suppress(OSError):
         click.echo(printable(text), file=stream or sys.stderr)
 
 
 def end_output() -> BaseException | None:
-    """Flush stdout; return the error that prevents it, if any, and give up stdout then."""
+    """Flush stdout; if that fails, close it and return the error."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -65,19 +67,19 @@ def end_output() -> BaseException | None:
             os.close(null)
         if isinstance(error, BrokenPipeError):
             return error
-        return ResourceError(f"cannot write to stdout: {error.strerror}; send the output to another place")
+        return ResourceError(f"cannot write to stdout: {error.strerror}; redirect the output elsewhere")
     return None
 
 
 def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
-    """Print an error in one line on stderr, and with --json also as an object on stdout.
+    """Print an error as one line on stderr, and with --json also as an object on stdout.
 
     Args:
         error: exception that ended the command.
         as_json: whether stdout carries JSON.
         verbose: whether to print the traceback first.
     Returns:
-        the exit code.
+        The exit code.
     """
     if isinstance(error, BrokenPipeError):
         return READER_GONE  # as quiet as every other command in front of `head`
@@ -105,26 +107,28 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return (
             INTERRUPTED,
-            "interrupted; quantize and search go on where they stopped when the same command is given again",
+            "interrupted; to continue quantize or search, run the same command again",
         )
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = error.filename or "the output"
-        return ResourceError.exit_code, f"no space left on the disk of {what}; free some, or write to another"
+        return ResourceError.exit_code, (
+            f"no space left on the disk of {what}; free some space, or write to another disk"
+        )
     shortage = next(filter(_is_memory, _chain(error)), None)
     if shortage is not None:
         what = _one_line(str(shortage))[:200] or type(shortage).__name__
-        advice = "when compressing see `quantkit plan --recipe`, and on a GPU try --activations disk"
-        return ResourceError.exit_code, f"out of memory: {what}; {advice}; when running try a smaller --kv-memory"
+        advice = "for compression, see `quantkit plan --recipe`, and on a GPU try --activations disk"
+        return ResourceError.exit_code, f"out of memory: {what}; {advice}; to run a model, try a smaller --kv-memory"
     if is_panic(error):  # on what a file says, such as a tokenizer's regular expression that gives up on a text
-        return InputError.exit_code, f"a library written in Rust fails on a file or text: {_one_line(str(error))}"
+        return InputError.exit_code, f"a library written in Rust failed on a file or text: {_one_line(str(error))}"
     what = f"{type(error).__name__}: {_one_line(str(error))}"
     return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those it was raised from: libraries wrap failed imports in errors of their own."""
+    """Yield an error and its causes; libraries wrap failed imports in errors of their own."""
     seen: list[BaseException] = []
     # Causes may form a ring.
     while error is not None and error not in seen:
@@ -154,12 +158,12 @@ def _one_line(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Form of the output that the user asked for.
+    """Form of the output.
 
     Args:
-        as_json: one JSON object on stdout and nothing else there.
-        quiet: results only; no progress and no warnings.
-        stream: for progress; that of now, while a library's own words are kept away from stderr.
+        as_json: print one JSON object on stdout and nothing else there.
+        quiet: print results only, no progress and no warnings.
+        stream: stream for progress; the current stderr while output of libraries is redirected.
     """
 
     as_json: bool
@@ -177,11 +181,11 @@ class Output:
             say(text, self.stream)
 
     def result(self, data: Callable[[], Any], *shown: Callable[[], Table | str | None]) -> None:
-        """Print a result, as JSON or for people; of several processes one does.
+        """Print a result, as JSON or for people; of several processes, only one prints.
 
         Args:
             data: builds the object for --json.
-            shown: build what people see, one below the other with a blank line between; None shows nothing.
+            shown: functions that build what people see, separated by blank lines; None shows nothing.
         """
         if not is_writer():
             return
@@ -195,10 +199,10 @@ class Output:
             console.print(*([""] if position else []), drawn, sep="\n")
 
     def require(self, held: bool, failure: Callable[[], str]) -> None:
-        """End with the exit code of a gate unless it held; with --json that code alone says so.
+        """Raise GateFailure unless `held`; with --json, only the exit code reports it.
 
         Raises:
-            GateFailure: it did not, in the words of `failure`.
+            GateFailure: `held` is False; the message comes from `failure`.
         """
         if held:
             return
@@ -208,11 +212,11 @@ class Output:
 
 
 class _Documented(click.Command):
-    """A command whose docstring is the whole of its help: what begins at the first `\\b` is printed below the options.
+    """A command whose docstring is its help; the part from the first `\b` on is printed below the options.
 
     Args:
-        help: the docstring; click keeps the lines of a paragraph that begins with `\\b` as they are.
-        epilog: printed before them, in the same paragraph.
+        help: the docstring; click does not rewrap paragraphs that begin with `\b`.
+        epilog: text printed before that part.
     """
 
     def __init__(self, name: str | None, *, help: str | None = None, epilog: str = "\b", **settings: Any) -> None:
@@ -221,7 +225,7 @@ class _Documented(click.Command):
 
 
 class Command(_Documented):
-    """A command with --json, --quiet and --verbose; its function gets them as `output_to`, an Output."""
+    """A command with --json, --quiet and --verbose; its function receives an `Output` as `output_to`."""
 
     def __init__(self, name: str | None, *, params: list[click.Parameter] | None = None, **settings: Any) -> None:
         own = (
@@ -239,16 +243,16 @@ class Command(_Documented):
 
 
 class CommandGroup(_Documented, click.Group):
-    """A group of such commands."""
+    """A group of `Command`s."""
 
     command_class = Command
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is: no markup and no guessed colours.
+    """Return a console that prints plain text: no markup and no automatic colours.
 
     Args:
-        stderr: where to; stdout otherwise.
+        stderr: whether to print on stderr instead of stdout.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Progress of a compression on stderr: a bar on a terminal, one line per layer elsewhere, nothing if not wanted."""
+"""Show the progress of a compression on stderr: a bar on a terminal, otherwise one line per layer."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ from quantkit.results import LayerRecord
 
 
 class Log(Listener):
-    """One plain line per layer, for files and pipes."""
+    """Prints one plain line per layer, for files and pipes."""
 
     def __init__(self) -> None:
         self._total = self._first = self._done = 0
@@ -30,7 +30,7 @@ class Log(Listener):
         self._start_s = time.monotonic()
 
     def layer_finished(self, record: LayerRecord) -> None:
-        """The layer's worst error, its time, the memory in use and the time left."""
+        """Print the layer's worst error, its time, the memory in use and the time left."""
         self._done += 1
         # Layers of an earlier run took no time of this one.
         left = (self._total - self._first - self._done) * (time.monotonic() - self._start_s) / self._done
@@ -44,7 +44,7 @@ class Log(Listener):
 
 
 class Bar(Listener):
-    """A bar that names the layer and its phase, the time left and the memory in use."""
+    """Shows a bar with the layer, its phase, the time left and the memory in use."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.progress = Progress(
@@ -85,7 +85,7 @@ class Bar(Listener):
 
 @contextmanager
 def listening(output: Output) -> Iterator[Listener]:
-    """The listener that suits the options and the terminal, for as long as the block runs."""
+    """Yield the listener that fits the options and the terminal."""
     if output.shows_progress and sys.stderr.isatty():
         bar = Bar()
         with bar.progress:
@@ -95,23 +95,23 @@ def listening(output: Output) -> Iterator[Listener]:
 
 
 def plan_line(summary: dict[str, Any]) -> str:
-    """The plan of a run as one line; what the summary lacks is left out.
+    """Format the plan of a run as one line; values that the summary lacks are left out.
 
     Args:
-        summary: as given to `Listener.plan`.
+        summary: the summary that `Listener.plan` receives.
     """
     parts = [f"{_num(summary, 'num_layers')} layers"]
     if resumed := _num(summary, "resumed_layers"):
-        parts.append(f"{resumed} taken over from an interrupted run")
+        parts.append(f"{resumed} reused from an interrupted run")
     if samples := _num(summary, "samples"):
         parts.append(f"{samples} samples")
     if predicted := _num(summary, "predicted_bytes"):
-        parts.append(f"about {byte_size(predicted)} of memory at the highest")
+        parts.append(f"about {byte_size(predicted)} of memory at the peak")
     return "plan: " + ", ".join(parts)
 
 
 def worst_error(record: LayerRecord) -> str:
-    """`worst error 0.031 (mlp.down_proj)` of a layer, or an empty string when nothing in it was quantized."""
+    """Format the worst error of a layer as `worst error 0.031 (mlp.down_proj)`; "" if nothing in it was quantized."""
     if not record.linears:
         return ""
     worst = max(record.linears, key=lambda linear: linear.error)

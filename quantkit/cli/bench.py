@@ -1,4 +1,4 @@
-"""`quantkit bench`: latency, throughput and memory of a checkpoint, and what binds."""
+"""`quantkit bench`: measure latency, throughput and memory of a checkpoint, and name the bottleneck."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 ONE_MODEL = (
-    "bench is of one model that has its device to itself, not of replicas beside each other; leave --nproc and "
-    "torchrun out, or serve the replicas and give their address as --url"
+    "bench measures one model that has its device to itself, not several processes; leave out --nproc and torchrun, "
+    "or serve the model and give its address as --url"
 )
 
 
@@ -29,11 +29,13 @@ ONE_MODEL = (
     "bench",
     cls=Command,
     epilog=f"\b\n{show.DEFINITIONS}",
-    short_help="TTFT, ITL, throughput, memory; what binds and what to try.",
+    short_help="Measure TTFT, ITL, throughput and memory; name the bottleneck.",
 )
 @click.argument("checkpoint", required=False)
-@click.option("--against", metavar="MODEL", help="Measure this one in turns with CHECKPOINT, and compare.")
-@click.option("--url", metavar="URL", help="Measure the server there, over HTTP; CHECKPOINT says what tokens it knows.")
+@click.option("--against", metavar="MODEL", help="Measure this model in turns with CHECKPOINT, and compare them.")
+@click.option(
+    "--url", metavar="URL", help=("Measure the server at this address over HTTP; CHECKPOINT gives its vocabulary.")
+)
 @click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @runtime_options
@@ -54,10 +56,11 @@ def command(
 ) -> None:
     """Measure CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
-    Prompts are random tokens; every request runs to its full length. Nothing else should run on the machine meanwhile.
+    Prompts are random tokens, and every request runs to its full length. Run nothing else on the machine at the same
+    time.
 
     \b
-    MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix
+    MBU, MFU: share of the memory bandwidth, and of the speed of a large matrix
     product, both measured in the same run.
 
     \b
@@ -69,9 +72,11 @@ def command(
       quantkit bench --url http://127.0.0.1:8000 --batch 1,32
     """
     if url and (no_cache or against or batching or engine or vllm is not None):
-        raise click.UsageError("--url measures a server as it runs: only the workload's options go with it")
+        raise click.UsageError(
+            "--url measures a running server, so only the workload's options apply; leave the others out"
+        )
     if no_cache and (against or vllm is not None):
-        raise click.UsageError("--no-cache compares our engine with itself: leave --engine, and leave --against out")
+        raise click.UsageError("--no-cache compares quantkit's engine with itself; leave out --engine and --against")
     if no_cache:
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
@@ -93,7 +98,7 @@ def _bench_models(
     models: list[str | None],
     options: BenchmarkOptions,
 ) -> None:
-    """One model, or two: in turns in our engine, one after the other in vLLM."""
+    """Benchmark one model or two: in turns in quantkit's engine, or one after the other in vLLM."""
     from quantkit.benchmark.compare import compare_results
     from quantkit.benchmark.run import measure_served
 
@@ -119,7 +124,7 @@ def _bench_models(
 def _measure(
     output_to: Output, engine: dict[str, Any], models: list[str | None], options: BenchmarkOptions
 ) -> tuple[list[BenchmarkResult], list[dict[str, Any]], list[Callable[[], Table | None]]]:
-    """Results of our engine; further numbers of each model; further tables of the first."""
+    """Return the results of quantkit's engine, further numbers of each model, and further tables of the first model."""
     from quantkit.benchmark import run as benchmark
     from quantkit.benchmark.ceilings import fit_itl, fit_ttft
     from quantkit.benchmark.diagnosis import diagnose
@@ -128,7 +133,7 @@ def _measure(
         benchmark.check_target(model, options, engine)
     output_to.tell("loading")
     targets = [benchmark.load_target(model, options, engine) for model in models]
-    output_to.tell("measuring the ceilings of this machine")
+    output_to.tell("measuring the ceilings (bandwidth and arithmetic rate) of this machine")
     ceilings = benchmark.find_ceilings(targets)
     results = benchmark.measure_targets(targets, options, ceilings, output_to.tell)
     fits = [{"ITL": fit_itl(result), "TTFT": fit_ttft(result)} for result in results]
@@ -160,7 +165,7 @@ def _step(r: RooflineRecord) -> dict[str, Any]:
 
 
 def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: BenchmarkOptions) -> None:
-    """A server, whatever runs it."""
+    """Benchmark a server, whatever engine it runs."""
     from quantkit.benchmark.http import COMMON_TOKENS, measure_server
     from quantkit.checkpoints.folder import resolve
     from quantkit.checkpoints.tokenizer import load_tokenizer
@@ -216,7 +221,7 @@ def _speed(runs: Sequence[tuple[str, BenchmarkRun]]) -> tuple[Callable[[], Table
 
 
 def _summaries(runs: Iterable[BenchmarkRun]) -> dict[str, dict[str, Any]]:
-    """Percentiles and rates of each run."""
+    """Return the percentiles and rates of each run."""
     from quantkit.results.statistics.summary import quantiles
 
     summaries = {}

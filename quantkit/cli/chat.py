@@ -1,4 +1,4 @@
-"""`quantkit chat`: a conversation in the terminal, with the engine or with a server."""
+"""`quantkit chat`: chat in the terminal, with the engine or with a server."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Messages = list[dict[str, Any]]
 Answer = Callable[[Messages], Iterator[str]]  # pieces of text, as they come
 
 _SAMPLING = settings_of(SamplingParams, "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-_HELP = "/reset forgets the conversation, /stats tells times, /exit or Ctrl-D ends"
+_HELP = "/reset forgets the conversation, /stats shows timings, /exit or Ctrl-D ends"
 
 
 @dataclass(slots=True)
 class _Conversation:
-    """Messages of a conversation. *Mutable*.
+    """The messages of a conversation. *Mutable*.
 
     Args:
-        system: a message before all others; None = none.
-        messages: so far.
-        times: of the last answer: when it was asked for, and each of its pieces.
+        system: system message; None = none.
+        messages: messages so far.
+        times: times of the last answer: of the question, and of each piece of text.
     """
 
     system: str | None
@@ -40,11 +40,11 @@ class _Conversation:
     times: list[float] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forget it."""
+        """Forget the messages."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answered(self, text: str, answer: Answer) -> Iterator[str]:
-        """Say something; pieces of the answer, which is remembered as far as it came."""
+        """Add the user's message and yield the pieces of the answer; the answer is kept as far as it came."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         self.times = [time.perf_counter()]
@@ -63,7 +63,7 @@ class _Conversation:
 
     @property
     def stats(self) -> str:
-        """Times of the last answer."""
+        """Format the times of the last answer."""
         if len(self.times) < 2:
             return "nothing was answered yet"
         asked, first, last = self.times[0], self.times[1], self.times[-1]
@@ -71,9 +71,9 @@ class _Conversation:
         return f"first text after {duration(first - asked)}, {len(self.times) - 1} pieces{speed}"
 
 
-@click.command("chat", cls=Command, short_help="Talk with a model in the terminal.")
+@click.command("chat", cls=Command, short_help="Chat with a model in the terminal.")
 @click.argument("checkpoint", required=False)
-@click.option("--url", metavar="URL", help="Talk with the server there instead.")
+@click.option("--url", metavar="URL", help="Chat with the server at this address instead.")
 @click.option("--system", metavar="TEXT", help="System message.")
 @option_group("sampling", _SAMPLING, shown={"max_tokens": "as many as fit"})
 @runtime_options
@@ -86,9 +86,9 @@ def command(
     system: str | None,
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with CHECKPOINT, a directory or a hub id, or with a server that speaks OpenAI's API.
+    """Chat with CHECKPOINT, a directory or a hub id, or with a server that has OpenAI's API.
 
-    The checkpoint needs a chat template. /reset forgets the conversation, /stats tells times, /exit or Ctrl-D ends.
+    The checkpoint needs a chat template. /reset forgets the conversation, /stats shows timings, /exit or Ctrl-D ends.
 
     \b
     Examples:
@@ -99,9 +99,9 @@ def command(
     if (url is None) == (checkpoint is None):
         raise click.UsageError("give either CHECKPOINT or --url")
     if output_to.as_json:
-        raise click.UsageError("a conversation cannot be printed as JSON; use quantkit generate --chat --json")
+        raise click.UsageError("chat cannot print JSON; use quantkit generate --chat --json")
     if url is not None and engine:
-        raise click.UsageError("--url talks with a server as it runs: engine options do not go with it")
+        raise click.UsageError("--url chats with a running server, so engine options do not apply; leave them out")
     answer = _from_server(url, sampling) if url is not None else _from_engine(checkpoint, engine, sampling)
     _talk(_Conversation(system), answer, output_to)
 

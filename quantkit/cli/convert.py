@@ -1,4 +1,4 @@
-"""`quantkit convert`: the same codes in another on-disk format."""
+"""`quantkit convert`: write the same codes in another on-disk format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOW: Settings = {
     "type_name": setting(
         None,
-        "Number type in a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16...",
+        "Number type in a GGUF file, for an unquantized model: q4_k, q6_k, q8_0, f16...",
         flag="--type TYPE",
         read=str.lower,
     ),
@@ -48,8 +48,8 @@ def command(
 ) -> None:
     """Write the codes of CHECKPOINT, a directory, in another format, one layer in memory at a time.
 
-    Nothing is rounded again: codes, scales and zero points are read back and compared bit for bit. What a format
-    cannot hold is refused, with the formats that can.
+    Nothing is rounded again: quantkit reads codes, scales and zero points back and compares them bit for bit. If the
+    format cannot store the checkpoint, quantkit refuses and names the formats that can.
 
     \b
     Examples:
@@ -74,7 +74,7 @@ def command(
 
 
 def _progress(output_to: Output) -> Any:
-    """Writes the layer in work over the last one, on a terminal's stderr."""
+    """Return a function that shows the current layer on a terminal's stderr, over the previous one."""
 
     def show(done: int, total: int, name: str) -> None:
         # In a file carriage returns erase nothing.

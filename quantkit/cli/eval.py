@@ -1,4 +1,4 @@
-"""`quantkit eval`: tasks, perplexity and long contexts, of one model or of two compared item by item."""
+"""`quantkit eval`: tasks, perplexity and long contexts of one model, or of two models compared item by item."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ENGINE: Settings = {
 }
 
 
-@click.command("eval", cls=Command, short_help="Perplexity and lm-eval tasks, alone or against the original.")
+@click.command("eval", cls=Command, short_help="Measure perplexity and lm-eval tasks, alone or against the original.")
 @click.argument("checkpoint", required=False)
-@click.option("--baseline", metavar="MODEL", help="Ask this model the same, and compare item by item.")
-@click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
+@click.option("--baseline", metavar="MODEL", help="Evaluate this model too, and compare item by item.")
+@click.option("--noise", is_flag=True, help="Also evaluate the baseline in another arithmetic, to measure noise.")
 @option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
 @engine_choice
@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Evaluate CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
-    --kv-cache and --head are for CHECKPOINT; the baseline is asked with its keys, values and head as they are.
+    --kv-cache and --head apply only to CHECKPOINT; the baseline's cache and head stay unquantized.
 
     \b
     Recovery: the model's score in per cent of the baseline's, with a 95 %
@@ -61,7 +61,7 @@ def command(
       quantkit eval my-model --text book.txt
     """
     if noise and not baseline:
-        raise click.UsageError("--noise is about the baseline: give --baseline too")
+        raise click.UsageError("--noise needs a baseline; give --baseline too")
     from quantkit.evaluate.engine import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
     from quantkit.evaluate.verify.run import of_the_original
@@ -85,7 +85,7 @@ def command(
 def _show(
     output_to: Output, result: EvaluationResult, original: EvaluationResult | None, again: EvaluationResult | None
 ) -> None:
-    """A model alone, or beside its original, which `again` is in another arithmetic."""
+    """Print the results of a model, alone or beside its original and the original in another arithmetic (`again`)."""
     from quantkit.report.tables import comparison_table
     from quantkit.results.statistics.comparison import compare_evaluations
 
@@ -107,7 +107,7 @@ def _ask(
     vllm: dict[str, Any] | None,
     options: EvaluationOptions,
 ) -> EvaluationResult:
-    """Load, ask, and let go of the model again."""
+    """Load a model, evaluate it, and free it."""
     from quantkit.evaluate.engine import load_llm
     from quantkit.evaluate.run import evaluate
     from quantkit.runtime.vllm_engine import VllmLLM
@@ -125,7 +125,7 @@ def _ask(
 
 
 def _result_table(result: EvaluationResult) -> Table:
-    """One row per task and text."""
+    """Return a table with one row per task and text."""
     rows: list[tuple[Any, ...]] = []
     for task in result.tasks:
         error = "" if task.stderr is None else f"{1.96 * task.stderr:.3f}"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @click.command("generate", cls=Command, short_help="Stream text from the bundled runtime.")
 @click.argument("checkpoint", required=False)
-@click.option("--prompt", required=True, metavar="TEXT", help="What to continue; '-' reads it from stdin.")
-@click.option("--chat", is_flag=True, help="The prompt is a user's message; the model's chat template goes around it.")
+@click.option("--prompt", required=True, metavar="TEXT", help="Prompt to continue; '-' reads it from stdin.")
+@click.option("--chat", is_flag=True, help="Put the prompt as a user's message into the model's chat template.")
 @click.option("--system", metavar="TEXT", help="System message before the prompt, with --chat.")
 @option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Continue a prompt with CHECKPOINT, a directory or a hub id; without it, with the bundled demo model.
 
-    Compressed and original models run in the same engine. Text appears on stdout as it is made.
+    Compressed and original models run in the same engine. Text appears on stdout as it is generated.
 
     \b
     Examples:
@@ -57,7 +57,7 @@ def command(
     """
     params = SamplingParams(**{"seed": 0, **sampling})  # bad values are refused before a model is loaded
     if system is not None and not chat:
-        raise click.UsageError("--system is a message of a conversation; give --chat too")
+        raise click.UsageError("--system needs a conversation; give --chat too")
     # Arguments that are no valid text arrive with surrogates; fsencode gives the shell's bytes back.
     text = _text(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -82,7 +82,7 @@ def command(
 
 
 def _text(given: bytes) -> str:
-    """A text in UTF-8, whatever the locale says."""
+    """Decode a text as UTF-8, independently of the locale."""
     from quantkit.errors import RequestError
 
     try:
@@ -99,7 +99,7 @@ def _encode(llm: Prompts, text: str, system: str | None, chat: bool) -> list[int
 
 
 def _stream(llm: LLM | VllmLLM, output_to: Output, prompt: list[int], params: SamplingParams) -> Completion:
-    """Write pieces as they come; the finished completion."""
+    """Print pieces of text as they arrive; return the completion."""
     for chunk in llm.stream(prompt, params):
         if not output_to.as_json:
             click.echo(chunk.text, nl=False)

@@ -1,4 +1,4 @@
-"""`quantkit inspect`: what is in a checkpoint."""
+"""`quantkit inspect`: show what a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 @click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint", required=False)
 @click.argument("other", required=False)
-@click.option("--device", is_flag=False, flag_value="auto", metavar="[cuda:i]", help="Compare its kernels with torch.")
+@click.option(
+    "--device",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[cuda:i]",
+    help=("Compare the GPU kernels with torch on this device."),
+)
 def command(output_to: Output, *, checkpoint: str | None, other: str | None, device: str | None) -> None:
-    """Show what CHECKPOINT stores: number types, bits per weight, sizes, per-layer errors, and who reads it.
+    """Show what CHECKPOINT stores: number types, bits per weight, sizes, per-layer errors, and which engines read it.
 
-    Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
-    quantkit wrote. With a second one, show what differs between the two. With --device, compare the kernels with torch
-    on a GPU of this machine, as the first load there does, and keep the verdicts.
+    It reads directories in any known format, unquantized models and GGUF files. Per-layer errors are known only for
+    checkpoints that quantkit wrote. With a second checkpoint, it shows the differences between the two. With --device,
+    it compares the kernels with torch on a GPU of this machine, as the first load there does, and stores the verdicts.
 
     \b
     Examples:

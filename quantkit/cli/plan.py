@@ -1,4 +1,4 @@
-"""`quantkit plan`: what a model would take and how fast it could be, before anything is spent."""
+"""`quantkit plan`: estimate the memory and the best possible speed of a model, before any work."""
 
 from __future__ import annotations
 
@@ -28,33 +28,35 @@ if TYPE_CHECKING:
     from quantkit.planning import Estimate
 _DEVICE: Settings = {
     "name": setting(
-        None, "What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ...", flag="--device NAME"
+        None,
+        "Device to plan for: what fits, and how fast it could be: h200, h100, a100, l40s, 4090, ...",
+        flag="--device NAME",
     ),
     "memory_bytes": setting(
         None,
-        "Memory to plan for, such as 24GiB; alone or in place of the device's.",
+        "Memory to plan for, such as 24GiB; alone, or instead of the device's.",
         flag="--memory SIZE",
         read=parse_bytes,
     ),
     "bandwidth": setting(
         None,
-        "Measured bandwidth, such as 4.3TB/s, in place of the data sheet's.",
+        "Measured bandwidth, such as 4.3TB/s, instead of the data sheet's.",
         flag="--bandwidth RATE",
         read=parse_rate,
     ),
     "peak": setting(
         None,
-        "Measured 16-bit peak, such as 780TFLOP/s, in place of the data sheet's.",
+        "Measured 16-bit peak, such as 780TFLOP/s, instead of the data sheet's.",
         flag="--peak RATE",
         read=parse_flops,
     ),
 }
 _ESTIMATE: Settings = {
     "shape_file": setting(
-        None, "YAML or JSON file of sizes, named as in config.json, in place of MODEL.", flag="--shape FILE"
+        None, "YAML or JSON file of sizes, named as in config.json, instead of MODEL.", flag="--shape FILE"
     ),
     "params": setting(
-        None, "Only a number of parameters: 7B, or 30B-A3B with 3 billion active per token.", flag="--params NUMBER"
+        None, "Only a number of parameters: 7B, or 30B-A3B with 3 billion used per token.", flag="--params NUMBER"
     ),
     "recipe": setting(
         None, "Plan this recipe; without one, compare the usual number types.", flag="--recipe NAME|FILE"
@@ -69,21 +71,26 @@ _ESTIMATE: Settings = {
     "batch": setting(1, "Sequences at once.", flag="--batch", minimum=1),
     "prompt": setting(
         None,
-        "Tokens of a prompt whose prefill is timed.",
+        "Number of prompt tokens for the prefill time.",
         flag="--prompt TOKENS",
         read=parse_tokens,
         shown="the context",
     ),
     "kv_cache": setting(
         None,
-        "Number type of keys and values: auto, bf16, fp8, int8 or int4; without it all are compared.",
+        "Number type of keys and values: auto, bf16, fp8, int8 or int4; without it, all are compared.",
         flag="--kv-cache TYPE",
     ),
     **settings_of(EngineConfig, "kv_budget", "kv_policy"),
-    "head": setting(None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head TYPE"),
+    "head": setting(
+        None, "Number type to which the output head is quantized at load: int8 or int4.", flag="--head TYPE"
+    ),
     "engine": setting(
         None,
-        "Which engine is to read what the recipe makes: vllm, vllm:cpu, sglang, transformers, ...; without it all.",
+        (
+            "Engine that must read the recipe's result: vllm, vllm:cpu, sglang, transformers, ...; without it, all are "
+            "listed."
+        ),
         flag="--engine NAME[:DEVICE]",
     ),
 }
@@ -97,10 +104,10 @@ _ESTIMATE: Settings = {
 def command(
     output_to: Output, *, model: str | None, device: dict[str, Any], sizes: dict[str, Any], changes: tuple[str, ...]
 ) -> None:
-    """Say what MODEL would take and how fast it could be at best: computed from its shape, nothing is measured.
+    """Estimate the memory and the best possible speed of MODEL from its shape; nothing is measured.
 
-    MODEL is a directory, a config.json or a hub id; of its weights only the headers are read. Without it, the demo
-    model that comes with quantkit. Floors are what no engine beats: bytes over bandwidth, operations over peak.
+    MODEL is a directory, a config.json or a hub id; of its weights, only the headers are read. Without MODEL, the
+    bundled demo model is used. A floor is the minimum time of a step: bytes over bandwidth, or operations over peak.
 
     \b
     Examples:
@@ -204,7 +211,7 @@ def _compression(plan: Estimate) -> Table | None:
         return None
     titles = {
         "layer": "weights of one layer",
-        "hidden_states": f"hidden states of {recipe.num_tokens:,} tokens (on disk where a CPU computes)",
+        "hidden_states": f"hidden states of {recipe.num_tokens:,} tokens (on disk if a CPU computes)",
         "statistics": "statistics of the steps",
         "working_copies": "working copies",
     }
@@ -229,17 +236,18 @@ def _footnote(plan: Estimate) -> str:
     text = "Computed, not measured."
     device = plan.device
     if device is None:
-        return f"{text} Give --device NAME or --memory SIZE for what fits and how fast it could be."
+        return f"{text} Give --device NAME or --memory SIZE to see what fits and how fast it could be."
     if plan.shape.layers:
         text += (
-            f" batch: the most sequences of {plan.context:,} tokens that fit; context: the longest that fits at batch "
-            f"{plan.batch}, up to the model's own limit. 5 % of the memory is kept back."
+            f" batch: the largest number of sequences of {plan.context:,} tokens that fit; context: the longest that "
+            f"fits at batch {plan.batch}, up to the model's own limit. 5 % of the memory is kept in reserve."
         )
     rates = [f"{device.bandwidth / 1e12:.3g} TB/s"] if device.bandwidth else []
     rates += [f"{device.peaks['bf16'] / 1e12:.4g} TFLOP/s in 16 bits"] if device.peaks else []
     if not rates:
         return text
     return (
-        f"{text} step and tokens/s: floors of a decode step of batch {plan.batch} at {plan.context:,} tokens; prefill: "
-        f"of {plan.prompt:,} tokens; both at {' and '.join(rates)}, nothing lost. Good engines reach 55 to 85 %."
+        f"{text} step and tokens/s: floors of a decode step of batch {plan.batch} at {plan.context:,} tokens; "
+        f"prefill: of {plan.prompt:,} tokens; both at {' and '.join(rates)}, without any loss. Good engines reach 55 "
+        "to 85 % of this speed."
     )

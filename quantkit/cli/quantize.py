@@ -35,24 +35,25 @@ _FIELDS: Settings = {
         None, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8, shown=_RECIPES
     ),
     "format": setting(None, "On-disk format of the result.", flag="--format NAME", shown=_RECIPES),
-    "seed": setting(None, "Seed of everything random.", flag="--seed", minimum=0, shown=_RECIPES),
+    "seed": setting(None, "Seed of all random choices.", flag="--seed", minimum=0, shown=_RECIPES),
 }
 _ACTIVATIONS = setting(
     "auto",
-    "Where hidden states are kept between layers; auto: in memory where a GPU computes.",
+    "Where to keep hidden states between layers; auto: in memory if a GPU computes.",
     flag="--activations",
     choices=("auto", "ram", "disk"),
 )
 _NPROC = setting(
     1,
-    "Processes of this machine that share the work; the result is the same for any number.",
+    "Number of processes on this machine that share the work; the result does not depend on it.",
     flag="--nproc N",
     minimum=1,
 )
 _ENGINE = setting(
     None,
-    "Engine that is to read the result, on which device if that is known: vllm, vllm:h100, vllm:cpu, sglang, "
-    "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. What it cannot read is refused at once.",
+    "Engine that must be able to read the result, with its device if known: vllm, vllm:h100, vllm:cpu, sglang, "
+    "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. A recipe whose result it cannot read is refused "
+    "at once.",
     flag="--for ENGINE[:DEVICE]",
 )
 
@@ -65,7 +66,9 @@ _ENGINE = setting(
 @option_group("fields", _FIELDS)
 @option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
 @push_option
-@click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
+@click.option(
+    "--verify", is_flag=True, help=("Verify the result; a result that fails is kept as DIR.failed, with exit code 3.")
+)
 @gate_option
 def command(
     output_to: Output,
@@ -82,8 +85,7 @@ def command(
 ) -> None:
     """Compress MODEL, a directory or a hub id, to a new checkpoint; without MODEL, the bundled demo model.
 
-    One decoder layer is in memory at a time. A run that is killed goes on where it stopped when the same command is
-    given again.
+    One decoder layer is in memory at a time. If a run is interrupted, the same command continues where it stopped.
 
     \b
     Examples:
@@ -122,7 +124,7 @@ def command(
 def _read(
     recipe: str, changes: tuple[str, ...], fields: dict[str, Any], gates: tuple[str, ...] | None, verify: bool
 ) -> Recipe:
-    """The recipe, with these changes, once it is known that it can be verified, if it is to be."""
+    """Read the recipe with these changes; if the result is to be verified, check first that this is possible."""
     from quantkit.compress.recipe import load
 
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
@@ -167,7 +169,7 @@ def _summary(result: CompressionResult) -> Table:
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
     layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.ignored)} ignored"
     if result.resumed_layers:
-        layers += f"; {result.resumed_layers} layers taken over from an interrupted run"
+        layers += f"; {result.resumed_layers} layers reused from an interrupted run"
     return facts(
         [
             ("model", result.model),
@@ -185,7 +187,7 @@ def _summary(result: CompressionResult) -> Table:
 
 
 def _share(result: CompressionResult) -> str | None:
-    """Return the share of the decoder's weights that became codes, and the largest kinds of others."""
+    """Return the quantized share of the decoder's weights, and the largest kinds of unquantized modules."""
     if result.quantized_share is None:
         return None
     kinds = list(result.unquantized)
@@ -202,7 +204,7 @@ def _times(result: CompressionResult) -> str:
 def _worst(result: CompressionResult) -> Table:
     four = "{:.4f}".format
     return Table(
-        title="worst linears by relative error, and that of round-to-nearest",
+        title="worst linears by relative error, beside that of round-to-nearest",
         columns=(*(Column("linear"), Column("weights"), Column("error", four), Column("rounded", four), Column("of")),),
         rows=tuple(
             # Activations, behind the comma, are not part of this error.

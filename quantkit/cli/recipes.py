@@ -1,4 +1,4 @@
-"""`quantkit recipes`: what is shipped, what it means, and whether yours is valid."""
+"""`quantkit recipes`: list, print and check recipes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group("recipes", cls=CommandGroup, short_help="List, show and check recipes.")
 def recipes() -> None:
-    """Recipes say which numbers a model is stored in and how well they are chosen.
+    """A recipe says in which number types a model is stored, and which algorithms choose the numbers.
 
     \b
     Examples:
@@ -41,11 +41,11 @@ def list_command(output_to: Output) -> None:
     output_to.result(
         lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in recipes.items()]},
         lambda: _table(recipes),
-        lambda: "what each is for: quantkit recipes show NAME",
+        lambda: "to see what a recipe is for: quantkit recipes show NAME",
     )
 
 
-@recipes.command("show", short_help="Print a shipped recipe, ready to be copied.")
+@recipes.command("show", short_help="Print a shipped recipe, ready to copy.")
 @click.argument("name")
 def show_command(output_to: Output, *, name: str) -> None:
     """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in.
@@ -69,10 +69,10 @@ def show_command(output_to: Output, *, name: str) -> None:
         click.echo(read_text(shipped().get(name, Path(name)), RecipeError), nl=False)
 
 
-@recipes.command("check", short_help="Say whether a recipe file is valid.")
+@recipes.command("check", short_help="Check whether a recipe file is valid.")
 @click.argument("file")
 def check_command(output_to: Output, *, file: str) -> None:
-    """Say whether the recipe in FILE is valid, and what in it is probably not meant.
+    """Check whether the recipe in FILE is valid, and report settings that are probably a mistake.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`quantkit report`: several checkpoints in one comparison, or one report rendered again."""
+"""`quantkit report`: compare several checkpoints, or render one report again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @click.command("report", cls=Command, short_help="Compare checkpoints by their reports.")
 @click.argument("checkpoints", nargs=-1, required=True)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page (HTML) here.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page to this file.")
 @option_group("how", {"overwrite": RUN["overwrite"]})
 def command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None, how: dict[str, Any]) -> None:
-    """Compare CHECKPOINTS, directories with a report.json or such files: size, accuracy, speed, and which to choose.
+    """Compare CHECKPOINTS (report.json files, or directories that contain one) by size, accuracy and speed.
 
     With one checkpoint, its own report is rendered again from report.json.
 

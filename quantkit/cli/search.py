@@ -1,4 +1,4 @@
-"""`quantkit search`: find which numbers each part of a model should have, and write them as a recipe."""
+"""`quantkit search`: find the number type for each part of a model, and write a recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quantkit.results import SearchResult
 
 
-@click.command("search", cls=Command, short_help="Find the bits that each part of a model should have.")
+@click.command("search", cls=Command, short_help="Find the best number of bits for each part of a model.")
 @click.argument("model", required=False)
 @option_group("target", settings_of(SearchTarget))
 @click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="Recipe to start from.")
@@ -34,10 +34,11 @@ def command(
     how: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Measure what each part of MODEL loses at each number of bits, choose for a target, and write a recipe.
+    """Measure how much each part of MODEL loses at each number of bits, choose the bits for a target, and write a
+    recipe.
 
-    Without MODEL, the demo model that comes with quantkit. The recipe runs unchanged through `quantkit quantize`; what
-    it is expected to cost, and what it cost when it was tried, is printed and written into it.
+    Without MODEL, the bundled demo model is used. `quantkit quantize` runs the recipe unchanged. The expected and the
+    measured KL are printed and written into the recipe.
 
     \b
     Examples:
@@ -58,7 +59,7 @@ def command(
 
 
 def _summary(result: SearchResult) -> Table:
-    chosen = f"{result.search_kl:.5f} on the tokens it was chosen on, {result.sum_kl:.5f} added up group by group"
+    chosen = f"{result.search_kl:.5f} on the tokens used for the choice, {result.sum_kl:.5f} as the sum over groups"
     return facts(
         [
             ("model", result.model),
@@ -84,7 +85,7 @@ def _missed(result: SearchResult) -> str:
     reached = f"KL {result.measured_kl:.5f}" if result.recovery is None else f"recovery {result.recovery:.2f} %"
     return (
         f"{result.target} was not reached: {result.recipe} gives {reached} at {result.bits_per_weight:.3f} bits; "
-        "allow more, or give larger candidates"
+        "relax the target, or give larger candidates"
     )
 
 

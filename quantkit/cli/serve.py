@@ -1,4 +1,4 @@
-"""`quantkit serve`: the engine behind the API that OpenAI's clients speak."""
+"""`quantkit serve`: serve the engine through OpenAI's HTTP API."""
 
 import re
 from dataclasses import dataclass
@@ -20,33 +20,37 @@ class ServeOptions:
     api_key: str | None = setting(
         None, "Key that clients must send.", flag="--api-key KEY", kind=str, shown="$QUANTKIT_API_KEY, or none"
     )
-    no_api_key: bool = setting(False, "Listen on a public address without a key.", flag="--no-api-key")
+    no_api_key: bool = setting(False, "Allow a public address without a key.", flag="--no-api-key")
     served_name: str | None = setting(
-        None, "What clients call the model.", flag="--served-name NAME", kind=str, shown="the checkpoint's"
+        None, "Name that clients use for the model.", flag="--served-name NAME", kind=str, shown="the checkpoint's"
     )
-    max_running: int = setting(32, "Requests that are computed together.", flag="--max-running", minimum=1)
-    max_waiting: int = setting(256, "Requests that may wait; more get status 429.", flag="--max-waiting", minimum=0)
+    max_running: int = setting(
+        32, "Maximum number of requests that are computed together.", flag="--max-running", minimum=1
+    )
+    max_waiting: int = setting(
+        256, "Maximum number of waiting requests; further ones get status 429.", flag="--max-waiting", minimum=0
+    )
     max_prompt: int | None = setting(
-        None, "Tokens of a prompt, at most.", flag="--max-prompt", minimum=1, shown="what fits"
+        None, "Maximum number of prompt tokens.", flag="--max-prompt", minimum=1, shown="what fits"
     )
     allow_origin: tuple[str, ...] = setting(
         (),
-        "Web pages that may ask, by their origin; '*' = all.",
+        "Origins of web pages that may send requests; '*' = all.",
         flag="--allow-origin URL,...",
         commas=True,
         shown="none",
     )
     allow_host: tuple[str, ...] = setting(
         (),
-        "Further names by which clients may ask a server on this machine's own address; '*' = any.",
+        "Further host names by which clients may address a server on a local address; '*' = any.",
         flag="--allow-host NAME,...",
         commas=True,
         shown="localhost and --host",
     )
     drain_seconds: int = setting(
-        25, "Seconds that requests under way may take at the end.", flag="--drain-seconds", minimum=0
+        25, "Seconds that open requests may take after SIGTERM.", flag="--drain-seconds", minimum=0
     )
-    log_requests: bool = setting(False, "A line per request on stderr, without its text.", flag="--log-requests")
+    log_requests: bool = setting(False, "Print a line per request on stderr, without its text.", flag="--log-requests")
 
 
 @click.command("serve", cls=Command, short_help="Serve a model over HTTP to OpenAI clients.")
@@ -56,8 +60,8 @@ class ServeOptions:
 def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None, options: dict[str, Any]) -> None:
     """Serve CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
-    Runs until SIGTERM or Ctrl-C; requests under way are answered first. `/health`, `/ready` and `/metrics` are for
-    operators, `/openapi.json` describes the rest.
+    The server runs until SIGTERM or Ctrl-C, and answers open requests first. `/health`, `/ready` and `/metrics` are for
+    operators; `/openapi.json` describes the other routes.
 
     \b
     Examples:
@@ -87,8 +91,8 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
     key = options.api_key or os.environ.get("QUANTKIT_API_KEY") or None
     if key is None and is_public(options.host) and not options.no_api_key:
         raise InputError(
-            f"{options.host} can be reached by others and no key is set; give --api-key, or --no-api-key to let "
-            "anybody use the model"
+            f"{options.host} can be reached from other machines, and no key is set; give --api-key, or --no-api-key "
+            "to let anybody use the model"
         )
     # Others than this machine reach a public address by names that only they know.
     is_any = "*" in options.allow_host or (is_public(options.host) and not options.allow_host)

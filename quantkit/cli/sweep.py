@@ -1,4 +1,4 @@
-"""`quantkit sweep`: recipes times models, compressed and verified, as one table."""
+"""`quantkit sweep`: compress and verify every model with every recipe, and compare the results in one table."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _VERIFY: Settings = {
     **settings_of(EvaluationOptions, *ASKED),
-    "text": setting(None, "Text that distributions are compared on.", flag="--text FILE"),
+    "text": setting(None, "Text on which distributions are compared.", flag="--text FILE"),
     "bench": setting(True, "Time both models.", flag="--bench/--no-bench", shown="bench"),
     **settings_of(EngineConfig, "dtype", "kv_cache"),
 }
 _HOW: Settings = {
-    "output": setting(Path("sweep"), "Folder of everything that is made.", flag="-o --output DIR", kind=Path),
+    "output": setting(Path("sweep"), "Folder for all output.", flag="-o --output DIR", kind=Path),
     **settings_of(SearchOptions, "on", "jobs"),
     **settings_of(EngineConfig, "device"),
     "threads": setting(None, "CPU threads of each trial.", flag="--threads", minimum=1, shown="cores over --jobs"),
@@ -37,7 +37,7 @@ _HOW: Settings = {
 }
 
 
-@click.command("sweep", cls=Command, short_help="Recipes times models: size, accuracy and speed of each.")
+@click.command("sweep", cls=Command, short_help="Compress and verify several models with several recipes.")
 @click.argument("recipes")
 @click.argument("models", default="demo")
 @option_group("how", _HOW)
@@ -52,10 +52,12 @@ def command(
     changes: tuple[str, ...],
     verify: dict[str, Any],
 ) -> None:
-    """Compress each of MODELS by each of RECIPES and verify it; lists with commas, `demo` is the bundled model.
+    """Compress each of MODELS with each of RECIPES, and verify the results. Separate names with commas; `demo` is the
+    bundled model.
 
-    Each pair is a trial of its own, a process here or a task of Ray. What is done is kept, so the same command goes on
-    where it stopped. A trial that fails is a row with its reason, and its exit code is that of the sweep.
+    Each pair is a trial, which runs in its own process here or as a task of Ray. Finished trials are kept, so the same
+    command continues where it stopped. For a trial that fails, the table shows the reason, and the sweep ends with its
+    exit code.
 
     \b
     Examples:
@@ -84,13 +86,13 @@ def command(
 
 
 def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Mapping[str, Any]) -> None:
-    """Refuse before hours of compressing what trials would refuse after it, or nobody would follow."""
+    """Refuse, before hours of compressing, settings that trials would refuse later or that no trial would use."""
     from quantkit.evaluate.verify.run import check_options
 
     if all(recipe.calibration is None for recipe in recipes):
         ignored = next((change for change in changes if change.startswith("calibration.")), None)
         if ignored is not None:
-            raise click.UsageError(f"--set {ignored}: none of these recipes looks at data")
+            raise click.UsageError(f"--set {ignored}: none of these recipes uses calibration data; leave it out")
     for recipe in recipes:
         check_before(recipe, None)
     asked = {name: verify[name] for name in ASKED if name in verify}
@@ -99,7 +101,7 @@ def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Map
 
 
 def _recipe(name: str, changes: Sequence[str]) -> Recipe:
-    """Recipe with changes of the calibration, where it has one."""
+    """Load a recipe with the changes; changes of the calibration apply only if it uses calibration data."""
     from quantkit.compress.recipe import load
 
     reads_data = load(name).calibration is not None
@@ -109,7 +111,7 @@ def _recipe(name: str, changes: Sequence[str]) -> Recipe:
 def _listed(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise click.UsageError("give one name or several with commas")
+        raise click.UsageError("give one name, or several separated by commas")
     return list(dict.fromkeys(names))
 
 

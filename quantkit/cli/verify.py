@@ -1,4 +1,4 @@
-"""`quantkit verify`: a checkpoint beside its original, and whether it keeps its promises; also `quantize --verify`."""
+"""`quantkit verify`: compare a checkpoint with its original and check gates; also `quantize --verify`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ gate_option = click.option(
     metavar="GATE",
     # None, not an empty tuple: without --gate those of the recipe count.
     callback=lambda _ctx, _option, gates: gates or None,
-    help="What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]",
+    help="Gate that must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]",
 )
 
 
@@ -61,13 +61,13 @@ def verify_options(
 def finish(
     output_to: Output, report: Report, files: Mapping[str, Path], problem: str, entries: Mapping[str, Any] | None = None
 ) -> None:
-    """Print a report, and fail when a gate did not hold.
+    """Print a report, and raise an error if a gate did not hold.
 
     Args:
         output_to: where to print.
-        report: judged by its gates.
+        report: report with checked gates.
         files: files that were written, by kind.
-        problem: reason why a file is missing; empty when all were written.
+        problem: reason why a file is missing; empty if all were written.
         entries: further entries of the JSON object.
     Raises:
         GateFailure: a gate did not hold; with --json the exit code alone says so.
@@ -79,7 +79,7 @@ def finish(
 
 
 def failure(report: Report) -> str:
-    """Name the gates that failed, by how much, and the nearest remedy, in one line."""
+    """Describe the failed gates, by how much they failed, and the most promising remedy, in one line."""
     from quantkit.report.tables import remedies
 
     failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
@@ -88,7 +88,7 @@ def failure(report: Report) -> str:
 
 
 def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
-    """Return what --json prints of a report; report.json has all of it."""
+    """Return the object for --json; report.json has more detail."""
     from quantkit.report.files import json_ready
     from quantkit.results.gates import gate_numbers
 
@@ -119,10 +119,10 @@ def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Any]]:
 
 
 def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
-    """Refuse before compressing what verification would refuse afterwards.
+    """Refuse, before compressing, what verification would refuse afterwards.
 
     Raises:
-        QuantkitError: the format cannot be run, a gate cannot be read, or a package is missing.
+        QuantkitError: the engine cannot run the format, a gate is not valid, or a package is missing.
     """
     from quantkit.errors import RecipeError
     from quantkit.evaluate.verify.pair import check_gates
@@ -131,8 +131,8 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
 
     if FORMATS.load(recipe.format).suffix:
         raise RecipeError(
-            f"--verify cannot run a {recipe.format} file; verify the same recipe as compressed-tensors and convert the "
-            f"checkpoint with `quantkit convert --to {recipe.format}`"
+            f"--verify cannot run a {recipe.format} file; verify the same recipe with format compressed-tensors, then "
+            f"convert the checkpoint with `quantkit convert --to {recipe.format}`"
         )
     check_gates(recipe.gates if gates is None else gates)
     check_options(VerifyOptions())
@@ -146,10 +146,10 @@ def verify_result(
     how: Mapping[str, Any],
     summary: Callable[[], Table],
 ) -> None:
-    """Verify a new checkpoint, and give it another name when it fails.
+    """Verify a new checkpoint, and rename it if it fails.
 
     Raises:
-        GateFailure: it failed.
+        GateFailure: a gate failed.
     """
     from quantkit.evaluate.verify.pair import check_pair, set_aside
     from quantkit.evaluate.verify.run import verify_pair
@@ -169,17 +169,19 @@ def verify_result(
     finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})
 
 
-@click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed, then gates.")
+@click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed and gates.")
 @click.argument("checkpoint")
-@click.option("--baseline", metavar="MODEL", help="The original model.  [default: what it was made from]")
-@click.option("-o", "--output", metavar="DIR", help="Folder for report and model card.  [default: CHECKPOINT]")
+@click.option("--baseline", metavar="MODEL", help="The original model.  [default: the one it was made from]")
+@click.option(
+    "-o", "--output", metavar="DIR", help=("Folder for the report and the model card.  [default: CHECKPOINT]")
+)
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
 @click.option(
     "--sensitivity/--no-sensitivity",
     default=None,
-    help="Find the parts of the model that hurt.  [default: when accuracy fails]",
+    help="Measure which parts of the model lose most.  [default: if an accuracy gate fails]",
 )
-@click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on.")
+@click.option("--text", metavar="FILE", help="Text on which the distributions of both models are compared.")
 @gate_option
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @runtime_options
@@ -194,7 +196,7 @@ def command(
     gates: tuple[str, ...] | None,
     **what: Any,
 ) -> None:
-    """Read CHECKPOINT back from disk, run it beside its original, and judge it by gates; exit code 3 if one fails.
+    """Read CHECKPOINT back from disk, compare it with its original, and check gates; exit code 3 if a gate fails.
 
     Writes report.json, report.html, junit.xml and README.md, the model card.
 

@@ -1,6 +1,6 @@
-"""Files that come with the package: the demo model, texts to calibrate on, recipes, suites and tasks.
+"""Files that come with the package: the demo model, calibration texts, recipes, suites and tasks.
 
-How the demo model and its text were made is in evals/demo.
+evals/demo describes how the demo model and its text were made.
 """
 
 import importlib.resources
@@ -15,14 +15,14 @@ GENERAL_TEXT = _FOLDER / "text" / "general.txt"
 
 
 def is_demo(model: Path) -> bool:
-    """Whether a folder has the demo model, or what was made from it."""
+    """Whether a folder contains the demo model, or a model made from it."""
     tokenizer = model / "tokenizer.json"
     # Compression changes names and weights, but not the tokenizer: its bytes identify the language.
     return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO_MODEL / "tokenizer.json").read_bytes()
 
 
 def bundled_folder(kind: str) -> Path:
-    """The folder of shipped `recipes`, `suites` or `tasks`."""
+    """Return the folder of the shipped `recipes`, `suites` or `tasks`."""
     try:
         return Path(str(importlib.resources.files(f"quantkit.{kind}")))
     except ModuleNotFoundError:  # a source checkout: the folder lies beside the package

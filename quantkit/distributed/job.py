@@ -137,8 +137,8 @@ def _use_gpu(local: int) -> bool:
         return False
     if local >= count:
         raise InputError(
-            f"process {local} of this machine has no GPU of its own: {count} found; start at most {count}, or set "
-            "CUDA_VISIBLE_DEVICES= to compute on the CPU"
+            f"process {local} of this machine has no GPU of its own ({count} found); start at most {count} processes, "
+            "or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     torch.cuda.set_device(local)
     return True

@@ -89,7 +89,7 @@ def _warn_once(reason: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine the first speaks
         return
     _LOG.warning(
-        "quantkit's C kernels are off: %s. torch computes in their place, slower and with other rounding, "
-        "so greedy text may differ; QUANTKIT_NATIVE=0 hides this line",
+        "quantkit's C kernels are off: %s. torch computes instead: slower, and with different rounding, so greedy "
+        "text may differ; QUANTKIT_NATIVE=0 hides this line",
         reason,
     )

@@ -81,7 +81,7 @@ def find_compiler() -> str:
         path = shutil.which(name) if name else None
         if path:
             return path
-    raise BuildError("no C compiler; install gcc, or name one in CC")
+    raise BuildError("no C compiler; install gcc, or set CC to the path of one")
 
 
 def find_openmp() -> str | None:

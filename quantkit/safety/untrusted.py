@@ -247,7 +247,9 @@ class _Loader(yaml.SafeLoader):
         """Return the next node; overrides PyYAML, where a kilobyte of aliases can expand to a terabyte."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read: write the value out", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are not supported: write the value out", mark
+            )
         self._depth, self._num_nodes = self._depth + 1, self._num_nodes + 1
         if self._depth > _MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, f"values are nested more than {_MAX_DEPTH} deep", mark)
@@ -255,7 +257,9 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, f"there are more than {_MAX_NODES} values", mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         if isinstance(node, yaml.ScalarNode) and node.value.encode(errors="ignore").decode() != node.value:
-            raise yaml.composer.ComposerError(None, None, "half a character, which no stream can print", mark)
+            raise yaml.composer.ComposerError(
+                None, None, ("a text has half of a surrogate pair, which cannot be printed"), mark
+            )
         self._depth -= 1
         return node
 

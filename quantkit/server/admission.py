@@ -235,13 +235,14 @@ class Doorkeeper:
         # HTTP/1.0 may come without a host, and no browser speaks it.
         if self.hosts is not None and host is not None and _name_of(host) not in self.hosts:
             text = (
-                "this server is not known by the name in Host; ask it as localhost, or start it with --allow-host NAME"
+                "the Host header names another server; address this server as localhost, or start it with "
+                "--allow-host NAME"
             )
             return JSONResponse(answers.error(text, code="host_not_allowed"), status_code=403)
         # Browsers send what needs no preflight for any page, and say where the page is from.
         own = {f"http://{host}", f"https://{host}", *self.origins}
         if origin and (names.count(b"origin") > 1 or not {origin, "*"} & own):
-            text = "pages of this origin may not ask; start the server with --allow-origin ORIGIN"
+            text = "pages of this origin may not send requests; start the server with --allow-origin ORIGIN"
             return JSONResponse(answers.error(text, code="origin_not_allowed"), status_code=403)
         if self._is_allowed(scope):
             return self.app

@@ -54,7 +54,7 @@ _ROUTES: dict[str, tuple[str, type[Schema] | None]] = {
     "/tokenize": ("tokenize", TokenizeRequest),
     "/detokenize": ("detokenize", DetokenizeRequest),
 }
-"""By path: the method of `Server` that answers, and the body that it takes with POST; None = it is for GET."""
+"""For each path: the method of `Server` that answers, and the type of the POST body; None = a GET request."""
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class Server:
         """Continue texts."""
         async with self._opened(request, CompletionRequest) as (ask, run):
             if ask.stream and ask.echo and ask.logprobs is not None:
-                raise Refused("echo with logprobs is not streamed; set stream to false", "echo")
+                raise Refused("echo with logprobs cannot be streamed; set stream to false", "echo")
             vocabulary = self.vocabulary  # first: without a tokenizer nothing is to be computed
             self.bridge.check_capacity(len(ask.prompts))
             prompts = await self._encoded(ask.prompts, run)
@@ -213,7 +213,7 @@ class Server:
             if len(ask.tokens) > most:
                 raise Refused(f"tokens holds {len(ask.tokens)} tokens; this server accepts at most {most}", "tokens")
             if wrong := [token for token in ask.tokens if not 0 <= token < size]:
-                raise Refused(f"tokens holds {wrong[0]}; the model knows 0 to {size - 1}", "tokens")
+                raise Refused(f"tokens holds {wrong[0]}; the model's token ids are 0 to {size - 1}", "tokens")
             return JSONResponse({"prompt": await run(partial(self.vocabulary.text, ask.tokens))})
 
     async def _answer(
@@ -243,7 +243,7 @@ class Server:
 
     def _check_ready(self) -> None:
         if self.is_ending or not self.bridge.is_ready:
-            why = "is shutting down; ask another one" if self.is_ending else "is loading the model; try again later"
+            why = "is shutting down; use another one" if self.is_ending else "is loading the model; try again later"
             raise Refused(f"the server {why}", status=503, retry_after=1)
 
     async def _encoded(self, prompts: list[str | list[int]], run: Run) -> list[list[int]]:
@@ -302,4 +302,4 @@ def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, ans
         return 400, answers.error(text), {}
     if isinstance(problem, ClientDisconnect):
         return 499, {}, {}
-    return 500, answers.error("the server failed on this request; its log says why", kind="server_error"), {}
+    return 500, answers.error("the server failed on this request; see its log", kind="server_error"), {}

@@ -146,7 +146,7 @@ class Bridge:
             RequestError: there are more prompts than ever fit at once, or too many requests are waiting.
         """
         if count > self.most_open:
-            raise RequestError(f"prompt holds {count} prompts; this server accepts {self.most_open} at once")
+            raise RequestError(f"prompt holds {count} prompts; this server accepts at most {self.most_open} at once")
         if self.num_open + count > self.most_open:
             num_waiting = max(count, self.num_open - self.llm.config.max_sequences)
             retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
@@ -211,7 +211,7 @@ class Bridge:
                 self.num_failed_steps = 0
         except Exception as error:  # the next step says which requests have ended with it
             self.num_failed_steps += 1
-            self._say(f"a step failed, its requests end with an error: {type(error).__name__}: {first_line(error)}")
+            self._say(f"a step failed, so its requests end with an error: {type(error).__name__}: {first_line(error)}")
             return
         news = []
         for output in outputs:

@@ -22,7 +22,10 @@ class Metrics:
         registry = self._registry = CollectorRegistry()
         registry.register(_EngineFigures(bridge))
         self.rejected = Counter(
-            "quantkit_requests_rejected", "Requests that were not served, by status.", ["status"], registry=registry
+            "quantkit_requests_rejected",
+            "Requests that were refused or failed, by status.",
+            ["status"],
+            registry=registry,
         )
         self._ended = Counter(
             "quantkit_requests_ended", "Prompts that ended, by reason.", ["reason"], registry=registry
@@ -69,18 +72,18 @@ class _EngineFigures:
         engine, stats = self._bridge.engine, self._bridge.llm.stats()
         free, total = stats["kv_free_pages"], stats["kv_pages"]
         for name, text, value in (
-            ("requests_running", "Requests that are computed.", len(engine.scheduler.running)),
-            ("requests_waiting", "Requests that wait to be computed.", len(engine.scheduler.waiting)),
+            ("requests_running", "Requests that are being computed.", len(engine.scheduler.running)),
+            ("requests_waiting", "Requests that are waiting.", len(engine.scheduler.waiting)),
             ("kv_pages", "Pages of the KV cache.", total),
-            ("kv_pages_used", "Pages that requests hold.", total - free),
-            ("kv_pages_cached", "Free pages that the prefix cache still knows.", engine.pool.num_cached),
+            ("kv_pages_used", "KV-cache pages that requests hold.", total - free),
+            ("kv_pages_cached", "Free KV-cache pages that the prefix cache can still find.", engine.pool.num_cached),
             ("weight_bytes", "Bytes of the weights.", stats["weight_bytes"]),
         ):
             yield GaugeMetricFamily(f"quantkit_{name}", text, value)
         for name, text, key in (
             ("prefix_hit_tokens", "Prompt tokens taken from the prefix cache.", "prefix_hit_tokens"),
-            ("preemptions", "Times a request lost its pages.", "preemptions"),
+            ("preemptions", "Number of preemptions: times that a request lost its pages.", "preemptions"),
             ("drafted_tokens", "Tokens that speculation proposed.", "drafted_tokens"),
-            ("accepted_tokens", "Proposed tokens that were right.", "accepted_tokens"),
+            ("accepted_tokens", "Proposed tokens that were accepted.", "accepted_tokens"),
         ):
             yield CounterMetricFamily(f"quantkit_{name}", text, stats[key])

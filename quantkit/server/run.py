@@ -1,4 +1,4 @@
-"""The life of a server: bind, load, serve, finish open requests, end."""
+"""Run a server: bind the address, load the model, serve, finish open requests, end."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,9 @@ from quantkit.errors import InputError
 from quantkit.server.app import Server
 
 HEAD_SECONDS = 10.0
-"""That a client may take from connecting, or from the first byte of a further request, to the end of the headers."""
+"""Seconds that a client may take to send headers, counted from connecting or from the first byte of a
+further request.
+"""
 
 _FEWEST = 1024
 _LINE = 2048  # connections that the kernel keeps until they are accepted
@@ -95,7 +97,7 @@ def most_connections(most_open: int) -> tuple[int, int]:
 
 
 DRAIN_SECONDS = 25
-"""Less than the 30 s after which Kubernetes kills."""
+"""Default seconds for open requests at shutdown; less than the 30 s after which Kubernetes kills the process."""
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -183,7 +185,10 @@ class HttpServer(uvicorn.Server):
         self._server.is_ending = self.should_exit = True  # before the line: who has read it may send the next signal
         if is_first:
             count = self._server.bridge.num_open
-            self._say(f"ending: {count} requests are answered first, for {self._drain_seconds} s; Ctrl-C ends at once")
+            self._say(
+                f"shutting down: {count} open requests are answered first, for at most {self._drain_seconds} "
+                "s; Ctrl-C ends at once"
+            )
 
     async def _run(self, listening: socket.socket) -> None:
         bridge = self._server.bridge
@@ -199,7 +204,7 @@ class HttpServer(uvicorn.Server):
         bridge.start(loaded)
         await self.serve(sockets=[listening])
         if bridge.num_open:
-            self._say(f"{bridge.num_open} requests had not ended after {self._drain_seconds} s and were cut off")
+            self._say(f"{bridge.num_open} requests did not finish within {self._drain_seconds} s and were cut off")
         self._server.bodies.close()
         bridge.close()
 

@@ -79,7 +79,7 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     takes_ids: ClassVar[bool] = False
-    """Whether it may hold as many values as there are tokens."""
+    """Whether the body may hold as many values as a prompt has tokens."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,13 +91,15 @@ class StreamOptions(Schema):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(default=False, description="With include_usage: parts count tokens so far.")
+    continuous_usage_stats: bool = Field(
+        default=False, description=("With include_usage: each part counts the tokens so far.")
+    )
 
 
 class Sampling(Schema):
     """Fields that text and chat requests share."""
 
-    model: str | None = Field(None, description="The served name; None = the one there is.")
+    model: str | None = Field(None, description="Name of the served model; None = the only one.")
     max_tokens: int | None = None
     temperature: Annotated[float, Field(le=100)] = 1.0
     top_p: float = 1.0
@@ -151,7 +153,7 @@ class CompletionRequest(Sampling):
             custom_error_message="it should be a text, token ids, or a list of either",
         ),
     ]
-    echo: bool = Field(False, description="Whether the prompt and its log-probabilities are part of the answer.")
+    echo: bool = Field(False, description="Whether the answer repeats the prompt, with its log-probabilities.")
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] = 1
 

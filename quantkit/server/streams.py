@@ -14,9 +14,9 @@ from quantkit.server.bridge import Bridge, ClientGone, Mailbox
 from quantkit.server.schemas import StreamOptions
 
 SEND_SECONDS = 60.0
-"""That a client may take to read what was sent before the next part waits for it."""
+"""Seconds that a client may take to read what was sent, before the server gives up on it."""
 
-FAILED = error("the model failed on this request; the server's log says why", kind="server_error")
+FAILED = error("the model failed on this request; see the server's log", kind="server_error")
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -35,7 +35,7 @@ from quantkit.safety.untrusted import read_object
 from quantkit.sweep.trials import Command, Outcome, Trial, check_place, planned_bytes, run_trials
 
 DEMO = "demo"
-_REMEDY = "delete it and the checkpoint of its name"
+_REMEDY = "delete this file, and the checkpoint with the same name"
 Progress = Callable[[str], None]
 
 
@@ -187,8 +187,8 @@ class _Sweep:
         is_made = (self._folder / record.name).exists()
         if kept is None and is_made:
             raise ResumeError(
-                f"{self._folder / record.name} exists, but there is no record of how it was made; move it away, or "
-                "start over with --no-resume"
+                f"{self._folder / record.name} exists, but no record says how it was made; move it away, or start "
+                "over with --no-resume"
             )
         if kept is None or (kept.report is None and not is_made):
             return record
@@ -232,7 +232,7 @@ class _Sweep:
     def _write_page(self, records: Iterable[TrialRecord]) -> None:
         """Write the page that compares the trials, if any has a report and the packages for charts are installed."""
         compared = compare_trials(records)
-        missing = [f"{record.name} has no figures: {record.reason}." for record in records if record.report is None]
+        missing = [f"{record.name} has no results: {record.reason}." for record in records if record.report is None]
         if compared:
             try:
                 write_text(self._folder / "sweep.html", render_comparisons(compared, missing))

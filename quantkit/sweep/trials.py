@@ -214,7 +214,7 @@ def _result(ray: Any, done: Any, trial: Trial) -> Outcome:
     except ray.exceptions.RayTaskError as error:
         return Outcome(name=trial.name, exit_code=1, reason=f"the trial itself failed: {first_line(error.cause)}")
     except ray.exceptions.RayError as error:  # the base class for lost workers and machines
-        reason = f"lost its worker and {RETRIES} more ({type(error).__name__})"
+        reason = f"lost its worker, and {RETRIES} further ones ({type(error).__name__})"
         return Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
 
 
@@ -285,7 +285,7 @@ def _run(
     try:
         return code or 1, str(json.loads(said)["error"])
     except (ValueError, KeyError, TypeError):
-        return code or 1, f"ended with exit code {code} and no reason; see {trial.log}"
+        return code or 1, f"ended with exit code {code} without a reason; see {trial.log}"
 
 
 def _die_with_parent() -> None:
