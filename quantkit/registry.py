@@ -39,7 +39,7 @@ class Registry:
         """
         key, names = name.replace("_", "-"), self.names()
         if key not in names:
-            raise InputError(f"unknown {self.noun} {name!r}{suggestion(key, names)}; available:  {', '.join(names)}")
+            raise InputError(f"unknown {self.noun} {name!r}{suggestion(key, names)}; available: {', '.join(names)}")
         return key
 
     def load(self, name: str) -> Any:

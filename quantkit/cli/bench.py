@@ -29,13 +29,11 @@ ONE_MODEL = (
     "bench",
     cls=Command,
     epilog=f"\b\n{show.DEFINITIONS}",
-    short_help="Measure TTFT, ITL, throughput and memory; name the bottleneck.",
+    short_help="Measure latency, throughput and memory.",
 )
 @click.argument("checkpoint", required=False)
 @click.option("--against", metavar="MODEL", help="Measure this model in turns with CHECKPOINT, and compare them.")
-@click.option(
-    "--url", metavar="URL", help=("Measure the server at this address over HTTP; CHECKPOINT gives its vocabulary.")
-)
+@click.option("--url", metavar="URL", help="Measure the server at this address; CHECKPOINT gives its vocabulary.")
 @click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @runtime_options
@@ -56,8 +54,7 @@ def command(
 ) -> None:
     """Measure CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
-    Prompts are random tokens, and every request runs to its full length. Run nothing else on the machine at the same
-    time.
+    Prompts are random tokens, and every request runs to its full length. Run nothing else on the machine meanwhile.
 
     \b
     MBU, MFU: share of the memory bandwidth, and of the speed of a large matrix
@@ -72,9 +69,7 @@ def command(
       quantkit bench --url http://127.0.0.1:8000 --batch 1,32
     """
     if url and (no_cache or against or batching or engine or vllm is not None):
-        raise click.UsageError(
-            "--url measures a running server, so only the workload's options apply; leave the others out"
-        )
+        raise click.UsageError("--url measures a running server: leave out all options except the workload's")
     if no_cache and (against or vllm is not None):
         raise click.UsageError("--no-cache compares quantkit's engine with itself; leave out --engine and --against")
     if no_cache:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     is_flag=False,
     flag_value="auto",
     metavar="[cuda:i]",
-    help=("Compare the GPU kernels with torch on this device."),
+    help="Compare the GPU kernels with torch on this device.",
 )
 def command(output_to: Output, *, checkpoint: str | None, other: str | None, device: str | None) -> None:
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, per-layer errors, and which engines read it.

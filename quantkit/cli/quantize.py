@@ -66,9 +66,7 @@ _ENGINE = setting(
 @option_group("fields", _FIELDS)
 @option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
 @push_option
-@click.option(
-    "--verify", is_flag=True, help=("Verify the result; a result that fails is kept as DIR.failed, with exit code 3.")
-)
+@click.option("--verify", is_flag=True, help="Verify the result; if it fails, keep it as DIR.failed, with exit code 3.")
 @gate_option
 def command(
     output_to: Output,

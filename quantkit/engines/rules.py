@@ -233,13 +233,13 @@ def find_engine(name: str) -> tuple[EngineRelease, int | None]:
     own, _, device = name.partition(":")
     key, names = own.replace("_", "-").replace(".", "-"), engine_names()
     if key not in names:
-        raise InputError(f"unknown engine {own!r}{suggestion(key, names)}; known engines:  {', '.join(names)}")
+        raise InputError(f"unknown engine {own!r}{suggestion(key, names)}; known engines: {', '.join(names)}")
     engine = read_engine(Path(__file__).with_name(f"{key}.yaml"))
     if not device:
         return engine, None
     if device_key(device) not in NAMED:
         nearest = suggestion(device_key(device), NAMED)
-        raise InputError(f"unknown device {device!r}{nearest}; known devices:  {', '.join(NAMED)}")
+        raise InputError(f"unknown device {device!r}{nearest}; known devices: {', '.join(NAMED)}")
     capability = NAMED[device_key(device)]
     if engine.devices and not any(rule.when.covers(capability) for rule in engine.rules):
         raise InputError(

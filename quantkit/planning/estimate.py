@@ -286,7 +286,7 @@ def _head(name: str | None, shape: ModelShape) -> memory.WeightForm | None:
     if name is None:
         return None
     if name not in HEADS:
-        raise InputError(f"unknown head type {name!r}{suggestion(name, HEADS)}; supported:  {', '.join(HEADS)}")
+        raise InputError(f"unknown head type {name!r}{suggestion(name, HEADS)}; supported: {', '.join(HEADS)}")
     form = HEADS[name]
     if shape.layers and not form.fits(shape.hidden_size):
         raise InputError(f"head {name}: groups of {form.group_size} do not divide {shape.hidden_size}; use int8")

@@ -20,9 +20,9 @@ Values = dict[str, float]  # by subject; the first is meant when a gate names no
 Read = Callable[[Report], Mapping[str, float | None]]
 
 TEXT, LENGTH = "perplexity: ", f"{ANSWER_LENGTH}: "
-RATIO = "a ratio, which is 1 if both models are equal"
+RATIO = "a ratio (1 if both models are equal)"
 SHARE = "a share between 0 and 1"
-PER_CENT = "in per cent of the original, so about 100"
+PER_CENT = "in per cent of the original (about 100)"
 
 
 @dataclass(frozen=True, slots=True)

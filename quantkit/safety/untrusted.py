@@ -258,7 +258,7 @@ class _Loader(yaml.SafeLoader):
         node: yaml.Node | None = super().compose_node(parent, index)
         if isinstance(node, yaml.ScalarNode) and node.value.encode(errors="ignore").decode() != node.value:
             raise yaml.composer.ComposerError(
-                None, None, ("a text has half of a surrogate pair, which cannot be printed"), mark
+                None, None, "a text has half of a surrogate pair, which cannot be printed", mark
             )
         self._depth -= 1
         return node

@@ -92,7 +92,7 @@ class StreamOptions(Schema):
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(
-        default=False, description=("With include_usage: each part counts the tokens so far.")
+        default=False, description="With include_usage: each part counts the tokens so far."
     )
 
 

@@ -149,7 +149,7 @@ def test_prompts_that_do_not_fit_are_refused_before_loading(tiny_llama, monkeypa
 
 
 def test_a_pool_too_small_for_a_request_is_refused(tiny_llama):
-    with pytest.raises(RequestError, match=r"the room for one sequence of .* is 64 tokens"):
+    with pytest.raises(RequestError, match=r"the memory for one sequence of .* is 64 tokens"):
         load_target(tiny_llama, BenchmarkOptions(prompt_tokens=64, new_tokens=8), {"num_pages": 1, "threads": 1})
 
 

@@ -91,7 +91,7 @@ def test_slow_to_start_and_why():
     long = run(first=3.0)
     listed = findings(long, roofline=[prefill(0.2)])
     assert listed[0].statement.startswith("Slow to start rather than to stream: 75 %")
-    assert listed[1].statement == "Arithmetic binds the prefill; fewer bits per weight do not help it."
+    assert listed[1].statement == "Arithmetic limits the prefill; fewer bits per weight do not help it."
     assert "90 % of the measured 100 GFLOP/s" in listed[1].evidence  # 2 * 100 tokens * 90 million in 0.2 s
     assert "activations" in listed[1].advice
     assert "overhead" in findings(long, roofline=[prefill(2.0)])[1].statement
@@ -111,7 +111,7 @@ def test_slow_to_start_and_why():
 def test_memory_binds_and_what_to_make_smaller(cost, kv, context, advice, gain):
     record = decode(0, context=context, cost=cost)
     record = dataclasses.replace(record, seconds=record.bytes_moved / 20e9 / 0.8)
-    finding = about(findings(run(), roofline=[record], cost=cost, kv=kv), "Memory traffic binds decoding at batch 1")
+    finding = about(findings(run(), roofline=[record], cost=cost, kv=kv), "Memory traffic limits decoding at batch 1")
     assert "80 % of the bandwidth" in finding.statement
     assert advice in finding.advice
     assert finding.expected_gain.startswith(gain)
@@ -135,13 +135,13 @@ def test_few_bytes_make_no_sharp_floor():
 
 
 def test_overhead_binds():
-    finding = about(findings(run(), roofline=[decode(0.1)]), "Overhead binds decoding")
+    finding = about(findings(run(), roofline=[decode(0.1)]), "Overhead limits decoding")
     assert "only 10 % of a step" in finding.statement
     assert finding.expected_gain == "10x at most"
 
 
 def test_arithmetic_binds():
-    finding = about(findings(run(), roofline=[decode(0.03, flops=10e9)]), "Arithmetic binds decoding")
+    finding = about(findings(run(), roofline=[decode(0.03, flops=10e9)]), "Arithmetic limits decoding")
     assert "activations" in finding.advice
 
 
@@ -158,7 +158,7 @@ def test_the_batch_at_which_fewer_bits_stop_paying():
 
 
 def test_what_the_cache_weighs():
-    small = about(findings(run(), roofline=[decode(0.012)]), "small part")
+    small = about(findings(run(), roofline=[decode(0.012)]), "smaller part")
     assert "batch x context = 100,000 tokens" in small.statement  # 200 MB / 2 kB
     large = decode(0.03, batch=8, context=12_500)
     finding = about(findings(run(), roofline=[decode(0.012), large]), "The KV cache is 50 %")
@@ -170,7 +170,7 @@ def test_what_the_cache_weighs():
 def test_what_context_costs(slope, words):
     gaps = [0.02 + slope * i + 1e-7 * (i % 3) for i in range(100)]
     alone = dataclasses.replace(run(), requests=(timing(0, 100, 0.0, 0.1, *gaps),))
-    finding = about(findings(alone, roofline=[decode(0.012)]), "small part")
+    finding = about(findings(alone, roofline=[decode(0.012)]), "smaller part")
     assert words in finding.evidence
 
 
@@ -188,14 +188,14 @@ def test_a_busy_machine_is_said_and_no_verdict_is_built_on_it():
     records = [decode(0.012), decode(0.03, batch=8)]
     about(findings(run(gap=0.012), roofline=records), "Batching pays little")
     listed = findings(noisy, roofline=records)
-    assert "1.3x to 7.5x the tokens per second" in about(listed, "Whether batching pays is not known").statement
+    assert "1.3x to 7.5x the tokens per second" in about(listed, "It is unknown whether batching pays").statement
     assert listed[0].statement.startswith("The machine was busy")
     assert not any("busy" in finding.statement for finding in findings(run(), roofline=records))
 
 
 def test_no_share_above_the_whole_is_printed():
     wrong = decode(0.005)  # 200 MB in 5 ms where 20 GB/s were measured
-    finding = about(findings(run(), roofline=[wrong]), "not known: the machine was busier")
+    finding = about(findings(run(), roofline=[wrong]), "unknown, because the machine was busier")
     assert "%" not in finding.statement
     assert wrong.shown_share(wrong.mbu) == "busy"
     cached = decode(0.0005, cost=dataclasses.replace(COST, read_bytes=20 * MILLION))

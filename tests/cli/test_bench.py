@@ -111,8 +111,8 @@ def test_static_batches_and_arrivals(run, tiny_llama):
         (["--requests", "0"], 2, "--requests"),
         (["--kv-cache", "int3"], 2, "int3"),
         (["--tpot-limit", "0"], 2, "--tpot-limit"),
-        (["--no-cache", "--against", "x"], 2, "leave --against out"),
-        (["--nproc", "2"], 2, "bench is of one model that has its device to itself"),
+        (["--no-cache", "--against", "x"], 2, "leave out --engine and --against"),
+        (["--nproc", "2"], 2, "bench measures one model that has its device to itself"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(run, args, code, message, monkeypatch):

@@ -86,7 +86,7 @@ BAD = [
     (("--tasks", "demo_facts", "--data", "nowhere"), 4, "nowhere is no directory"),
     (("--text", "nothing.txt"), 4, "text 'nothing.txt' is no file here"),
     (("nowhere/model", "--tasks", "demo_facts"), 4, "nowhere/model"),
-    (("--noise",), 2, "--noise is about the baseline"),
+    (("--noise",), 2, "--noise needs a baseline"),
     (("--limit", "0"), 2, "--limit"),
     (("--through", "sideways"), 2, "--through"),
 ]
@@ -135,7 +135,7 @@ def test_vllm_computes_where_it_is_asked_to(run, monkeypatch, tmp_path, text_fil
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (("--engine-option", "a=1"), 2, "--engine-option is for --engine vllm"),
+        (("--engine-option", "a=1"), 2, "--engine-option works only with --engine vllm"),
         (("--engine", "vllm", "--engine-option", "a"), 2, "--engine-option 'a' has no '='"),
         (("--engine", "vllm", "--engine-option", "a={"), 4, "--engine-option a"),
         (("--engine", "vllm"), 4, "threads works only with quantkit's engine"),

@@ -62,7 +62,7 @@ def test_a_model_on_a_device(run, config):
     lines = [line.split() for line in answer.stdout.splitlines() if line.startswith("int4 g128")]
     assert [line[2] for line in lines[1:]] == ["bf16", "fp8", "int8", "int4"]
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
-    assert "5 % of the memory is kept back" in " ".join(answer.stdout.split())
+    assert "5 % of the memory is kept in reserve" in " ".join(answer.stdout.split())
 
 
 def test_json_is_one_object_with_the_same_numbers(run, config):
@@ -101,7 +101,7 @@ def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
     ("args", "code", "text"),
     [
         (("--device", "h20o"), 4, r"unknown device 'h20o' \(did you mean 'h20"),
-        (("--device", "4090ti"), 4, r"did you mean '4090'.*for another give --memory and --bandwidth"),
+        (("--device", "4090ti"), 4, r"did you mean '4090'.*for another device, give --memory and --bandwidth"),
         (("--memory", "lots"), 4, "memory 'lots' is not an amount"),
         (("--bandwidth", "1TB/s"), 4, "give --device or --memory too"),
         (("--context", "0"), 4, "context '0' is not a whole number"),

@@ -167,7 +167,7 @@ def test_an_interrupted_run_exits_with_130_and_the_same_command_resumes(invoke, 
     assert forked.run(interrupted, ["quantize", *options], tmp_path / "stdout") == 130
     assert (
         json.loads((tmp_path / "stdout").read_text())["error"]
-        == "interrupted; quantize and search go on where they stopped when the same command is given again"
+        == "interrupted; to continue quantize or search, run the same command again"
     )
     assert not (tmp_path / "out").exists()
     answer = invoke("quantize", *options)
@@ -178,7 +178,7 @@ def test_an_interrupted_run_exits_with_130_and_the_same_command_resumes(invoke, 
 def test_without_a_terminal_each_layer_is_a_line_on_stderr(invoke, calls):
     lines = invoke("quantize", "--recipe", "rtn-int4").stderr.splitlines()
     plan = "plan: 2 layers, 1 taken over from an interrupted run, 4 samples, about 1.0 GiB of memory"
-    assert lines[0] == f"{plan} at the highest"
+    assert lines[0] == f"{plan} at the peak"
     assert lines[1] == "warning: something odd"
     assert re.fullmatch(
         r"layer 2/2 model.layers.1: worst error 0.0625 \(mlp.up_proj\), 3.5 s, [\d.]+ [KMG]iB", lines[2]

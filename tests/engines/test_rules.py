@@ -212,7 +212,7 @@ def test_a_cache_of_our_own_is_told_of():
 
 
 def test_an_unknown_engine_is_refused_with_those_there_are():
-    with pytest.raises(InputError, match=r"unknown engine 'vlm' \(did you mean 'vllm'\?\); there are: llama-cpp, "):
+    with pytest.raises(InputError, match=r"unknown engine 'vlm' \(did you mean 'vllm'\?\); known engines: llama-cpp, "):
         find_engine("vlm")
     assert find_engine("llama.cpp")[0] is find_engine("llama-cpp")[0]
 

@@ -140,7 +140,7 @@ def load_both_libraries():
 )
 def test_without_a_compiler_one_line_says_so_with_the_remedy(work, tmp_path):
     (line,) = said_without_a_compiler(tmp_path, work)
-    assert "no C compiler; install gcc, or name one in CC" in line
+    assert "no C compiler; install gcc, or set CC to the path of one" in line
     assert line.endswith("QUANTKIT_NATIVE=0 hides this line")
 
 

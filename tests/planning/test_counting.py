@@ -344,7 +344,7 @@ def test_towers_beside_the_language_model_are_not_counted():
     assert shape.prefix == "model.language_model.layers"
     assert shape.num_parameters == sum(math.prod(tensor.shape) for tensor in language.values())
     assert (shape.embedding, shape.head, shape.other) == (260 * 64, 260 * 64, 64)
-    assert shape.remarks == ("the language model only: vision and audio parts are not counted",)
+    assert shape.remarks == ("only the language model is counted, without vision and audio towers",)
 
 
 def test_experts_and_layers_beyond_the_config_are_told_apart():

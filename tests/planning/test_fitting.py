@@ -212,7 +212,7 @@ def test_fused_linears_with_different_schemes_are_a_conflict():
 
 def test_patterns_without_a_match_and_recipes_that_do_nothing_are_conflicts():
     assert "pattern '*.fc1' matches no linear" in plan_recipe(LLAMA, recipe_of(ignore=["*.fc1"])).conflicts[0]
-    assert "leaves every linear alone" in plan_recipe(LLAMA, recipe_of(ignore=["*"])).conflicts[0]
+    assert "quantizes no linear" in plan_recipe(LLAMA, recipe_of(ignore=["*"])).conflicts[0]
 
 
 def test_mixed_schemes_are_added_up_layer_by_layer():
@@ -381,6 +381,6 @@ def test_remarks_say_what_a_device_lacks_and_what_windows_assume(tmp_path):
     plan = estimate(path, recipe="fp8-dynamic", device=find_device("a100"))
     assert any("has no fp8 units" in text for text in plan.remarks)
     assert any("the bundled runtime keeps all of them, 507,904 B per token" in text for text in plan.remarks)
-    assert any("vision and audio parts are not counted" in text for text in plan.remarks)
+    assert any("without vision and audio towers" in text for text in plan.remarks)
     assert not estimate(recipe="fp8-dynamic", device=find_device("h100")).remarks
     assert to_document(plan)["remarks"] == list(plan.remarks)

@@ -63,8 +63,8 @@ def test_what_cannot_be_compared_is_warned_of(reports):
     comparison = compare_reports([first, other])
     assert [w.split(" ", 3)[2:] for w in comparison.warnings] == [
         ["have", "different originals: acme/tiny-500m, other."],
-        ["were", "not asked the same tasks, so their mean recovery is not of the same thing."],
-        ["were", "timed on different machines, so their latencies cannot be compared."],
+        ["were", "evaluated on different tasks, so their mean recoveries are not comparable."],
+        ["were", "timed on different machines, so their latencies are not comparable."],
     ]
     assert comparison.workload == ""
     assert all(entry.itl_s is None for entry in comparison.entries)
@@ -102,7 +102,7 @@ def test_the_page_draws_both_fronts_and_is_the_same_each_time(reports):
     page = render_comparisons({"one": comparison})
     assert page == render_comparisons({"one": comparison})
     assert page.count('<svg class="plot"') == 2
-    assert "2 of 4 are beaten by no other: int3, int4." in page
+    assert "2 of 4 are on the Pareto front: int3, int4." in page
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_the_command_compares(checkpoints, tmp_path):
     page = tmp_path / "page.html"
     done = CliRunner().invoke(main, ["report", *checkpoints, "-o", str(page)])
     assert done.exit_code == 0, done.output
-    assert "2 of 4 are beaten by no other: int3, int4." in done.stdout
+    assert "2 of 4 are on the Pareto front: int3, int4." in done.stdout
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 

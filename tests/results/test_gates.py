@@ -39,7 +39,7 @@ REFUSED = [
     ("recovery=98", r"is not valid; write a metric, a comparison and a limit, e\.g\. recovery>=98\.9"),
     ("recovery>=", "is not valid"),
     ("recovery>=9.8.7", "'9.8.7' is not a number"),
-    ("recovery>=0.989", "recovery is in per cent of the original, about 100, so the limit 0.989 is probably wrong"),
+    ("recovery>=0.989", "recovery is in per cent of the original \(about 100\), so the limit 0.989 is probably wrong"),
     ("top1>=97", "top1 is a share between 0 and 1"),
     ("", "is not valid"),
 ]
@@ -56,7 +56,7 @@ def test_gates_are_judged_in_order(report):
     assert [result.gate for result in results] == list(GATES)
     assert all(result.held and result.remedy is None for result in results)
     assert results[2].value == report.fidelity.mean_kl
-    assert results[2].explanation == "kl is 0.0131, asked for <= 0.02"
+    assert results[2].explanation == "kl is 0.0131, must be <= 0.02"
 
 
 def test_failed_gates_name_the_modules_to_ignore(broken_report):
@@ -93,7 +93,7 @@ def test_a_limit_inside_the_interval_is_told(report):
     gate = f"recovery>={(tasks.recovery_low + tasks.recovery) / 2:.2f}"
     result = evaluate_gates(report, [gate])[0]
     assert result.held
-    assert "includes the limit: more samples would tell" in result.explanation
+    assert "includes the limit: use more samples to decide" in result.explanation
 
 
 def test_gates_on_one_task_one_text_one_workload(report):

@@ -233,7 +233,7 @@ def test_the_summary_says_which_layers_differ(made):
 
 def test_what_transformers_runs_says_that_the_cache_is_not_followed(made):
     llm = LLM(made("int4", **CACHES["int4"]), backend="transformers", dtype="float32", threads=1)
-    assert "which only models that run natively have" in llm.describe()["notes"]
+    assert "which only native models support" in llm.describe()["notes"]
     assert llm.kv_type == "auto"
 
 

@@ -281,7 +281,7 @@ def test_what_cannot_be_kept_is_one_line(model, message):
 
 
 def test_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(RequestError, match="add kv_budget"):
+    with pytest.raises(RequestError, match="needs a kv_budget"):
         EngineConfig(kv_policy="keydiff")
     with pytest.raises(InputError, match="neither tokens nor a share"):
         EngineConfig(kv_budget="120%")

@@ -92,12 +92,12 @@ def test_families_that_are_wrong_or_end_their_child_are_replaced(load, no_child,
         "quantized_linear": "wrong: 20.00% of the largest number off torch",
     }
     assert {family: reason for family in gpu.FAMILIES if (reason := gpu.why_replaced(family, DEVICE))} == reasons
-    lines = [f"GPU kernels for {gpu.FAMILIES[family]}: {reason}; torch does" for family, reason in reasons.items()]
+    lines = [f"GPU kernels for {gpu.FAMILIES[family]}: {reason}; torch replaces" for family, reason in reasons.items()]
     assert all(any(line.startswith(start) for line in said) for start in lines)
     assert len(said) == len(lines)
     text = kernel_check.describe_kernels(DEVICE)
-    assert text.count("torch in place of") == 3
-    assert f"torch in place of attention over pages: {reasons['attention']}" in text
+    assert text.count("torch replaces") == 3
+    assert f"torch replaces attention over pages: {reasons['attention']}" in text
     # A print is no result; and what is known is not tried again.
     assert kernel_check.read_verdicts(DEVICE)["ops"] == Verdict(True, "at most 0.00% of the largest number off torch")
     no_child()
@@ -125,7 +125,7 @@ def test_half_a_line_and_lines_of_others_say_nothing(load, monkeypatch):
 def test_a_family_that_hangs_is_ended_and_tried_again_at_the_next_load(load, forked_children, no_child, monkeypatch):
     monkeypatch.setattr(kernel_check, "_SECONDS", 1.0)
     _, said = load(attention="hang")
-    assert "attention over pages: hang: no result within 1 s; torch does their work on cpu" in said
+    assert "attention over pages: hang: no result within 1 s; torch replaces them on cpu" in said
     monkeypatch.setattr(kernel_check, "_SECONDS", 100.0)
     first, *said = load(attention="right")
     assert (first[:9], said) == ("comparing", [])

@@ -118,5 +118,5 @@ def test_layers_by_interval_and_tensors_that_nobody_reads(models, tmp_path):
     save_file({**tensors, "mtp.fc.weight": torch.zeros(2, 2)}, folder / "model.safetensors", {"format": "pt"})
     assert difference(run(load_model(folder, dtype="float32", backend="native"), ASKED), expected) == 0
     save_file({**tensors, "model.mtp.weight": torch.zeros(2, 2)}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.mtp\.weight .* has no place"):
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.mtp\.weight"):
         load_model(folder, dtype="float32", backend="native")

@@ -47,7 +47,7 @@ def test_logits_equal_transformers_before_and_after_a_recipe(tmp_path, family):
     for folder in (source, tmp_path / "out"):
         model = load_model(folder, dtype="float32", backend="native")
         assert difference(run(model, SEQUENCES, 32), expected(folder)) < 1e-4
-        assert any("encoders of images and the like are left out" in note for note in model.notes)
+        assert any("image and other encoders are left out" in note for note in model.notes)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:1])

@@ -88,7 +88,7 @@ TABLE = {
         *text(prompt=[5, -(10**21)], echo=True), 400, "prompt", "not in the model's vocabulary"
     ),
     "a stream of an echo's log-probabilities": (
-        *text(stream=True, echo=True, logprobs=1), 400, "echo", "not streamed"
+        *text(stream=True, echo=True, logprobs=1), 400, "echo", "cannot be streamed"
     ),
     "stream is a text": (*text(stream="yes"), 400, "stream", "boolean"),
     "another model": (*text(model="gpt-4"), 404, "model", "use 'tiny'"),

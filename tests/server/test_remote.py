@@ -44,8 +44,8 @@ def test_bench_over_http_for_people(served):
 @pytest.mark.parametrize(("arguments", "code", "words"), [
     (["bench", "--url", "http://127.0.0.1:9"], 4, "no server answers at http://127.0.0.1:9"),
     (["bench", "--url", "nonsense"], 4, "no server answers at nonsense"),
-    (["bench", "--url", "http://127.0.0.1:9", "--against", "x"], 2, "--url measures a server as it runs"),
-    (["bench", "--url", "http://127.0.0.1:9", "--kv-cache", "int8"], 2, "--url measures a server as it runs"),
+    (["bench", "--url", "http://127.0.0.1:9", "--against", "x"], 2, "--url measures a running server"),
+    (["bench", "--url", "http://127.0.0.1:9", "--kv-cache", "int8"], 2, "--url measures a running server"),
     (["chat"], 2, "give either CHECKPOINT or --url"),
     (["chat", "a", "--url", "b"], 2, "give either CHECKPOINT or --url"),
     (["chat", "nowhere-at-all"], 4, "nowhere-at-all"),

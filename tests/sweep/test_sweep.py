@@ -101,7 +101,7 @@ def test_starting_over_deletes_nothing_that_no_trial_made(trials, blank_page, tm
 def test_a_checkpoint_without_a_record_is_not_taken_for_a_trial(trials, blank_page, tmp_path):
     swept(tmp_path / "out", recipes=("rtn-int4",))
     (tmp_path / "out/trials/demo-rtn-int4.json").unlink()
-    with pytest.raises(ResumeError, match="there is no record of how it was made"):
+    with pytest.raises(ResumeError, match="no record says how it was made"):
         swept(tmp_path / "out", recipes=("rtn-int4",))
 
 

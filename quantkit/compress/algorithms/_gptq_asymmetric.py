@@ -26,7 +26,7 @@ _RIDGES = (0.01, 0.1, 0.3)
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 
 Shift = Tensor | tuple[Tensor, ...]
-"""E H^-1 (K, K), or W_i E H^-1 (N_i, K) for each linear i of a set."""
+"""(K, K) E H^-1, or (N_i, K) W_i times it of each linear of a set."""
 
 
 class Correction(NamedTuple):

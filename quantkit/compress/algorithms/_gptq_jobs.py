@@ -22,7 +22,7 @@ _FACTORISED = 8
 _HALVINGS = 20
 
 Pending = tuple[LinearSet, tuple[str, ...]]
-"""A set, and its linears that have no codes yet."""
+"""A set and those of its linears that have no codes yet."""
 
 
 class Job(NamedTuple):

@@ -59,21 +59,19 @@ class Step(ABC):
     __slots__ = ()
 
     fixes_codes: ClassVar[bool] = False
-    """The step sets codes, so steps after it have no effect."""
+    """The step sets codes, so a step behind it changes nothing."""
     is_for_activations: ClassVar[bool] = False
-    """The step helps only if activations are quantized."""
+    """The step only helps where activations are quantized."""
     replaces_model: ClassVar[bool] = False
-    """The step's `open` returns a different model, so the source's codes cannot be kept."""
+    """`open` makes another model of the checkpoint, so no stored code can be kept."""
     moves_scales: ClassVar[bool] = False
-    """The step moves scales between a linear and the module before it, so neither can be used in the original model
-    unchanged.
-    """
+    """The step moves scales between a linear and what feeds it, so neither fits into the original as it is."""
     needs_targets: ClassVar[bool] = False
-    """The step needs the original model's outputs of each layer (`layer.data.targets`)."""
+    """The run computes the original model's outputs (`layer.data.targets`)."""
     on_one_process: ClassVar[bool] = False
-    """One process solves the whole layer, because the work cannot be divided."""
+    """One process solves the whole layer, because its parts cannot be shared among several."""
     independent_options: ClassVar[Mapping[str, Any]] = {}
-    """Options with which a layer's result does not depend on earlier layers; `search` uses them."""
+    """Options with which the result for a layer does not depend on the layers before it, for `search`."""
 
     @property
     def needs_original(self) -> bool:

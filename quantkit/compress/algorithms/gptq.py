@@ -34,7 +34,7 @@ from quantkit.numerics.tensor import QuantizedTensor, join_rows
 ActOrder = Literal["none", "weight", "group"]
 
 Statistics = dict[tuple[str, ...], tuple[list[Tensor], CrossErrors | None]]
-"""For each set: parts whose sum is the Hessian, and the errors of earlier layers if they are used."""
+"""Of sets: parts that add up to the Hessian, and what the layers before have got wrong, where that counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from quantkit.numerics.dtype import FP8
 from quantkit.numerics.kv_cache import hadamard
 
 PAGE_TOKENS = 64
-"""Number of tokens that share the range of a channel; the runtime's pages have this size."""
+"""Tokens that share a channel's range, as in the pages of the runtime."""
 
 _SAMPLE_TOKENS = 2048
 _CLIPS = tuple(1 - 0.05 * step for step in range(13))  # of the largest number: 1.0 down to 0.4

@@ -19,7 +19,7 @@ class _Enough(Exception):
 
 
 OnCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-"""Function that is called with a module's relative name, arguments and keyword arguments."""
+"""Told of a module's call: its relative name, arguments, keyword arguments."""
 
 
 def probe(

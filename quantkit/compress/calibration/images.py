@@ -96,7 +96,7 @@ _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 _LIBRARIES = re.compile(r"requires the (\w+) library|No module named '(\w+)'")
 
 Picture = Path | Tensor
-"""An image: a file, or pixels (height, width, 3) uint8."""
+"""A file, or pixels (height, width, 3) uint8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,9 +23,7 @@ from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.results import CacheRecord
 
 MOST_NOISE = 0.1
-"""Most noise that rounding may add to keys, as a share of an ordinary channel's energy. Above it, keys have outlier
-channels.
-"""
+"""Of an ordinary channel's energy: what rounding may put upon keys before they count as having outlier channels."""
 
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}

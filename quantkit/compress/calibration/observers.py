@@ -332,7 +332,7 @@ def spread_rows(inputs: Tensor, count: int) -> Tensor:
 
 
 Handler = Callable[[str, Tensor], None]
-"""Function that receives the name of a linear and the rows (T, K) that the linear was called with."""
+"""Takes the rows (T, K) that a linear, by its name, was called with."""
 
 
 class Deliveries:

@@ -66,9 +66,7 @@ class Structure:
 NOTHING = Structure()
 
 Value = Callable[[torch.device], Any]
-"""Function that loads a stored value, from memory or from a file, to a device. It returns new tensors, since layers may
-modify them.
-"""
+"""Gives what is kept, from memory or from a file: tensors of its own, since layers may add to what modules return."""
 
 
 class _Kept:

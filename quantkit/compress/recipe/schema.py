@@ -108,7 +108,7 @@ class RecipeSection(BaseModel):
         for key in data:
             if key not in cls.model_fields:
                 raise ValueError(
-                    f"unknown key {shorten(key)}{suggestion(str(key), cls.model_fields)}; valid keys:  {names}"
+                    f"unknown key {shorten(key)}{suggestion(str(key), cls.model_fields)}; valid keys: {names}"
                 )
         return data
 

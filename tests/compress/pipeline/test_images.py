@@ -106,7 +106,7 @@ def test_images_change_the_result_and_a_stopped_run_goes_on_with_them(
 
 
 def test_a_model_without_images_or_a_processor_is_refused(wrapper, tmp_path, tiny_llama, text_file, monkeypatch):
-    with pytest.raises(ModelError, match=r"takes no images; leave calibration\.images out"):
+    with pytest.raises(ModelError, match=r"does not accept images; leave calibration\.images out"):
         run(tiny_llama, "gptq-int4", tmp_path / "out", text_file, overrides=SMALL)
     bare = make_wrapper(tmp_path / "bare", "llava")
     with pytest.raises(ModelError, match=r"its image processor cannot be loaded: .*preprocessor_config"):

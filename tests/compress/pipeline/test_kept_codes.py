@@ -117,7 +117,7 @@ def test_mxfp4_is_kept_as_nvfp4_of_the_same_values(quantized_pair, tmp_path, kin
 def test_no_other_codes_become_others(quantized_pair, tmp_path):
     for kind, dtype in (("mxfp4", "int4"), ("fp8 channels", "nvfp4")):
         (tmp_path / "mine.yaml").write_text(AS_NVFP4.format(pattern="*mlp*", dtype=dtype))
-        with pytest.raises(QuantkitError, match=r"which cannot be kept as \w+ .*only mxfp4 as nvfp4"):
+        with pytest.raises(QuantkitError, match=r"which cannot be kept as \w+ .*only mxfp4 can be kept as nvfp4"):
             quantkit.quantize(quantized_pair(kind)[0], tmp_path / "mine.yaml", tmp_path / "out")
 
 
@@ -145,14 +145,14 @@ def test_transformers_computes_with_kept_codes(quantized_pair, tmp_path):
 
 NOT_KEPT = [
     ("fp8 blocks", "*.mlp.gate", "", "compressed-tensors", r"matches no linear"),
-    ("fp8 blocks", "*.kv_a_proj_with_mqa", "", "compressed-tensors", "make the pattern more specific"),
+    ("fp8 blocks", "*.kv_a_proj_with_mqa", "", "compressed-tensors", "use a narrower pattern"),
     ("fp8 channels", "*mlp*", "rotate", "compressed-tensors", r"the step rotate changes all weights"),
     (
         "fp8 channels",
         "*mlp*",
         "",
         "gptq",
-        r"mlp.* cannot be kept as the source has it: the gptq format does not support",
+        r"the codes of .*mlp.* cannot be kept: the gptq format does not support",
     ),
     ("fp8 channels", "*.q_proj", "", "compressed-tensors", r"fused by inference engines and need one scheme"),
     (
@@ -163,7 +163,7 @@ NOT_KEPT = [
         r"of 128 outputs do not divide the 144 outputs",
     ),
     ("nvfp4 of modelopt", "*.experts.*", "", "compressed-tensors", r"cannot be kept .*global scale"),
-    ("nf4", "*mlp*", "", "compressed-tensors", r"cannot be kept as the source has it"),
+    ("nf4", "*mlp*", "", "compressed-tensors", r"the codes of .* cannot be kept"),
 ]
 
 

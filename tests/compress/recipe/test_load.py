@@ -136,8 +136,8 @@ MISTAKES = {
     "a: !!python/object:os.system x": "could not determine a constructor",
     "weights: {dtype: int4}\nweights: {dtype: int8}": "line 2: key 'weights' is given twice",
     "weights: {dtype: int4, dtype: int8}": "line 1: key 'dtype' is given twice",
-    "weight: {dtype: int4}": "unknown key 'weight' (did you mean 'weights'?); there are: name, description, weights",
-    "1: 2\nweights: {dtype: int4}": "unknown key 1; there are: name",
+    "weight: {dtype: int4}": "unknown key 'weight' (did you mean 'weights'?); valid keys: name, description, weights",
+    "1: 2\nweights: {dtype: int4}": "unknown key 1; valid keys: name",
     "name: mine": "weights: is required but missing",
     "weights: int4": "weights: expected a mapping with the keys dtype, group_size, symmetric, signed_scales",
     "weights: {}": "weights.dtype: is required but missing",
@@ -173,7 +173,7 @@ MISTAKES = {
         "overrides[0].weights: fp8 has no zero point"
     ),
     INT4_G32 + "steps: gptq": "steps: expected a list, found 'gptq'",
-    INT4_G32 + "steps: [gpqt]": "steps[0]: unknown step 'gpqt' (did you mean 'gptq'?); there are: autoround, awq",
+    INT4_G32 + "steps: [gpqt]": "steps[0]: unknown step 'gpqt' (did you mean 'gptq'?); available: autoround, awq",
     INT4_G32 + "steps: [3]": "steps[0]: expected a step such as 'gptq'",
     INT4_G32 + "steps: [{gptq: {}, awq: {}}]": "steps[0]: expected a step such as 'gptq'",
     INT4_G32 + "steps: [gptq, gptq]": "steps[1]: step 'gptq' is given twice",
@@ -195,8 +195,8 @@ MISTAKES = {
     INT4_G32 + "steps: [gptq]\ncalibration: {sample: 1}": "unknown key 'sample' (did you mean 'samples'?)",
     INT4_G32 + "steps: [gptq]\ncalibration: {data: x.csv}": "calibration.data: expected bundled, a path to a .txt",
     INT4_G32
-    + "steps: [gptq: {asymmetric_calibration: 1}]\ncalibration: {inputs: original}": "beside a step that compares",
-    INT4_G32 + "steps: [autoround]\ncalibration: {inputs: original}": "beside a step that compares",
+    + "steps: [gptq: {asymmetric_calibration: 1}]\ncalibration: {inputs: original}": "cannot be combined with a step",
+    INT4_G32 + "steps: [autoround]\ncalibration: {inputs: original}": "cannot be combined with a step",
 }
 
 
@@ -266,7 +266,10 @@ def test_whole_parts_can_be_replaced_and_removed(write):
     [
         ("seed", "has no '='"),
         ("weights.group_size=[", "override 'weights.group_size=[': not valid YAML: line 1"),
-        ("weights.groupsize=3", "(did you mean 'weights.group_size'?); there are: weights.dtype, weights.group_size"),
+        (
+            "weights.groupsize=3",
+            "(did you mean 'weights.group_size'?); valid fields: weights.dtype, weights.group_size",
+        ),
         ("weight.group_size=3", "(did you mean 'weights.group_size'?)"),
         ("weights.group_size.x=3", "no such field"),
         ("weights.group_size=x", "weights.group_size: expected a positive whole number"),

@@ -168,7 +168,7 @@ def test_a_baseline_whose_tokens_mean_something_else(models, tmp_path):
     vocab = data["model"]["vocab"]
     vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
     file.write_text(json.dumps(data))
-    with pytest.raises(DataError, match="has a different vocabulary"):
+    with pytest.raises(DataError, match="have different vocabularies"):
         check_pair(models / "out", other)
 
 
@@ -209,16 +209,18 @@ def test_without_hashes_it_says_that_nothing_was_checked(checkpoint, models):
     (checkpoint / "quantkit.json").unlink()
     (checkpoint / "quantkit-run.json").unlink()
     pair = check_pair(checkpoint, models / "llama")
-    assert "could not be checked" in pair.notes[0]
+    assert "could not check its files" in pair.notes[0]
     assert pair.gates == ()
-    with pytest.raises(ModelError, match="does not say what it was made from; give the original as --baseline"):
+    with pytest.raises(ModelError, match="does not name its original; give it as --baseline"):
         check_pair(checkpoint, None)
 
 
 def test_an_original_that_moved_away(checkpoint, tmp_path):
     made = json.loads((checkpoint / "quantkit-run.json").read_text())
     (checkpoint / "quantkit-run.json").write_text(json.dumps({**made, "model": str(tmp_path / "moved")}))
-    with pytest.raises(ModelError, match=r"was made from .*, which is not here; give it as --baseline"):
+    with pytest.raises(
+        ModelError, match=r"was made from .*, which does not exist here; give the original as --baseline"
+    ):
         check_pair(checkpoint, None)
 
 
@@ -260,7 +262,9 @@ def test_something_else_of_that_name_is_not_deleted(report, checkpoint):
     other = checkpoint.with_name("out.failed")
     other.mkdir()
     (other / "letters.txt").write_text("dear")
-    with pytest.raises(OutputError, match=r"should become .*out\.failed has no quantkit\.json that quantkit wrote"):
+    with pytest.raises(
+        OutputError, match=r"cannot be renamed to .*out\.failed has no quantkit\.json that quantkit wrote"
+    ):
         set_aside(report, checkpoint)
     assert (other / "letters.txt").exists()
     assert checkpoint.exists()
@@ -323,7 +327,7 @@ def test_vllm_computes_everything_where_it_is_asked_to(report, models, monkeypat
 def test_what_vllm_cannot_do_is_refused_before_anything_is_loaded(models, monkeypatch):
     fake_vllm.install(monkeypatch)
     pair = check_pair(models / "out", None, ())
-    for changes, said in (({"sensitivity": True}, "sensitivity map is made by"), ({"engine": ENGINE}, "num_pages")):
+    for changes, said in (({"sensitivity": True}, "can make the sensitivity map"), ({"engine": ENGINE}, "num_pages")):
         with pytest.raises(RequestError, match=said):
             verify_pair(pair, options(models, **{"engine": {}, "vllm": {}, **changes}))
     assert fake_vllm.LOADED == []

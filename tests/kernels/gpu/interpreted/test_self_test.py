@@ -77,4 +77,4 @@ def test_a_wrong_kernel_is_found_in_a_child(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_check, "identity", lambda device: {})
     kernel_check.check_kernels(CPU)
     assert "norms and gates: " in gpu.why_replaced("ops", CPU)
-    assert "of the largest number off torch" in kernel_check.describe_kernels(CPU)
+    assert "error relative to torch's largest value" in kernel_check.describe_kernels(CPU)
