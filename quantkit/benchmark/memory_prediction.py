@@ -136,7 +136,7 @@ def predict(
 
 
 def max_length(model: Path | str | None) -> int | None:
-    """Return the most tokens per sequence from a model's config.json; None if only transformers can tell.
+    """Return the maximum number of tokens per sequence from a model's config.json; None if only transformers can tell.
 
     Args:
         model: directory or hub id; None = the demo model.
@@ -236,7 +236,7 @@ def _laid_out_bytes(
         scheme: scheme of the stored weight; None = unquantized.
         bias: whether there is a bias.
         stored: dtype in the checkpoint; for quantized weights, of the scales.
-        dtype, device: of the computation.
+        dtype, device: dtype and device of the computation.
     """
     if rows >= 3 * _ROWS:
         few, rest = _ROWS + rows % _ROWS, (width, scheme, bias, stored, dtype, device)

@@ -30,7 +30,7 @@ class Cost:
         parameters: number of weights that one token is multiplied with, without the head.
         head_parameters, head_bytes: number of weights and bytes of the head.
         layers: cache or state of each layer, and its form.
-        kv_budget: most tokens per sequence that the cache keeps; None = all.
+        kv_budget: maximum number of tokens per sequence that the cache keeps; None = all.
         product: number type of the products, e.g. "bfloat16" or "int8".
     """
 

@@ -72,7 +72,7 @@ def length_sweep(*, prompt_tokens: int, new_tokens: int, seed: int = 0) -> Workl
 
     Args:
         prompt_tokens: tokens of the longest prompt.
-        new_tokens: most new tokens per request.
+        new_tokens: maximum number of new tokens per request.
         seed: seed of the prompts.
     """
     sizes = {"prompt_tokens": prompt_tokens, "new_tokens": min(new_tokens, _SWEEP_TOKENS), "seed": seed}
@@ -117,7 +117,7 @@ def check_capacity(workloads: Sequence[Workload], capacity: int, what: str) -> N
 
     Args:
         workloads: workloads to send.
-        capacity: most tokens of one sequence.
+        capacity: maximum number of tokens of one sequence.
         what: what limits it, e.g. "the context of demo".
     Raises:
         RequestError: a request does not fit; the message says what would.

@@ -253,7 +253,7 @@ def _row_bytes(info: TensorInfo) -> int:
 
 
 def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield runs of consecutive rows among those asked for, in ascending order, at most `limit` positions each.
+    """Yield runs of consecutive rows among the requested ones, in ascending order, with at most `limit` positions each.
 
     For asked = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
 

@@ -157,7 +157,7 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
         texts = [str(path)] if path.is_file() else [] if path.is_absolute() else find_items(name, folders)
     if not texts:
         looked = ", ".join(map(str, folders)) or "no --data folder was given"
-        raise DataError(f"text {shorten(name, 300)} is not a file, here or in --data ({looked}); pass --text FILE")
+        raise DataError(f"text {shorten(name, 300)} is neither a file nor in --data ({looked}); pass --text FILE")
     return read_text(Path(texts[0]), DataError, MAX_TEXT_BYTES)
 
 

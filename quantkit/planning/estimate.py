@@ -213,7 +213,7 @@ def estimate(
         kv_cache: form of the cache; None = compare them.
         head: "int8" or "int4" quantizes the output head at load.
         engine: engine that will read the recipe's result; None = report on every engine.
-        kv_budget: most tokens per sequence that the cache keeps, or a share of the context; None = all.
+        kv_budget: maximum number of tokens per sequence that the cache keeps, or a share of the context; None = all.
         kv_policy: eviction policy: which tokens are kept.
     Returns:
         The plan.

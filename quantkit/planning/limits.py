@@ -33,7 +33,7 @@ class DeviceFit:
             reserve.
         cache_bytes: memory left for the cache; may be negative.
         fits: whether it is not negative.
-        largest_batch: most sequences of the given context; None = the cache is unknown.
+        largest_batch: maximum number of sequences of the given context; None = the cache is unknown.
         largest_context: longest context for the given number of sequences, up to the model's limit; None = the cache is
             unknown.
         limited_by_model: whether the model's limit is reached before memory runs out.

@@ -149,7 +149,7 @@ class EvaluationResult(Record):
     def parts_read(self) -> tuple[str, ...]:
         """Return one line for each text of which only a part was scored."""
         cut = [text for text in self.perplexity if text.read_tokens != text.text_tokens]
-        return tuple(dict.fromkeys(f"Perplexity of {text.data} is of {text.part}." for text in cut))
+        return tuple(dict.fromkeys(f"Perplexity of {text.data} covers only {text.part}." for text in cut))
 
     def find_task(self, task: str) -> TaskResult | None:
         """Return the result of a task, or None."""

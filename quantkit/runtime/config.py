@@ -116,7 +116,8 @@ class EngineConfig:
             parse_bytes(self.memory)  # refuses what is no size
 
     def context_length(self, model_length: int) -> int:
-        """Return the most tokens per sequence, ignoring memory: the requested length, or else the model's limit.
+        """Return the maximum number of tokens per sequence, ignoring memory: the requested length, or else the model's
+        limit.
 
         Raises:
             RequestError: the requested length exceeds the model's.
@@ -129,7 +130,7 @@ class EngineConfig:
         """Return the KV budget per sequence in tokens; None if it is not below `length`.
 
         Args:
-            length: the most tokens that a sequence can have.
+            length: the maximum number of tokens that a sequence can have.
         """
         budget = None if self.kv_budget is None else parse_budget(self.kv_budget)
         kept = kept_tokens(budget, length)

@@ -178,7 +178,7 @@ class LLM(Prompts):
 
     @property
     def capacity(self) -> int:
-        """The most tokens of one sequence."""
+        """The maximum number of tokens of one sequence."""
         return self.engine.capacity
 
     @property

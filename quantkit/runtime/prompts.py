@@ -61,7 +61,7 @@ class Prompts:
 
         Args:
             text: text of any length.
-            most: most tokens allowed.
+            most: maximum number of tokens allowed.
         Raises:
             RequestError: the text has more tokens.
         """

@@ -23,7 +23,7 @@ _MOST_PENALTY = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScoring:
-    """What a request asks about given tokens, as opposed to sampled ones.
+    """Scores of given tokens that a request asks for, instead of sampled tokens.
 
     A worked example, prompt [a, b, c, d], num_tokens 2, continuations (x, y): the answer has the log-probabilities of
     c after ab, of d after abc, of x and of y after abcd.
@@ -35,8 +35,8 @@ class PromptScoring:
         top: number of likeliest tokens to return at each scored prompt token.
         logits: whether to return full rows of logits after every prompt token. They are always computed anew: the
             prefix cache is neither read nor written.
-        chunk_size: most prompt tokens per step; 1 uses the decode path, which reads all earlier tokens from the cache.
-            None = as many as a step takes.
+        chunk_size: maximum number of prompt tokens per step; 1 uses the decode path, which reads all earlier tokens
+            from the cache. None = as many as a step takes.
     Raises:
         RequestError: nothing is requested, or a number is out of range.
     """
@@ -60,7 +60,7 @@ class SamplingParams:
     """How to choose a request's tokens, and when to end it. Greedy by default. Fields with a flag are options.
 
     Args:
-        max_tokens: most new tokens; None = until the context is full; 0 only with `scoring`.
+        max_tokens: maximum number of new tokens; None = until the context is full; 0 only with `scoring`.
         top_k: keep only this many likeliest tokens; None = all.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
         presence_penalty: subtracted from the logit of each token that is in the output.

@@ -1,4 +1,5 @@
-"""vLLM behind the interface that evaluation, benchmark and `generate` use for the bundled engine: `--engine vllm`.
+"""Run models in vLLM through the interface of the bundled engine, for evaluation, benchmark and `generate` (`--engine
+vllm`).
 
 vLLM runs unmodified. Settings that only vLLM has are passed with `--engine-option tensor_parallel_size=2`. Importing
 this module does not need vLLM; creating a `VllmLLM` does.
@@ -97,7 +98,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
 
     @property
     def capacity(self) -> int:
-        """The most tokens of a prompt; vLLM reserves one position for a new token."""
+        """The maximum number of tokens of a prompt; vLLM reserves one position for a new token."""
         return int(self.config.model_config.max_model_len) - 1
 
     @property
@@ -236,7 +237,9 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         ]
 
     def _prompt_rows(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[dict[int, Any]], Any]]:
-        """Return vLLM's log-probabilities of each prompt: of all tokens but the first, and of the next token."""
+        """Return vLLM's log-probabilities for each prompt: those of all tokens except the first, and those of the next
+        token.
+        """
         params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=count, logprobs=count, detokenize=False)
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
         try:

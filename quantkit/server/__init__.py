@@ -1,1 +1,1 @@
-"""The engine behind an HTTP API compatible with OpenAI's. Needs `quantkit[serve]`."""
+"""Serve the engine through an HTTP API compatible with OpenAI's. Needs `quantkit[serve]`."""

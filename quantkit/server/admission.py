@@ -61,7 +61,7 @@ class Bodies:
         Args:
             request: request whose body is read.
             kind: expected type of the body.
-            most_ids: most token ids in one request.
+            most_ids: maximum number of token ids in one request.
         Raises:
             RequestError: the body is too large, too slow or invalid.
         """

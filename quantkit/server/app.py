@@ -64,7 +64,7 @@ class Server:
     Args:
         bridge: connection to the engine.
         name: name that clients use for the model.
-        max_prompt: most prompt tokens; None = as many as fit.
+        max_prompt: maximum number of prompt tokens; None = as many as fit.
         key: API key that clients must send; None = no key is needed.
         log: called with one line per request; None = requests are not logged.
         origins: web origins allowed besides the server's own; "*" = all.
@@ -264,7 +264,7 @@ class Server:
 
     @property
     def _most_tokens(self) -> int:
-        """The most tokens of a prompt."""
+        """The maximum number of tokens of a prompt."""
         capacity = self.bridge.engine.capacity
         return capacity if self.max_prompt is None else min(capacity, self.max_prompt)
 

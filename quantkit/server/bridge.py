@@ -83,12 +83,12 @@ class Bridge:
 
     Args:
         llm: model to load; not loaded yet, because the thread that computes must load it.
-        max_waiting: most requests that may wait besides the running ones.
+        max_waiting: maximum number of requests that may wait besides the running ones.
         say: called with each line for the operator.
     Attributes:
         failure: exception that ended the thread, such as a model that cannot be loaded; None = none.
         num_open: prompts that have not ended.
-        most_open: most prompts that may be open, waiting ones included.
+        most_open: maximum number of prompts that may be open, waiting ones included.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int, say: Callable[[str], None]) -> None:

@@ -33,7 +33,8 @@ class Connection(H11Protocol):
     """A connection that is closed if its client is slow to send headers. *Mutable*.
 
     Args:
-        most: most connections of the server; beyond that, a new one replaces the one that has waited longest.
+        most: maximum number of connections of the server; beyond that, a new one replaces the one that has waited
+            longest.
         waiting: connections waiting for a request, longest wait first. *Mutable*, shared by all connections.
         arguments: arguments of uvicorn.
     """
@@ -86,10 +87,11 @@ class Connection(H11Protocol):
 
 
 def most_connections(most_open: int) -> tuple[int, int]:
-    """Return the most connections, and how many to accept at once, within this process's limit of open files.
+    """Return the maximum number of connections, and how many to accept at once, within this process's limit of open
+    files.
 
     Args:
-        most_open: most requests that may run or wait.
+        most_open: maximum number of requests that may run or wait.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     # Connections that are given up keep their files for a few rounds of the event loop, so a round takes a small share.

@@ -83,8 +83,8 @@ BAD = [
         4,
         "task 'local_piqa' reads piqa/validation.jsonl, which needs a folder; pass --data DIR",
     ),
-    (("--tasks", "demo_facts", "--data", "nowhere"), 4, "nowhere is no directory"),
-    (("--text", "nothing.txt"), 4, "text 'nothing.txt' is no file here"),
+    (("--tasks", "demo_facts", "--data", "nowhere"), 4, "nowhere is not a directory"),
+    (("--text", "nothing.txt"), 4, "text 'nothing.txt' is neither a file nor in --data"),
     (("nowhere/model", "--tasks", "demo_facts"), 4, "nowhere/model"),
     (("--noise",), 2, "--noise needs a baseline"),
     (("--limit", "0"), 2, "--limit"),
@@ -105,7 +105,7 @@ def test_bad_input_is_one_line_and_a_code(run, arguments, code, message):
 def test_a_baseline_of_another_vocabulary(run, tmp_path):
     answer = run("--baseline", make_model(tmp_path / "other"), *ASKED)
     assert answer.exit_code == 4
-    assert "has a different vocabulary (258 tokens)" in answer.stderr
+    assert "have different vocabularies (" in answer.stderr
     assert answer.stderr.count("\n") == 1
 
 

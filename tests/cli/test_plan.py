@@ -94,7 +94,7 @@ def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
     assert "statistics of the steps" in cells_of
     assert cells_of["vLLM 0.32.0"][0] == "fast"
     assert cells_of["llama.cpp llama-cpp-python 0.3"][0] == "no"
-    assert "hidden states of 65,536 tokens (on disk where a CPU computes)" in cells_of
+    assert "hidden states of 65,536 tokens (on disk if a CPU computes)" in cells_of
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
         (("--device", "4090ti"), 4, r"did you mean '4090'.*for another device, give --memory and --bandwidth"),
         (("--memory", "lots"), 4, "memory 'lots' is not an amount"),
         (("--bandwidth", "1TB/s"), 4, "give --device or --memory too"),
-        (("--context", "0"), 4, "context '0' is not a whole number"),
+        (("--context", "0"), 4, "context '0' is not a positive whole number"),
         (("--kv-cache", "int5"), 4, "unknown KV cache type 'int5'"),
         (("--set", "a=b"), 4, "give --recipe too"),
         (("--recipe", "awq-int5"), 4, r"recipe 'awq-int5' is neither .*did you mean 'awq-int4'"),

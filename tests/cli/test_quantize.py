@@ -177,7 +177,7 @@ def test_an_interrupted_run_exits_with_130_and_the_same_command_resumes(invoke, 
 
 def test_without_a_terminal_each_layer_is_a_line_on_stderr(invoke, calls):
     lines = invoke("quantize", "--recipe", "rtn-int4").stderr.splitlines()
-    plan = "plan: 2 layers, 1 taken over from an interrupted run, 4 samples, about 1.0 GiB of memory"
+    plan = "plan: 2 layers, 1 reused from an interrupted run, 4 samples, about 1.0 GiB of memory"
     assert lines[0] == f"{plan} at the peak"
     assert lines[1] == "warning: something odd"
     assert re.fullmatch(

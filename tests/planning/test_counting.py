@@ -274,8 +274,8 @@ def test_a_bad_config_says_what_is_wrong(changes, message, tmp_path):
 
 
 V4_BAD = [
-    ({"layer_types": [{}] * 4}, "layer type {} of layer 0"),
-    ({"compress_ratios": [{}] * 4, "layer_types": None}, "layer type {} of layer 0"),
+    ({"layer_types": [{}] * 4}, "layer 0, whose type is {}"),
+    ({"compress_ratios": [{}] * 4, "layer_types": None}, "layer 0, whose type is {}"),
     ({"compress_rates": {"heavily_compressed_attention": float("inf")}}, "heavily_compressed_attention is inf"),
     ({"partial_rotary_factor": 1e308, "sliding_window": 0}, "sliding_window is 0"),
 ]
@@ -294,7 +294,7 @@ def test_an_unknown_family_is_counted_as_llama_and_says_so():
         shape.num_parameters
         == from_config(description_of({**SIZES, "model_type": "llama"}, "x"), "x", "").num_parameters
     )
-    assert "'novel' is not known here" in shape.remarks[0]
+    assert "'novel' is unknown" in shape.remarks[0]
 
 
 WINDOWED = {
@@ -360,7 +360,7 @@ def test_experts_and_layers_beyond_the_config_are_told_apart():
         "mlp.experts.{expert}.down_proj": (4, 2, True),
     }
     assert shape.num_parameters - shape.active_parameters == 2 * 2 * 32 * 64
-    assert shape.remarks == ("1 more layers in the shards (MTP) are not counted",)
+    assert shape.remarks == ("1 further layers in the shards (multi-token prediction) are not counted",)
     del tensors["model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match="no token embedding of width 64"):
         from_headers(description_of(config, "x"), "x", tensors)

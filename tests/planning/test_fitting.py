@@ -316,7 +316,7 @@ def test_a_cache_that_no_engine_offers_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS["deepseek-v3"]))
     with pytest.raises(
-        InputError, match=r"no engine keeps this model's cache \(MLA 512\+64\) in int4; use one of bf16, fp8, int8"
+        InputError, match=r"no engine stores this model's cache \(MLA 512\+64\) in int4; use one of bf16, fp8, int8"
     ):
         estimate(path, kv_cache="int4")
     assert [row.form.name for row in estimate(path).caches] == ["bf16", "fp8", "int8"]
@@ -380,7 +380,7 @@ def test_remarks_say_what_a_device_lacks_and_what_windows_assume(tmp_path):
     path.write_text(json.dumps(MODELS["gemma-3-27b"]))
     plan = estimate(path, recipe="fp8-dynamic", device=find_device("a100"))
     assert any("has no fp8 units" in text for text in plan.remarks)
-    assert any("the bundled runtime keeps all of them, 507,904 B per token" in text for text in plan.remarks)
+    assert any("the bundled runtime keeps all tokens, 507,904 B per token" in text for text in plan.remarks)
     assert any("without vision and audio towers" in text for text in plan.remarks)
     assert not estimate(recipe="fp8-dynamic", device=find_device("h100")).remarks
     assert to_document(plan)["remarks"] == list(plan.remarks)

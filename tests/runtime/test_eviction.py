@@ -283,7 +283,7 @@ def test_what_cannot_be_kept_is_one_line(model, message):
 def test_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(RequestError, match="needs a kv_budget"):
         EngineConfig(kv_policy="keydiff")
-    with pytest.raises(InputError, match="neither tokens nor a share"):
+    with pytest.raises(InputError, match="neither a number of tokens nor a share"):
         EngineConfig(kv_budget="120%")
     windowed = make_loud_model(tmp_path / "windowed", "gemma3_text")
     with pytest.raises(RequestError, match=r"pages of 4 tokens and a sliding window of 32, give at least 44"):

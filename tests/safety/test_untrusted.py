@@ -33,7 +33,7 @@ BOMBS = {
     "no truth": ("weights: !!bool maybe", "not valid YAML"),
     "a month 13": ("weights: 2024-13-01", "not valid YAML"),
     "a zero byte": ("weights: a\0b", "not valid YAML"),
-    "half a character": ('weights: "\\ud83d"', "line 1: half a character"),
+    "half a character": ('weights: "\\ud83d"', "line 1: a text has half of a surrogate pair"),
 }
 
 

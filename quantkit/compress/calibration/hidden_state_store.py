@@ -48,7 +48,7 @@ class ActivationStore:
         """Load the states that an interrupted run saved before `layer`.
 
         Raises:
-            ResumeError: a file is missing or not what was written.
+            ResumeError: a file is missing or has changed since it was written.
         """
         store = cls(folder, mode, iter(()))
         store._layer, store.digests = layer, digests
@@ -119,7 +119,7 @@ class ActivationStore:
 
 
 def check_saved(path: Path, digest: str) -> None:
-    """Raise ResumeError if a file of an interrupted run is not byte for byte what was written."""
+    """Raise ResumeError if a file of an interrupted run has changed since it was written."""
     with contextlib.suppress(CheckpointError):
         read_header(path)  # as long as its tensors: what has grown may have no end
         if file_digest(path) == digest:
@@ -132,10 +132,10 @@ def require_finite(states: Tensor, source: str) -> Tensor:
     """Return hidden states after checking that all are finite.
 
     Args:
-        states: of any shape.
+        states: hidden states of any shape.
         source: the part of the model that computed them, for the message.
     Raises:
-        CheckpointError: one of them is not a number, or infinite.
+        CheckpointError: a value is NaN or infinite.
     """
     if not torch.isfinite(states).all():
         raise CheckpointError(

@@ -30,7 +30,7 @@ _SKETCHED = 256
 
 
 class Observer(Protocol):
-    """Something that looks at the inputs of a linear."""
+    """An object that collects statistics of a linear's inputs."""
 
     def update(self, inputs: Tensor) -> None:
         """Add inputs (T, K) of any float dtype; they are not modified."""

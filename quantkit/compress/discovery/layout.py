@@ -63,7 +63,7 @@ def find_model_layout(model: Any) -> tuple[Family, str]:
         if len(model.get_submodule(layers)._modules) == count:
             family = Family(backbone=_backbone(model, layers), layers=layers, embedding=embedding, head=head)
             return replace(family, final_norm=_final_norm(model, layers, set()), native=False), "; ".join(reasons)
-    why = "; ".join(reasons) or "it has no list of modules with linears beside its embedding"
+    why = "; ".join(reasons) or "it has no list of modules with linears next to its embedding"
     raise ModelError(f"{kind}: no decoder layers found that hidden states pass through ({why})")
 
 

@@ -1,4 +1,4 @@
-"""Compression from a model directory to a finished checkpoint; `quantize` is the whole of it."""
+"""Compress a model directory to a finished checkpoint; the entry point is `quantize`."""
 
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.run import quantize

@@ -62,7 +62,7 @@ def audit_checkpoint(
         weight = f"{name}.weight"
         source, kept = (one.info(weight).dtype if weight in one else None for one in (plan.reader, reader))
         if source != kept:
-            raise AuditError(f"{name} was to be ignored, but its weight is {kept}")
+            raise AuditError(f"{name} should have stayed unquantized, but its weight is {kept}")
     _check_tied(plan, reader)
     plan.format.check_config(reader.config, plan.linears, plan.ignored)
 

@@ -29,7 +29,7 @@ def check_kept(
     Returns:
         A sentence for each scheme that is kept.
     Raises:
-        RecipeError, SchemeError: says what is in the way.
+        RecipeError, SchemeError: codes cannot be kept; says why.
     """
     kept: dict[LinearScheme, list[str]] = {}
     for name, scheme in linears.items():

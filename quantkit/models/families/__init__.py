@@ -50,11 +50,11 @@ _RENAMED = ("exaone", "sarvam_moe")
 
 
 def find(config: Mapping[str, Any]) -> Family:
-    """The family that a model's config.json names.
+    """Return the family that a model's config.json names.
 
     Raises:
-        NotNative: it names one that no file describes.
-        ModelError: it names none, or one that nothing here can do anything with.
+        NotNative: config.json names a class that no family file describes.
+        ModelError: config.json names no class, or a model that quantkit refuses.
     """
     _refuse(config)
     names = config.get("architectures")
@@ -71,10 +71,10 @@ def find(config: Mapping[str, Any]) -> Family:
 
 
 def find_language_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
-    """The family of a model, or of the language model that a known wrapper holds; and the config.json of that one.
+    """Return the family and the config.json of a model, or of the language model inside a known multimodal wrapper.
 
     Raises:
-        NotNative, ModelError: as `find`.
+        NotNative, ModelError: see `find`.
     """
     names, text = config.get("architectures"), config.get("text_config")
     if not isinstance(names, list) or not isinstance(text, Mapping):
@@ -105,10 +105,11 @@ UNKNOWN = Family(
 
 
 def family_for_counting(config: Mapping[str, Any]) -> Family:
-    """The family of a model by the classes or the `model_type` of its config.json; `UNKNOWN` where no file fits.
+    """Return the family of a model by the classes or the `model_type` in its config.json; `UNKNOWN` if no family file
+    matches.
 
     Raises:
-        ModelError: it can be taken for a family, and is none.
+        ModelError: the config.json looks like that of a known family, but quantkit refuses the model.
     """
     _refuse(config)
     with suppress(ModelError):

@@ -44,7 +44,7 @@ class StatePool:
 
     Args:
         shape: shape of one layer's state.
-        num_rows: most sequences that run at the same time.
+        num_rows: maximum number of sequences that run at the same time.
         device: device of the pool.
     """
 
@@ -172,7 +172,7 @@ class EntryPool:
     Args:
         layout: layout of the layer's cache.
         num_pages: pages in the pool.
-        num_rows: most sequences that run at the same time.
+        num_rows: maximum number of sequences that run at the same time.
         device: device of the pool.
     Attributes:
         num_page_bytes, num_row_bytes: bytes of all pages, of all rows.

@@ -39,7 +39,7 @@ class PagePool:
 
     def allocate(self, count: int) -> list[int]:
         """Take free pages and forget their contents. The caller must check `num_free` first."""
-        assert count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
+        assert count <= self.num_free, f"{count} pages requested, {self.num_free} free"
         pages = []
         for _ in range(count):
             # Pages with known contents go last: until one is reused, a later prompt may still find it.

@@ -27,7 +27,7 @@ class PrefixCache:
         page_size: tokens per page.
         identity: everything else that determines a page's bytes: model and KV format.
         enabled: False = find and publish nothing.
-        most: most tokens at the start of a sequence to share; None = all.
+        most: maximum number of tokens at the start of a sequence to share; None = all.
     """
 
     def __init__(

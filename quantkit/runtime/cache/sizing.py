@@ -22,7 +22,7 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
     Args:
         layouts: layouts of all layers, including a draft model's; empty if the model keeps its own keys and values.
         config: settings; `num_pages` overrides `memory`, which covers the pool and the residual windows.
-        model_length: the most tokens per sequence that the model supports.
+        model_length: the maximum number of tokens per sequence that the model supports.
         device: device of the pool.
     Raises:
         RequestError: not even one page, or one sequence of the requested length, fits; the message has the numbers.
@@ -60,7 +60,7 @@ def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: i
 
     Args:
         config: settings.
-        model_length: the most tokens per sequence that the model supports.
+        model_length: the maximum number of tokens per sequence that the model supports.
         num_pages: pages in the pool.
         window: size of the widest sliding window; 0 = no layer has one.
     Raises:
@@ -86,7 +86,7 @@ class Capacity:
     """Token limits of a sequence.
 
     Args:
-        num_tokens: most tokens of one sequence that fit in both the KV pool and the context.
+        num_tokens: maximum number of tokens of one sequence that fit in both the KV pool and the context.
         max_length: context length in tokens.
     """
 

@@ -50,7 +50,7 @@ def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
 
 
 def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, device: torch.device) -> Capacity | None:
-    """Return the most tokens per sequence that the engine will allow; read only headers.
+    """Return the maximum number of tokens per sequence that the engine will allow; read only headers.
 
     Args:
         path: model directory.
@@ -93,7 +93,7 @@ def _plan_pool(
         config: settings.
         layouts: layouts of the model's layers; empty if the model keeps its own keys and values.
         drafts: layouts of the draft model's layers; None = no draft model.
-        max_length: the most tokens per sequence that the model supports.
+        max_length: the maximum number of tokens per sequence that the model supports.
         window: size of the widest sliding window; 0 = no layer has one.
         device: device of the pool.
     """

@@ -64,7 +64,7 @@ class BatchBuilder:
 
     Args:
         max_sequences: rows of the page table.
-        max_pages: most pages of one sequence.
+        max_pages: maximum number of pages of one sequence.
         page_size: tokens per page.
         device: device of the model.
     """

@@ -118,7 +118,7 @@ class Engine:
             The request's number, as in `StepOutput`.
         Raises:
             RequestError: the prompt is empty or has unknown tokens, the request can never fit (the message says how
-                many tokens do), more tokens are to be scored than exist, or there are stop texts but no tokenizer.
+                many tokens do), more tokens should be scored than exist, or there are stop texts but no tokenizer.
         """
         ids = self.check(prompt_ids, params)
         number = self._num_added

@@ -36,8 +36,8 @@ class Runner:
         model: to run.
         cache: KV cache; None if the model keeps its own.
         config: settings of the engine.
-        max_pages: most pages of one sequence.
-        max_length: most tokens of one sequence; None = as many as its pages hold.
+        max_pages: maximum number of pages of one sequence.
+        max_length: maximum number of tokens of one sequence; None = as many as its pages hold.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
     Args:
         model: to run.
         cache: KV cache.
-        max_length: most tokens of one sequence.
+        max_length: maximum number of tokens of one sequence.
     """
     if not cache.is_capturable:
         return "attention of this KV cache is computed by torch, sequence by sequence"
@@ -122,9 +122,9 @@ class DecodeGraphs:
         model: to run.
         cache: KV cache.
         builder: builder that holds the page table.
-        max_sequences: most sequences in one batch.
-        max_pages: most pages of one sequence.
-        max_length: most tokens of one sequence, including evicted ones; None = as many as its pages hold.
+        max_sequences: maximum number of sequences in one batch.
+        max_pages: maximum number of pages of one sequence.
+        max_length: maximum number of tokens of one sequence, including evicted ones; None = as many as its pages hold.
         capture: returns a function that repeats a step; None = capture a CUDA graph.
     """
 
@@ -195,7 +195,7 @@ class _Inputs:
         sequences: B, sequences in the batch.
         pages: P, pages per sequence.
         page_size: tokens per page.
-        max_length: most tokens of one sequence.
+        max_length: maximum number of tokens of one sequence.
         device: device of the model.
     """
 

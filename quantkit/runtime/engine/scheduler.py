@@ -200,7 +200,8 @@ class Scheduler:
         return count if is_whole or sequence.params.scoring else min(count, self._page_size)
 
     def _next_chunk(self, sequence: Sequence) -> tuple[int, bool]:
-        """Return the number of tokens a prompt wants in its next step, and whether it must get all of them at once.
+        """Return the number of tokens of a prompt to compute in its next step, and whether they must all be in one
+        step.
 
         With `fixed_chunks`, a scored prompt is split at fixed points: at the last page boundary before the scored rows,
         at the first scored row, and after every `token_budget` tokens. Other sequences in the batch do not matter.

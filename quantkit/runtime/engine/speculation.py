@@ -14,7 +14,7 @@ drafts in one step rounds differently from computing them one by one.
 `SpeculationController` uses measured step times to choose the number of drafts. Verifying k drafts costs nothing extra
 if a step is bound by reading weights, but does if it is bound by arithmetic: large batches, low-bit weights, CPUs. So
 the controller measures tokens and time of steps with and without drafts for each batch size, and uses the number of
-drafts (or 0) that gives the most tokens per second.
+drafts (or 0) that gives the maximum number of tokens per second.
 """
 
 from collections import defaultdict, deque
@@ -53,7 +53,7 @@ class SpeculationController:
     """Chooses the number of drafts of each step. *Mutable*: learns from every step.
 
     Args:
-        max_drafts: most drafts per sequence and step.
+        max_drafts: maximum number of drafts per sequence and step.
         force: always use `max_drafts` drafts, whatever they cost.
     Raises:
         RequestError: `max_drafts` exceeds the number of tokens that the KV cache can take back.
@@ -250,7 +250,7 @@ class _Shadow(PageHolder):
     fed: list[int] = field(default_factory=list)
 
     def sync(self, ids: list[int]) -> None:
-        """Keep what was computed for tokens that are still right: drafts up to the first rejected one."""
+        """Keep the results for tokens that are still valid: all drafts before the first rejected one."""
         right = self.base
         for token in self.fed:
             if right >= len(ids) or ids[right] != token:

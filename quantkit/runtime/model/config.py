@@ -37,7 +37,7 @@ class ModelConfig(ModelDescription):
         clip: bound on the absolute value of queries, keys and values.
         embedding_scale, residual_scale, logits_scale: factors on the embeddings, on additions to the residual stream,
             and on the logits.
-        max_length: the most tokens per sequence that the model supports.
+        max_length: the maximum number of tokens per sequence that the model supports.
     """
 
     ropes: tuple[RopeConfig | None, ...]
@@ -122,5 +122,5 @@ def _read_ropes(
 
 
 def _max_length(ropes: Iterable[RopeConfig | None], length: int) -> int:
-    """Return the most tokens per sequence: config.json's value, but dynamic scaling extends it."""
+    """Return the maximum number of tokens per sequence: config.json's value, but dynamic scaling extends it."""
     return int(length * max((rope.factor for rope in ropes if rope and rope.kind == "dynamic"), default=1.0))

@@ -31,7 +31,8 @@ class Model(ABC):
     """Interface of a model that the engine runs.
 
     Args:
-        vocab_size, max_length: number of logits per row, and the most tokens per sequence that the model supports.
+        vocab_size, max_length: number of logits per row, and the maximum number of tokens per sequence that the model
+            supports.
         eos_ids: tokens that end a sequence.
         stored_bytes: bytes of the weights that one decode step reads; num_bytes: bytes of all weights.
         dtype: dtype of the computation.
@@ -138,7 +139,7 @@ class NativeModel(Model):
         """Return why a step cannot be captured as a CUDA graph (it uses values on the host); None if it can.
 
         Args:
-            max_length: most tokens of one sequence.
+            max_length: maximum number of tokens of one sequence.
         """
         if self.is_recurrent:
             return "torch computes the layers that keep a state, launch by launch"

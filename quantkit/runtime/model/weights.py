@@ -53,7 +53,7 @@ class Weights:
         reader: reader of the checkpoint.
         config: config of the model.
         format, scheme: format and scheme of the quantized linears; both None if there are none.
-        dtype, device: of the computation.
+        dtype, device: dtype and device of the computation.
         num_bytes: bytes of all parts built so far.
         stored_bytes: bytes that one decode step reads.
         notes: decisions made while building that users should know.

@@ -58,7 +58,7 @@ REFUSED = [
         "cannot store values as int4 per channel",
     ),
     ({"kv_cache": {"dtype": "fp8", "keys": {"granularity": "token"}}}, "both or neither must have fixed scales"),
-    ({"kv_cache": {"dtype": "fp8", "rotation": "hadamard", "granularity": "tensor"}}, "rotation: hadamard spreads"),
+    ({"kv_cache": {"dtype": "fp8", "rotation": "hadamard", "granularity": "tensor"}}, "rotation: hadamard only helps"),
     ({"kv_cache": {"dtype": "fp8"}, "steps": ["gptq"]}, "steps: has no effect without 'weights'"),
     ({"kv_cache": {"dtype": "fp8"}, "activations": {"dtype": "fp8"}}, "activations: has no effect without 'weights'"),
     (

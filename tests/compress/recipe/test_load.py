@@ -274,7 +274,7 @@ def test_whole_parts_can_be_replaced_and_removed(write):
         ("weights.group_size.x=3", "no such field"),
         ("weights.group_size=x", "weights.group_size: expected a positive whole number"),
         ("steps.gptq.damp=1", "(did you mean 'steps.gptq.damping'?)"),
-        ("steps.awq.grid=1", "the recipe has no step 'awq'; its steps: gptq"),
+        ("steps.awq.grid=1", "the recipe has no step 'awq'; it has: gptq"),
         ("overrides.0.skip=true", "can only be replaced as a whole"),
     ],
 )
@@ -292,8 +292,8 @@ def test_changes_do_not_hide_a_mistake_in_the_file(write):
     [
         (INT4_G32 + "steps: [gptq]", []),
         (INT4_G32 + "steps: [smoothquant]", ["'activations' is not set"]),
-        (INT4_G32 + "steps: [gptq, awq]", ["the steps after it (awq) come too late"]),
-        (INT4_G32 + "steps: [autoround, gptq]", ["the steps after it (gptq) come too late"]),
+        (INT4_G32 + "steps: [gptq, awq]", ["later steps (awq) have no effect"]),
+        (INT4_G32 + "steps: [autoround, gptq]", ["later steps (gptq) have no effect"]),
         (INT4_G32 + "activations: {dtype: fp8}", []),
         ("weights: {dtype: int8}\nactivations: {dtype: fp8}", ["int8 weights with fp8 activations"]),
     ],
@@ -362,7 +362,7 @@ def test_a_copy_that_keeps_a_shipped_name_is_called_as_its_file(write):
 
 def test_changing_the_calibration_of_a_recipe_without_one_does_not_blame_its_file(write):
     said = message("rtn-int4", ["calibration.samples=8"])
-    assert said.startswith("recipe 'rtn-int4' looks at no data")
+    assert said.startswith("recipe 'rtn-int4' uses no calibration data")
     assert "--samples" in said
     assert message(write(f"{INT4_G32}calibration: {{samples: 8}}\n")).startswith("mine.yaml: calibration has no effect")
 
