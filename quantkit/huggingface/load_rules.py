@@ -270,7 +270,7 @@ def _first_of_each(sources: Mapping[str, Destination]) -> dict[str, Destination]
 
 
 def _build(reader: CheckpointReader, section: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Build the model on the meta device as it is before weights are loaded, and its quantizer."""
+    """Build the model on the meta device, in its state before weights are loaded, and its quantizer."""
     from accelerate import init_empty_weights
     from transformers.quantizers.auto import AutoHfQuantizer
 

@@ -20,7 +20,7 @@ _PRODUCTS = "16"
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system; do nothing where that is impossible."""
+    """Return freed memory to the system, if possible."""
     with contextlib.suppress(OSError, AttributeError):  # not every C library has it
         ctypes.CDLL(None).malloc_trim(0)
 

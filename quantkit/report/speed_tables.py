@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 LATENCIES = {
     "TTFT": ("time to first token", "request arrived to first token."),
-    "ITL": ("inter-token latency", "every gap between successive tokens, of all requests; its tail shows stalls."),
+    "ITL": ("inter-token latency", "every gap between tokens, over all requests; its tail shows stalls."),
     "TPOT": (
         "time per output token",
-        "(last token - first token) / (tokens - 1), one value per request; it averages stalls out.",
+        "(last token - first) / (tokens - 1), one per request; hides stalls.",
     ),
 }
 DEFINITIONS = "\n".join(f"{name}: {text}" for name, (_, text) in LATENCIES.items())

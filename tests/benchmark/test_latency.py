@@ -76,7 +76,7 @@ def test_tokens_of_a_burst_share_a_time():
 
 
 def test_a_request_that_ends_early_is_no_measurement():
-    with pytest.raises(RequestError, match="ended with 'error' after 5 tokens instead of at its length"):
+    with pytest.raises(RequestError, match="ended with 'error' after 5 tokens instead of at its full length"):
         run(closed_loop(1, prompt_tokens=7, new_tokens=5), reason="error")
 
 

@@ -48,7 +48,7 @@ def test_json_is_the_record_and_nothing_else(run, text_file):
 def test_a_text_that_is_read_in_part_is_said(run, text_file):
     answer = run("--text", text_file, "--window", 16, "--text-tokens", 20)
     assert answer.exit_code == 0, answer.stderr
-    assert f"Perplexity of {text_file} is of the first 30 of " in " ".join(answer.stdout.split())
+    assert f"Perplexity of {text_file} covers only the first 30 of " in " ".join(answer.stdout.split())
     assert "is of the first" not in run("--text", text_file, "--text-tokens", "all").stdout
 
 

@@ -55,7 +55,7 @@ def test_in_vllm_the_upper_end_of_the_distance_is_judged(run, checkpoint, models
     asked = ["--suite", "none", "--text", models / "text.txt", "--no-bench", "--engine", "vllm"]
     code, out, err = run("verify", checkpoint, *asked, "--gate", "kl<=0.0005", "-o", tmp_path / "new")
     assert code == 3, err
-    assert "Both computed by vLLM 0.0, which tells the 100 likeliest tokens" in " ".join(out.split())
+    assert "Both models ran in vLLM 0.0, which gives only the 100 likeliest tokens" in " ".join(out.split())
     report = read_report(tmp_path / "new")
     assert report.gates[0].value == report.fidelity.mean_kl > report.fidelity.mean_kl_low
 

@@ -168,7 +168,7 @@ def test_a_model_of_another_language_gets_the_other_part(stranger, suite, demo):
     ("changes", "message"),
     [
         ({}, "nothing to evaluate: give tasks, texts or a suite"),
-        ({"texts": ("no.txt",)}, r"text 'no\.txt' is no file here and not below --data \(no --data folder was given\)"),
+        ({"texts": ("no.txt",)}, r"text 'no\.txt' is neither a file nor in --data \(no --data folder was given\)"),
         ({"tasks": ("local_piqa",)}, "which needs a folder; pass --data"),
         ({"suite": "quik"}, "did you mean 'quick'"),
     ],
@@ -233,14 +233,16 @@ def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth
 
 
 def test_lengths_that_do_not_fit(stranger):
-    with pytest.raises(DataError, match=r"none of the lengths 600, 9000 fits: .* has room for 500 prompt tokens"):
+    with pytest.raises(
+        DataError, match=r"none of the lengths 600, 9000 fits: besides the answer, .* can hold 500 prompt tokens"
+    ):
         long_context(stranger, lengths=[600, 9000])
     with pytest.raises(DataError, match=r"depth 1\.5 .*is not between 0 and 1"):
         long_context(stranger, lengths=[100], depths=[1.5])
 
 
 def test_another_vocabulary_is_refused(stranger, tmp_path):
-    with pytest.raises(DataError, match=r"has a different vocabulary \(258 tokens\) than .* \(1024\)"):
+    with pytest.raises(DataError, match=r"have different vocabularies \(258 and 1024 tokens\)"):
         check_same_language(None, str(stranger.path))
     check_same_language(None, str(DEMO_MODEL))
     shutil.copytree(DEMO_MODEL, tmp_path / "copy")

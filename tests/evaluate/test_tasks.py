@@ -138,7 +138,7 @@ def test_every_template_has_items_here_and_every_suite_can_be_read():
 def test_paradigms_alone_and_together(data):
     assert len(one("local_blimp", data=(data,)).test_docs()) == 2
     assert one("local_blimp_drop_argument", data=(data,)).test_docs()[0]["sentence_bad"] == "He devours."
-    with pytest.raises(DataError, match=r"'local_blimp_nothing' reads blimp/nothing\.jsonl, which is not below"):
+    with pytest.raises(DataError, match=r"'local_blimp_nothing' reads blimp/nothing\.jsonl, which is not in"):
         one("local_blimp_nothing", data=(data,))
 
 
@@ -213,7 +213,7 @@ def test_a_missing_item_file_names_itself(data, tmp_path):
         DataError, match=r"'local_piqa' reads piqa/validation\.jsonl, which needs a folder; pass --data"
     ):
         one("local_piqa")
-    with pytest.raises(DataError, match=r"which is not below .*; pass --data DIR with that file"):
+    with pytest.raises(DataError, match=r"which is not in .*; pass --data DIR with that file"):
         one("local_piqa", data=(tmp_path,))
     with pytest.raises(DataError, match="nowhere is no directory; --data and --include-path name folders"):
         one("local_piqa", data=(Path("nowhere"),))

@@ -57,7 +57,7 @@ def test_commands_run_in_turn_with_their_threads_and_only_once(trial, tmp_path):
         ("refuse", 4, "no such model"),
         ("crash", 1, "crashed (SIGSEGV); see "),
         ("kill", 5, "killed (SIGKILL), probably because memory ran out; see "),
-        ("nothing", 1, "ended with exit code 0 and no reason; see "),
+        ("nothing", 1, "ended with exit code 0 without a reason; see "),
     ],
 )
 def test_what_ends_a_command_ends_the_trial_with_a_reason(trial, tmp_path, word, code, reason):

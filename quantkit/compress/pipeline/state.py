@@ -32,8 +32,9 @@ class RunState(Record):
         records: records of the finished layers.
         shards: SHA-256 by file name of the finished shards.
         weight_map: file name by tensor name.
-        activations: digests of the saved hidden states, see `ActivationStore`; those of the original model follow.
-        held_out: digests of the saved held-out states; those of the original model come first.
+        activations: digests of the saved hidden states, see `ActivationStore`: first of the quantized model, then of
+            the original.
+        held_out: digests of the saved held-out states: first of the original model, then of the quantized one.
     """
 
     identity: dict[str, Any]

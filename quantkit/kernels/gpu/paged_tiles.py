@@ -264,8 +264,8 @@ def load_query(at, kept, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _tile_at(start, first, end, own, window, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return the positions of a tile, their places in the page, a mask of those to read, and a mask of those that each
-    row sees.
+    """Return the positions of a tile, the matching offsets in the page, a mask of the positions to read, and a mask of
+    those that each row sees.
     """
     at = start + tl.arange(0, TILE)
     inside = start % PAGE + tl.arange(0, TILE)

@@ -1,4 +1,4 @@
-"""Cohere: attention and MLP side by side behind one norm."""
+"""Cohere: attention and MLP run in parallel after one norm."""
 
 from dataclasses import replace
 

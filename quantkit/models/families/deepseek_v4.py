@@ -203,7 +203,7 @@ _MIXTURE = tuple(
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json asks for what is computed here."""
+    """Whether this file describes the model of a config.json."""
     return (config.get("hidden_act") or "silu", config.get("scoring_func") or "sqrtsoftplus") == (
         "silu",
         "sqrtsoftplus",
