@@ -77,7 +77,7 @@ def test_models_are_counted_and_a_text_that_is_read_in_part_is_noted(models):
     made = verify_pair(pair, options(models, evaluation=evaluation), progress=said.append)
     text = made.evaluation.perplexity[0]
     assert text.part.startswith("the first 12")
-    assert f"Perplexity of {text.data} is of {text.part}." in made.notes
+    assert f"Perplexity of {text.data} covers only {text.part}." in made.notes
     for name in ("original (1 of 3)", "checkpoint (2 of 3)", "(3 of 3)"):
         assert any(f"{name}: perplexity of" in line for line in said)
 
