@@ -215,7 +215,7 @@ def test_a_missing_item_file_names_itself(data, tmp_path):
         one("local_piqa")
     with pytest.raises(DataError, match=r"which is not in .*; pass --data DIR with that file"):
         one("local_piqa", data=(tmp_path,))
-    with pytest.raises(DataError, match="nowhere is no directory; --data and --include-path name folders"):
+    with pytest.raises(DataError, match="nowhere is not a directory; --data and --include-path take directories"):
         one("local_piqa", data=(Path("nowhere"),))
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa/validation.jsonl").write_text("{broken")

@@ -291,7 +291,7 @@ def test_refused_before_anything_is_loaded(tmp_path):
     plain = make_loud_model(tmp_path / "plain", "llama")
     with pytest.raises(RequestError, match="a draft model, which keeps all keys and values"):
         LLM(plain, kv_budget=256, speculate=plain, lazy=True)
-    with pytest.raises(RequestError, match="keeps its keys and values itself"):
+    with pytest.raises(RequestError, match="keeps its own keys and values"):
         LLM(plain, kv_budget=256, backend="transformers")
 
 

@@ -88,8 +88,8 @@ def test_families_that_are_wrong_or_end_their_child_are_replaced(load, no_child,
     assert first == "comparing the GPU kernels with torch on cpu; this takes at most 100 s"
     reasons = {
         "attention": "crash: SIGSEGV",
-        "experts": "infinite: nan% of the largest number off torch",
-        "quantized_linear": "wrong: 20.00% of the largest number off torch",
+        "experts": "infinite: nan% error relative to torch's largest value",
+        "quantized_linear": "wrong: 20.00% error relative to torch's largest value",
     }
     assert {family: reason for family in gpu.FAMILIES if (reason := gpu.why_replaced(family, DEVICE))} == reasons
     lines = [f"GPU kernels for {gpu.FAMILIES[family]}: {reason}; torch replaces" for family, reason in reasons.items()]

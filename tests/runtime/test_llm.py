@@ -268,7 +268,7 @@ def test_end_tokens_come_from_the_generation_config(loud_llama, tmp_path):
         ({"dtype": "int3"}, "unknown dtype 'int3'"),
         ({"speculate": "nowhere/at/all"}, "no such model directory"),
         ({"speculate": "ngram", "max_drafts": 50}, "max_drafts is 50"),
-        ({"threads": 0}, "threads 0"),
+        ({"threads": 0}, "threads is 0"),
         ({"token_budget": 4}, "token_budget is 4"),
     ],
 )
@@ -291,7 +291,7 @@ def test_a_bad_prompt_leaves_nothing_behind(llm):
     with pytest.raises(RequestError, match="the prompt has 600 tokens and the context is 512 tokens"):
         llm.generate([[1], [1] * 600])
     assert not llm.engine.has_work
-    with pytest.raises(RequestError, match="2 prompts with 1 sampling parameters"):
+    with pytest.raises(RequestError, match="2 prompts have 1 sampling parameters"):
         llm.generate(["a", "b"], [GREEDY])
 
 

@@ -85,7 +85,7 @@ def test_a_draft_model_without_room_proposes_nothing():
 
 def test_another_vocabulary_is_refused_with_both_sizes():
     config = EngineConfig(page_size=4, max_sequences=2, token_budget=64)
-    with pytest.raises(RequestError, match="32 tokens, the model 99"):
+    with pytest.raises(RequestError, match="32 tokens in its vocabulary, the model 99"):
         DraftModelProposer(ToyModel(), ToyCache(3, 4), config, num_pages=3, vocab_size=99)
 
 
@@ -132,7 +132,7 @@ def test_draws_of_draft_and_target_are_coupled():
 
 
 def test_more_drafts_than_can_be_taken_back_are_refused():
-    with pytest.raises(RequestError, match="max_drafts is 17; use 1 to 16"):
+    with pytest.raises(RequestError, match="max_drafts is 17; give 1 to 16"):
         SpeculationController(17)
 
 

@@ -50,7 +50,7 @@ def test_a_request_is_obeyed_without_measuring(monkeypatch):
 
 @pytest.mark.parametrize("requested", [0, -2])
 def test_fewer_than_one_is_refused(requested):
-    with pytest.raises(InputError, match=f"threads {requested} is not a positive number"):
+    with pytest.raises(InputError, match=f"threads is {requested}; give a positive number"):
         threads.choose_threads(requested)
 
 
@@ -83,7 +83,7 @@ def test_counts_double_up_to_the_limit(limit, counts):
 
 
 def test_more_threads_than_can_be_started_are_refused():
-    with pytest.raises(InputError, match="over the limit of"):
+    with pytest.raises(InputError, match="this machine allows at most"):
         threads.choose_threads(1_000_000)
 
 

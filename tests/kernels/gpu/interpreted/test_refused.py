@@ -50,7 +50,7 @@ def refuse(monkeypatch, caplog):
     assert gpu.why_replaced(family, CPU).startswith(REASON)
     (record,) = caplog.get_records("call")
     assert record.message.startswith(f"GPU kernels for {gpu.FAMILIES[family]}: {REASON}")
-    assert "torch does their work on cpu" in record.message
+    assert "torch replaces them on cpu" in record.message
 
 
 @pytest.mark.parametrize("kind", ["auto", "int4"])
