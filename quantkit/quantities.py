@@ -213,8 +213,8 @@ def parse_parameters(text: str) -> tuple[float, float]:
     ]
     if numbers[0] < 1 or numbers[-1] > numbers[0] or numbers[-1] < 1:
         raise InputError(
-            f"parameters {text!r}: the number per token, {numbers[-1]:g}, exceeds the total, "
-            f"{numbers[0]:g}; write it as 7B or 30B-A3B"
+            f"parameters {text!r}: {numbers[-1]:g} of {numbers[0]:g} parameters are active; at least 1 must be active "
+            "and at most all; write it as 7B or 30B-A3B"
         )
     return numbers[0], numbers[-1]
 
