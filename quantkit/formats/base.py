@@ -369,7 +369,7 @@ def unquantized_modules(name: str, shape: tuple[int, ...]) -> list[str]:
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 # Local names that only a quantized linear has, whatever the format.
-_CODES = re.compile(r"weight_packed|qweight|weight_scale(_inv)?|SCB|weight\.(absmax|SCB)|_weight_qdata")
+_CODES = re.compile(r"weight_(packed|scale(_inv)?|q[2-8]_[01k]|mxfp4)|qweight|SCB|weight\.(absmax|SCB)|_weight_qdata")
 
 
 def stores_codes(names: Iterable[str]) -> bool:

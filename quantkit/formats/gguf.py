@@ -13,20 +13,24 @@ A GGUF file cannot hold an incomplete model, so a run first writes a folder from
 the compressed-tensors format, restricted to schemes and float16 scales that fit GGUF blocks; this module defines those
 limits. `quantkit.compress.convert` converts the folder to the file. Blocks are in `_gguf_blocks`, the file in
 `_gguf_file`.
+
+A GGUF file that is read (`quantkit.checkpoints.gguf`) describes itself like a folder: its `quantization_config` lists
+the modules of each ggml type, and the blocks of a linear are one tensor, such as `weight_q4_k`. `_gguf_codes` decodes
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError
-from quantkit.formats.base import HALF_DTYPES, Format
+from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, stores_codes
 from quantkit.formats.compressed_tensors import CompressedTensorsFormat
-from quantkit.numerics.scheme import LinearScheme, WeightScheme
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -88,6 +92,37 @@ class GGUFFormat(CompressedTensorsFormat):
         self.blocks(weight)  # so that a scale that does not fit is found at the first layer, not at the end
         return super().encode(weight, scheme)
 
+    def owns(self, section: Mapping[str, Any]) -> bool:
+        return section.get("quant_method") == self.name or super().owns(section)
+
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
+        if section.get("quant_method") != self.name:
+            return super().scheme(section)
+        from quantkit.formats._gguf_codes import SCHEMES
+
+        types = section.get("types")
+        if not isinstance(types, Mapping) or not types.keys() <= SCHEMES.keys():
+            raise SchemeError("quantization_config describes a GGUF file; give the .gguf file itself")
+        return Scheme(
+            default=None,
+            rules=tuple(Rule(pattern=str(name), linear=SCHEMES[kind]) for kind in types for name in types[kind]),
+        )
+
+    def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
+        local = next((name for name in shapes if _is_blocks(name)), None)
+        if local is None:
+            return super().shape(shapes, scheme, read)
+        from quantkit.formats._gguf_codes import width_of
+
+        return shapes[local][0], width_of(local, shapes[local][1])
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
+        if not any(map(_is_blocks, tensors)):
+            return super().decode(tensors, scheme)
+        from quantkit.formats._gguf_codes import decode_codes
+
+        return decode_codes(tensors)
+
     def symmetric_block(self, weight: WeightScheme) -> str:
         """Return ggml's name of the block type for a symmetric scheme that `check` accepts."""
         return _SYMMETRIC[weight.dtype.name]
@@ -100,3 +135,8 @@ class GGUFFormat(CompressedTensorsFormat):
 
 
 FORMAT = GGUFFormat()
+
+
+def _is_blocks(local: str) -> bool:
+    """Whether a tensor of a linear holds the blocks of a GGUF file."""
+    return local.startswith(("weight_q", "weight_mx")) and stores_codes([local])

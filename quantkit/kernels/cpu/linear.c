@@ -37,8 +37,10 @@ static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t r
     if (!job->sums) return;
     for (int b = 0; b < 4; b++) {
         __m128i zero = _mm_setzero_si128();
-        if (linear->zero) zero = _mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b));
+        if (linear->zero && !linear->zero_is_float)
+            zero = _mm_loadu_si128((const __m128i *)((const int8_t *)linear->zero + index + 16 * b));
         factors->zero[b] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(zero));
+        if (linear->zero_is_float) factors->zero[b] = _mm512_loadu_ps((const float *)linear->zero + index + 16 * b);
         if (linear->storage == QK_H8) factors->zero[b] = _mm512_add_ps(factors->zero[b], _mm512_set1_ps(0.5f));
     }
     factors->inputs = job->sums + token * job->runs + run;

@@ -21,14 +21,15 @@
 
 enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_F16, QK_H8, QK_U8 };
 enum { QK_AS_IT_IS, QK_TO_INT8, QK_TO_FP8 };
+enum { QK_SCALE_F32, QK_SCALE_BF16, QK_SCALE_F16 };
 
 typedef struct {
     const uint8_t *codes;
-    const void *scale;    /* float or bf16; NULL: the codes are the values */
-    const int8_t *zero;   /* NULL: symmetric */
+    const void *scale;    /* NULL: the codes are the values */
+    const void *zero;     /* int8 or float; NULL: symmetric */
     const float *bias;    /* [panel][64]; NULL: none */
     int64_t n, k, group;  /* group: inputs per scale */
-    int32_t storage, scale_is_bf16;
+    int32_t storage, scale_kind, zero_is_float; /* scales are floats, bf16 or fp16: QK_SCALE_.. */
 } QkLinear;
 
 enum { QK_PANEL = 64, QK_ROWS = 256 };  /* outputs of a panel; tokens for which a panel's results are kept at once */
@@ -62,8 +63,10 @@ QK_INLINE void qk_store_panel(const float *value, float row_scale, const float *
 }
 
 QK_INLINE __m512 qk_load_scale(const QkLinear *linear, int64_t index) {
-    return linear->scale_is_bf16 ? qk_load_bf16((const uint16_t *)linear->scale + index)
-                                 : _mm512_loadu_ps((const float *)linear->scale + index);
+    const uint16_t *half = (const uint16_t *)linear->scale + index;
+    if (linear->scale_kind == QK_SCALE_BF16) return qk_load_bf16(half);
+    if (linear->scale_kind == QK_SCALE_F16) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
+    return _mm512_loadu_ps((const float *)linear->scale + index);
 }
 
 /* Results of a panel for `tokens` tokens from `token` on; row_scale by token, NULL: all are 1. */

@@ -22,6 +22,7 @@ _BF16, _F32, _W4, _W8, _FP8, _F16, _H8, _U8 = range(8)
 # By storage: inputs that are stored together, and the bytes that a panel takes for them.
 _UNITS = ((2, 256), (2, 512), (2, 64), (2, 128), (2, 128), (2, 256), (2, 128), (4, 256))
 _DENSE = {torch.bfloat16: _BF16, torch.float16: _F16, torch.float32: _F32}
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
 # Integer sums of K products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
@@ -33,7 +34,7 @@ class _Descriptor(ctypes.Structure):
     _fields_: ClassVar = [
         *[(name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "bias")],
         *[(name, ctypes.c_int64) for name in ("n", "k", "group")],
-        *[(name, ctypes.c_int32) for name in ("storage", "scale_is_bf16")],
+        *[(name, ctypes.c_int32) for name in ("storage", "scale_kind", "zero_is_float")],
     ]
 
 
@@ -46,8 +47,8 @@ class NativeLinear(Linear):
         dtype: dtype of inputs and outputs; others are converted.
         description: text for tables.
         bias: (N,), or None.
-        scale: (P, G, 64) float32 or bf16, or None.
-        zero: (P, G, 64) int8, or None.
+        scale: (P, G, 64) float32, bf16 or fp16, or None.
+        zero: (P, G, 64) int8 or float32, or None.
         activation: how inputs are quantized.
     """
 
@@ -70,11 +71,14 @@ class NativeLinear(Linear):
         super().__init__(weight.shape, nbytes(*self._tensors), description)
         self._dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         addresses = [None if t is None else t.data_ptr() for t in self._tensors]
-        in_bf16 = scale is not None and scale.dtype == torch.bfloat16
+        kinds = (
+            _SCALES.index(torch.float32 if scale is None else scale.dtype),
+            zero is not None and zero.is_floating_point(),
+        )
         groups, unit = 1 if scale is None else scale.shape[1], _UNITS[storage][0]
         # Inputs are stored by units, so the only group of a row ends with its last unit.
         group = width // groups if groups > 1 else -(-width // unit) * unit
-        self._descriptor = _Descriptor(*addresses, outputs, width, group, storage, in_bf16)
+        self._descriptor = _Descriptor(*addresses, outputs, width, group, storage, *kinds)
         self._address = ctypes.addressof(self._descriptor)
         self._kind = int(self._dtype == torch.bfloat16)
         self._activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
@@ -134,7 +138,7 @@ def linear_of(source: LinearSource) -> NativeLinear | None:
         dtype=source.dtype,
         description=source.describe("native"),
         bias=source.bias,
-        scale=_by_panel(weight.scale if weight.scale.dtype == torch.bfloat16 else weight.scale.float()),
+        scale=_by_panel(weight.scale if weight.scale.dtype in _SCALES else weight.scale.float()),
         zero=None if weight.zero_point is None else _by_panel(weight.zero_point),
         activation=activation,
     )
@@ -152,6 +156,8 @@ def _has_layout(weight: QuantizedTensor) -> bool:
 def _fits_integers(weight: QuantizedTensor) -> bool:
     """Whether integer sums cannot overflow, and no four inputs that are multiplied at once span two groups."""
     width, groups = weight.shape[1], weight.scale.shape[1]
+    if weight.zero_point is not None and weight.zero_point.is_floating_point():
+        return False
     return width <= _MAX_INT8_INPUTS and (groups == 1 or (width // groups) % 4 == 0)
 
 

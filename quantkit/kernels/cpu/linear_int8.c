@@ -114,7 +114,7 @@ static void add_group(const Job *job, int64_t panel, int64_t group, int64_t toke
         __m512 scale = qk_load_scale(linear, index + 16 * b);
         __m512i offset = _mm512_set1_epi32(128);
         if (linear->zero) {
-            __m128i zero = _mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b));
+            __m128i zero = _mm_loadu_si128((const __m128i *)((const int8_t *)linear->zero + index + 16 * b));
             offset = _mm512_add_epi32(offset, _mm512_cvtepi8_epi32(zero));
         }
         for (int64_t m = 0; m < count; m++) {

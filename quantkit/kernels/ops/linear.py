@@ -47,9 +47,13 @@ def build_linear(
 
 
 def _quantized(source: LinearSource) -> Linear:
-    fast = _on_gpu(source) or _prepared(source)
-    if fast is None and source.weight.group_index is None:
-        fast = on_cpu.linear_of(source) or torch_kernels.linear_of(source)
+    zero = source.weight.zero_point
+    if zero is not None and zero.is_floating_point():  # minimums of GGUF types, which only the CPU's kernels take
+        fast: Linear | None = on_cpu.linear_of(source)
+    else:
+        fast = _on_gpu(source) or _prepared(source)
+        if fast is None and source.weight.group_index is None:
+            fast = on_cpu.linear_of(source) or torch_kernels.linear_of(source)
     if fast is not None:
         return fast
     weight, name = source.weight.dequantize(source.dtype), f"{source.weight.scheme.describe()} dequantized"
