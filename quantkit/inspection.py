@@ -17,8 +17,8 @@ from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.engines import StoredLinear, StoredModel, judge_all
 from quantkit.errors import CheckpointError, ModelError, ReportError
-from quantkit.formats import recognise
-from quantkit.formats._gguf_file import GGUFTensor, is_gguf, read_gguf
+from quantkit.formats import is_gguf, recognise
+from quantkit.formats._gguf_file import GGUFTensor, read_gguf
 from quantkit.formats._kv_cache import CONFIG_KEY as CACHE_KEY
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE

@@ -17,12 +17,14 @@ import torch
 
 from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME
+from quantkit.checkpoints.gguf import open_gguf
 from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, located
-from quantkit.formats import recognise
+from quantkit.formats import is_gguf, recognise
 from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import FLOAT_DTYPES, Format
+from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.numerics.scheme import LinearScheme, Scheme
@@ -36,18 +38,21 @@ def open_dense(path: Path) -> CheckpointReader:
     """Open a checkpoint, quantized or not, as a dense model.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or a GGUF file.
     Raises:
         ModelError, CheckpointError: it is not a checkpoint, is damaged, or its quantization method is not supported.
         SchemeError: the format is known, but quantkit cannot decode this variant.
     """
     reader = CheckpointReader(path)
+    if is_gguf(reader.path):
+        tensors = open_gguf(reader.path).tensors(codes=False)
+        return reader.view(tensors, _without_section(reader.config), _note(GGUF, tensors, _value_dtype(reader.config)))
     described = recognise(_with_section(reader.config), str(reader.path / CONFIG_NAME))
     if described is None:
         return reader
     source = _Source(reader, *described, _value_dtype(reader.config), _transposed(reader.config))
     tensors = source.tensors()
-    return reader.view(tensors, _without_section(reader.config), source.note(tensors))
+    return reader.view(tensors, _without_section(reader.config), _note(source.format, tensors, source.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +89,6 @@ class _Source:
                     "beside it; download the checkpoint again, with its config.json"
                 )
         return tensors | {name: self._encoded(name, parts) for name, parts in weights.items()}
-
-    def note(self, tensors: Mapping[str, TensorInfo]) -> str:
-        """Return a note for the user that weights are dequantized."""
-        number = sum(isinstance(info, EncodedInfo) for info in tensors.values())
-        dtype = dtype_name(self.dtype)
-        return f"the source is quantized ({self.format.name}): {number} weights are dequantized to {dtype} while read"
 
     def _encoded(self, name: str, parts: Mapping[str, str]) -> EncodedInfo:
         module = name.removesuffix(".weight")
@@ -146,6 +145,13 @@ class _Source:
                 "download the checkpoint again"
             )
         return shape
+
+
+def _note(format_: Format, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> str:
+    """Return a note for the user that weights are dequantized."""
+    number = sum(isinstance(info, EncodedInfo) and len(info.shape) > 1 for info in tensors.values())
+    name = dtype_name(dtype)
+    return f"the source is quantized ({format_.name}): {number} weights are dequantized to {name} while read"
 
 
 def _stacked(infos: Mapping[str, TensorInfo]) -> int:

@@ -25,14 +25,14 @@ class EncodedInfo(TensorInfo):
     Args:
         where: file and name, for messages.
         parts: stored tensors (codes, scales, ...) by local name; for a stack of matrices (E, ...), stacks too.
-        scheme: scheme of the linear.
+        scheme: scheme of the linear; None = it has values, but no codes that kernels or formats can take.
         decoder: decodes the parts of one matrix.
         transposed: the values are (K, N).
     """
 
     where: str
     parts: Mapping[str, TensorInfo]
-    scheme: LinearScheme
+    scheme: LinearScheme | None
     decoder: Decoder
     transposed: bool
 
@@ -50,6 +50,7 @@ class EncodedInfo(TensorInfo):
         Raises:
             SchemeError: the codes have another scheme than config.json says.
         """
+        assert self.scheme is not None, f"{self.where} has no codes"
         weight = self._codes(self.scheme, read)
         if weight.scheme != self.scheme.weight:
             stored, said = weight.scheme.describe(), self.scheme.weight.describe()
@@ -74,6 +75,7 @@ class EncodedInfo(TensorInfo):
         return values
 
     def _matrix(self, read: Read) -> Tensor:
+        assert self.scheme is not None, f"{self.where} has no codes"
         weight = self._codes(replace(self.scheme, activation=None), read)
         # First in the dtype of the scales, as libraries multiply; then converted to the model's.
         values = weight.dequantize(weight.values_dtype).to(self.dtype)

@@ -1,18 +1,31 @@
-"""Find a model by path or Hugging Face hub id, and list the files of its folder; reads no tensor data."""
+"""Find a model by path or Hugging Face hub id, and list the files of its folder; reads no tensor data.
 
+A GGUF file takes the place of a folder: `gguf` presents its metadata and tensors as those of one.
+"""
+
+import atexit
 import fnmatch
+import functools
+import json
+import os
 import re
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.symlinks import check_links, check_pointers
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, ModelError, first_line
+from quantkit.formats import is_gguf
 from quantkit.quantities import byte_size
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, check_path, read_object, shorten
+
+if TYPE_CHECKING:
+    from quantkit.checkpoints.gguf import GGUFModel
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -35,28 +48,32 @@ _NEVER_CARRIED = (
 
 
 def check_folder(path: Path) -> Path:
-    """Return the path of a model's directory after checking it.
+    """Return the path of a model's directory, or of a GGUF file, after checking it.
 
     Raises:
-        ModelError: the path does not exist or is a file, or the directory has links to outside files; see `symlinks`.
+        ModelError: no such path, another file, or the directory has links to outside files; see `symlinks`.
     """
     check_path(path, ModelError)
     if path.is_dir():
         check_links(path)
         check_pointers(path)
         return path
+    if is_gguf(path):
+        return path
     if path.exists():
-        raise ModelError(f"{path} is a file; give the directory that holds config.json and the weights")
+        raise ModelError(f"{path} is a file; give the directory that holds config.json and the weights, or a GGUF file")
     raise ModelError(f"no such model directory: {path}; check the path")
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """Return the contents of config.json.
+    """Return the contents of config.json, or what a GGUF file says of them.
 
     Raises:
         ModelError: the file is missing, unreadable, or not a JSON object.
     """
     path = folder / CONFIG_NAME
+    if is_gguf(folder):
+        return dict(_gguf(folder).config)
     if path.is_file():
         config = read_object(path, ModelError)
         beside = folder / _MODELOPT_NAME
@@ -107,6 +124,9 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
         ModelError: there are no safetensors files; the message tells if there are pickles or GGUF files.
         CheckpointError: a file is missing, truncated, inconsistent, or does not match the index.
     """
+    if is_gguf(folder):
+        model = _gguf(folder)
+        return model.tensors(codes=True), model.files, None
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if index.is_file():
         weight_map = _read_weight_map(index)
@@ -127,6 +147,8 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
 def weight_files(folder: Path) -> list[Path]:
     """Return the files with a checkpoint's tensors; with an index, also listed files that are missing."""
     index = folder / INDEX_NAME
+    if is_gguf(folder):
+        return list(_gguf(folder).files)
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     return [folder / name for name in sorted(set(_read_weight_map(index).values()))]
@@ -138,13 +160,43 @@ def metadata_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: a file is too large to be one of these.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
+    files = sorted(path for path in text_folder(folder).iterdir() if path.is_file() and is_metadata(path.name))
     for path in files:
         if (size := path.stat().st_size) > MAX_TEXT_BYTES:
             raise CheckpointError(
                 f"{path} has {byte_size(size)}, too much for a tokenizer or licence file; move it away"
             )
     return files
+
+
+def text_folder(path: Path) -> Path:
+    """Return the folder with the config.json and the tokenizer of a model: its own, or that made for a GGUF file.
+
+    The files of a GGUF file's model are written once, to a temporary folder that goes when this process ends.
+
+    Raises:
+        ModelError, CheckpointError: the GGUF file is damaged, or its tokenizer is not supported.
+    """
+    return _made_folder(path.absolute(), path.stat().st_mtime_ns) if is_gguf(path) else path
+
+
+@functools.lru_cache(maxsize=8)
+def _made_folder(path: Path, _time: int) -> Path:
+    texts, made_by = _gguf(path).text_files(), os.getpid()
+    parent = tempfile.mkdtemp(prefix="quantkit-")
+    # A forked child leaves it to the process that made it.
+    atexit.register(lambda: shutil.rmtree(parent, ignore_errors=True) if os.getpid() == made_by else None)
+    folder = Path(parent) / path.name
+    folder.mkdir()
+    for name, content in texts.items():
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return folder
+
+
+def _gguf(path: Path) -> "GGUFModel":
+    from quantkit.checkpoints.gguf import open_gguf  # it needs torch, which planning does without for folders
+
+    return open_gguf(path)
 
 
 def is_metadata(name: str) -> bool:
@@ -158,7 +210,7 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-_GGUF = "quantkit compresses the original checkpoint: give the safetensors model that the GGUF file was made from"
+_GGUF = "give the path of a GGUF file instead of its folder"
 
 
 def _no_weights(folder: Path) -> str:

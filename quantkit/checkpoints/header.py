@@ -77,6 +77,12 @@ class TensorInfo:
         dtype: torch.dtype = getattr(torch, _TORCH_NAMES[self.kind])
         return dtype
 
+    def rows(self, start: int, stop: int) -> TensorInfo:
+        """Return the description of rows [start, stop) of the first dimension; there may be fewer."""
+        stop, num_bytes = min(stop, self.shape[0]), self.num_bytes // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, shape=shape, offset=self.offset + start * num_bytes, num_bytes=(stop - start) * num_bytes)
+
     def item(self, index: int) -> TensorInfo:
         """Return the description of one entry of the first dimension."""
         num_bytes = self.num_bytes // self.shape[0]

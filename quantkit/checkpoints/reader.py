@@ -18,10 +18,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.blocks import BlocksInfo
 from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
+from quantkit.checkpoints.gguf import open_gguf
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
+from quantkit.formats import is_gguf
 from quantkit.machine.cores import available_cores
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.safety.untrusted import CHUNK_BYTES, opened, read_chunks
@@ -31,7 +34,7 @@ if sys.byteorder != "little":
 
 
 class CheckpointReader:
-    """The tensors and files of one model directory.
+    """The tensors and files of one model directory, or of a GGUF file as if it were one.
 
     A worked example, for a (5, 2) tensor "w":
 
@@ -40,7 +43,7 @@ class CheckpointReader:
         reader.gather_rows("w", torch.tensor([4, 4]))   row 4 twice, (2, 2)
 
     Args:
-        path: directory with config.json and safetensors files.
+        path: directory with config.json and safetensors files, or a GGUF file.
     Raises:
         ModelError: there is no such directory, no usable config.json, or no safetensors weights.
         CheckpointError: a weight file or the index is missing, truncated or inconsistent.
@@ -56,6 +59,8 @@ class CheckpointReader:
         tensors, self.files, self._index = find_tensors(self.path)
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
+        if is_gguf(self.path) and (note := open_gguf(self.path).note):
+            self.notes = (note,)
         self._stamps = {path: _stamp(path) for path in self._sources()}
         self._digests: dict[str, str] = {}  # shared with views
 
@@ -153,7 +158,7 @@ class CheckpointReader:
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise CheckpointError(f"tensor {name!r} of shape {info.shape} has no rows {start} to {stop}")
         if isinstance(info, EncodedInfo):
-            return self._read_tensor(info)[start:stop].clone()
+            return self._gather(info, torch.arange(start, stop))
         width = _row_bytes(info)
         with opened(info.file) as file:
             data = _read(file, info, start * width, (stop - start) * width)
@@ -178,8 +183,14 @@ class CheckpointReader:
             raise CheckpointError(
                 f"tensor {name!r} of shape {info.shape} has no rows {int(rows.min())} to {int(rows.max())}"
             )
+        return self._gather(info, rows).view(*indices.shape, *info.shape[1:])
+
+    def _gather(self, info: TensorInfo, rows: Tensor) -> Tensor:
+        """Return the rows with these numbers (T,) of a tensor: (T, ...)."""
+        if isinstance(info, BlocksInfo) and not info.transposed:
+            return info.dequantize(self._gather(info.stored, info.order(rows)))
         if isinstance(info, EncodedInfo):
-            return self._read_tensor(info)[rows].view(*indices.shape, *info.shape[1:])
+            return self._read_tensor(info)[rows]
         width = _row_bytes(info)
         # As bytes: torch cannot index every 8-bit float type.
         result = torch.empty(len(rows), width, dtype=torch.uint8)
@@ -188,7 +199,7 @@ class CheckpointReader:
             for first, last, positions in _runs(rows, limit):
                 block = _read(file, info, first * width, (last - first) * width).view(last - first, width)
                 result[positions] = block[rows[positions] - first]
-        return result.view(-1).view(info.dtype).view(*indices.shape, *info.shape[1:])
+        return result.view(-1).view(info.dtype).view(len(rows), *info.shape[1:])
 
     def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
         """Yield the raw bytes of a tensor, at most `size` at a time.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from quantkit.checkpoints.folder import text_folder
 from quantkit.errors import ModelError, first_line
 from quantkit.safety.child import ends_well
 
@@ -31,12 +32,13 @@ def load_tokenizer(folder: Path) -> Any:
     """Load a transformers tokenizer, without running or offering to run code from its folder.
 
     Args:
-        folder: folder of the model.
+        folder: folder of the model, or a GGUF file.
     Raises:
         ModelError: the tokenizer is missing or broken, or needs too much time or memory for a line of text.
     """
     from transformers import AutoTokenizer
 
+    folder = text_folder(folder)
     _check_size(folder)
     try:
         with quiet_stdout():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import CheckpointError
@@ -12,9 +14,21 @@ if TYPE_CHECKING:
     from quantkit.formats.base import Format
     from quantkit.numerics.scheme import Scheme
 
-__all__ = ["REGISTRY", "recognise", "writable"]
+__all__ = ["GGUF_MAGIC", "REGISTRY", "is_gguf", "recognise", "writable"]
 
 REGISTRY = Registry(package=__name__, attribute="FORMAT", noun="format")
+
+
+GGUF_MAGIC = b"GGUF"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file whose name or first bytes identify it as GGUF."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return path.suffix == ".gguf" or file.read(4) == GGUF_MAGIC
+    return False
 
 
 def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | None:

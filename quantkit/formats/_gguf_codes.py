@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from gguf import GGMLQuantizationType as Block
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats._gguf_blocks import Block, num_bytes
+from quantkit.formats._gguf_blocks import num_bytes
 from quantkit.formats._unpacked import decode_microscaling
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import LinearScheme, WeightScheme

@@ -10,7 +10,6 @@ padding. `_gguf_blocks` defines blocks; `quantkit.compress.convert` defines the 
 Source: ggml `docs/gguf.md`.
 """
 
-import contextlib
 import hashlib
 import math
 import os
@@ -26,15 +25,18 @@ import numpy as np
 from gguf import GGMLQuantizationType as Block
 
 from quantkit.errors import CheckpointError
+from quantkit.formats import GGUF_MAGIC
 from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
 from quantkit.safety.untrusted import opened, read_chunks, shorten
 
-_MAGIC, _ALIGNMENT = b"GGUF", 32
+_ALIGNMENT = 32
 _LARGEST = float(np.finfo(np.float32).max)
 _INT32, _UINT32 = (-(2**31), 2**31 - 1), (0, 2**32 - 1)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]").search
 # GGML_MAX_NAME, which counts C's final zero, and GGML_MAX_DIMS.
 _MAX_NAME, _MAX_DIMS = 64, 4
+# Far beyond published files; a list of Python numbers takes many times the bytes of the file.
+_MAX_ITEMS, _MAX_TENSORS = 1 << 22, 1 << 17
 _DAMAGED = "the file is damaged or not a GGUF file; download or copy it again"
 
 # Value types by number: struct code of the fixed ones.
@@ -87,15 +89,6 @@ class GGUFFile:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         return read_chunks(self.path, self.tensors[name].offset, self.tensors[name].num_bytes)
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether this is a file whose name or first bytes identify it as GGUF."""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                return path.suffix == ".gguf" or file.read(4) == _MAGIC
-    return False
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -201,11 +194,13 @@ class _Cursor:
         # Tokens of byte-level vocabularies need not be valid on their own.
         return data.decode("utf-8", errors="replace")
 
-    def count(self, what: str, least_bytes: int) -> int:
+    def count(self, what: str, least_bytes: int, most: int = _MAX_ITEMS) -> int:
         """Read a count of items and check that so many items of at least `least_bytes` each fit into the rest."""
         value = int(self.unpack("Q", what))
         if value * least_bytes > self.left:
             raise self.error(f"{what} is {value}, more than fit into the {self.left} bytes left")
+        if value > most:
+            raise self.error(f"{what} is {value}, over the limit of {most}")
         return value
 
     def error(self, text: str) -> CheckpointError:
@@ -213,14 +208,14 @@ class _Cursor:
 
 
 def _read(cursor: _Cursor) -> GGUFFile:
-    if cursor.take(4, "the magic") != _MAGIC:
+    if cursor.take(4, "the magic") != GGUF_MAGIC:
         raise cursor.error("the file does not begin with GGUF")
     version = cursor.unpack("I", "the version")
     # Version 1 counts in 32 bits where later ones have 64.
     if version not in (2, 3):
         raise cursor.error(f"GGUF version {version} is not supported; supported: 2, 3")
     # The least that one takes: a name's length, dimensions, type and offset; of an entry length, type and one byte.
-    num_tensors = cursor.count("the number of tensors", 24)
+    num_tensors = cursor.count("the number of tensors", 24, _MAX_TENSORS)
     num_entries = cursor.count("the number of entries", 13)
     metadata: dict[str, Any] = {}
     for _ in range(num_entries):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.folder import CONFIG_NAME
+from quantkit.checkpoints.folder import CONFIG_NAME, text_folder
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError, first_line
 from quantkit.models.config import check_repeats
@@ -177,7 +177,8 @@ def config_and_class(reader: CheckpointReader) -> tuple[Any, Any]:
     import transformers
 
     check_repeats(reader.config, str(reader.path / CONFIG_NAME))
-    config = transformers.AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
+    folder = text_folder(reader.path)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for name in reader.config.get("architectures") or ():
         kind = getattr(transformers, str(name), None)
         # A class for another kind of config, a wrapper's for instance, would look for entries that are not there.

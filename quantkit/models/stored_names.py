@@ -61,6 +61,11 @@ GGUF_NUMBERS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
+GGUF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +77,9 @@ class GGUFNames:
         interleaved: whether rows of q and k are reordered, because llama.cpp rotates neighbouring channels as a pair.
         numbers: config.json key of each GGUF entry, by its name after `<name>.`; entries without a value are omitted.
         rotary: whether the model has rotary embeddings.
+        mlp_norm: name of the norm before the MLP.
+        fixed: entries of config.json that follow from the architecture; `model_type` if it is not that of the family.
+        is_written: whether quantkit writes such files; it reads them all.
     Source: llama.cpp `convert_hf_to_gguf.py` and gguf-py `constants.py`, `tensor_mapping.py`.
     """
 
@@ -79,3 +87,6 @@ class GGUFNames:
     interleaved: bool = False
     numbers: Mapping[str, str] = field(default_factory=lambda: GGUF_NUMBERS)
     rotary: bool = True
+    mlp_norm: str = "ffn_norm"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    is_written: bool = True

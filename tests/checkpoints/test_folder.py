@@ -55,9 +55,9 @@ def test_pickle_is_never_loaded(tmp_path, name):
 
 def test_gguf_gets_a_hint(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    fails(tmp_path, ModelError, "GGUF", "original checkpoint")
+    fails(tmp_path, ModelError, "GGUF", "give the path of a GGUF file")
     write_config(tmp_path)
-    fails(tmp_path, ModelError, "GGUF", "original checkpoint")
+    fails(tmp_path, ModelError, "GGUF", "give the path of a GGUF file")
 
 
 def test_no_weights(tmp_path):
@@ -143,9 +143,9 @@ def test_paths_never_reach_the_hub(model, tmp_path, monkeypatch):
 
 
 def test_a_file_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"")
+    (tmp_path / "model.onnx").write_bytes(b"")
     with pytest.raises(ModelError, match="is a file"):
-        resolve(str(tmp_path / "model.gguf"))
+        resolve(str(tmp_path / "model.onnx"))
 
 
 def test_the_hub_is_asked_for_safe_files_only(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""GGUF types: every one decodes as the gguf package does; those of equal steps also as codes, and kernels multiply them."""
+"""GGUF types: each decodes as the gguf package does; those of equal steps also as codes, which kernels multiply."""
 
 from __future__ import annotations
 

@@ -13,7 +13,13 @@ from quantkit.errors import ModelError
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import supported
 from quantkit.models.family import Family
-from quantkit.models.layer_tensors import norm_names
+from quantkit.models.gguf_names import (
+    interleaved_heads,
+    layer_names,
+    llama3_divisors,
+    norm_modules,
+    outer_names,
+)
 from quantkit.models.rope import RopeConfig, read_rope
 from quantkit.models.stored_names import GGUFNames
 from quantkit.safety.untrusted import shorten
@@ -55,7 +61,7 @@ def find_gguf_model(source: Source) -> ModelDescription:
     """
     config, where = source.reader.config, str(source.reader.path)
     classes = config.get("architectures") or []
-    known = {name: family for name, family in supported().items() if family.gguf is not None}
+    known = {name: family for name, family in supported().items() if family.gguf is not None and family.gguf.is_written}
     family = next((known[name] for name in classes if name in known), None)
     if family is None:
         raise ModelError(f"{where}: GGUF export of {classes} is not supported; supported: {', '.join(known)}")
@@ -72,34 +78,6 @@ def find_gguf_model(source: Source) -> ModelDescription:
 def _names(family: Family) -> GGUFNames:
     assert family.gguf is not None, "refused by find_gguf_model"
     return family.gguf
-
-
-def _outer_names(family: Family) -> dict[str, str]:
-    """Return the GGUF name of each module outside the layers."""
-    # Families with GGUF names have no other modules there than these and learned positions.
-    names = {name.removesuffix(".weight"): "position_embd" for name in family.outside}
-    return names | {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
-
-
-def _layer_names(model: ModelDescription) -> dict[str, str]:
-    """Return the GGUF name, without the layer's number, of each module of a layer by relative name."""
-    parts, qk_norm = model.family.parts, model.family.qk_norm
-    before, after, before_mlp, after_mlp = norm_names(model)
-    qkv = ("attn_qkv",) if len(parts.qkv) == 1 else ("attn_q", "attn_k", "attn_v")
-    up = ("ffn_up",) if len(parts.up) == 1 else ("ffn_gate", "ffn_up")
-    pairs: list[tuple[str | None, str]] = [
-        (before, "attn_norm"),
-        *zip(parts.qkv, qkv, strict=True),
-        (parts.output, "attn_output"),
-        (after, "post_attention_norm"),
-        (before_mlp, "ffn_norm"),
-        *zip(parts.up, up, strict=True),
-        (parts.down, "ffn_down"),
-        (after_mlp, "post_ffw_norm"),
-    ]
-    if qk_norm is not None and model.qk_norm:
-        pairs += [(qk_norm.query, "attn_q_norm"), (qk_norm.key, "attn_k_norm")]
-    return {module: name for module, name in pairs if module is not None}
 
 
 def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict[str, Any]:
@@ -150,11 +128,8 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
         ModelError: the checkpoint has a module without a GGUF name.
     """
     family, tensors = model.family, []
-    outer, of_layer = _outer_names(family), _layer_names(model)
-    rotated = zip(family.parts.qkv[:2], (model.num_heads, model.num_kv_heads), strict=False)
-    heads = dict(rotated) if _names(family).interleaved else {}
-    norms = {family.final_norm, *norm_names(model)}
-    norms |= {family.qk_norm.query, family.qk_norm.key} if family.qk_norm is not None else set()
+    outer, of_layer = outer_names(family), layer_names(model)
+    heads, norms = interleaved_heads(model), norm_modules(model)
     tied = bool(source.reader.config.get("tie_word_embeddings"))
     for module, locals_ in source.modules.items():
         full = _full_name(family, module)
@@ -203,16 +178,7 @@ def interleave(rows: Tensor, heads: int) -> Tensor:
 def long_range_factors(model: ModelDescription) -> Tensor | None:
     """Return the divisors of the rotary frequencies for Llama 3.1 and later; None for other models."""
     rope = _rope(model)
-    if rope.kind != "llama3":
-        return None
-    low, high = rope.low_frequency_factor, rope.high_frequency_factor
-    divisors = []
-    for pair in range(0, model.head_dim, 2):
-        # Llama 3.1: divide the frequencies of long wavelengths by the factor, keep short ones, blend between.
-        wavelength = 2 * math.pi * rope.theta ** (pair / model.head_dim)
-        smooth = min(1.0, max(0.0, (rope.original_length / wavelength - low) / (high - low)))
-        divisors.append(1 / ((1 - smooth) / rope.factor + smooth))
-    return torch.tensor(divisors, dtype=torch.float32)
+    return torch.tensor(llama3_divisors(rope), dtype=torch.float32) if rope.kind == "llama3" else None
 
 
 def _rotary(model: ModelDescription) -> dict[str, Any]:

@@ -11,23 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.gguf_tokenizer import BYTE, CONTROL, NORMAL, PRE_TOKENIZERS, UNKNOWN, UNUSED, USER
 from quantkit.errors import ModelError, first_line, located
 from quantkit.safety.untrusted import read_object, read_text
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-
-# llama.cpp's names of pre-tokenizers, by their (kind, pattern or flag) pairs.
-_GPT2 = ("ByteLevel", True)
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_PRE: dict[tuple[tuple[str, Any], ...], str] = {
-    (_GPT2,): "gpt-2",
-    (("Digits", True), _GPT2): "smollm",
-    (("Split", _LLAMA3), ("ByteLevel", False)): "llama-bpe",
-    (("Split", _LLAMA3.replace("{1,3}", "")), ("ByteLevel", False)): "qwen2",
-}
 
 
 def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
@@ -89,9 +75,9 @@ def _tokens(
     folder: Path, vocab: Mapping[str, int], added: Mapping[int, Any], num_rows: int, *, byte_tokens: bool
 ) -> tuple[list[str], list[int]]:
     """Return the token text and token type for every row of the embedding."""
-    tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
+    tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [UNUSED] * num_rows
     byte = re.compile("<0x..>" if byte_tokens else "(?!)", re.DOTALL)
-    rows = [(number, token, _BYTE if byte.fullmatch(token) else _NORMAL) for token, number in vocab.items()]
+    rows = [(number, token, BYTE if byte.fullmatch(token) else NORMAL) for token, number in vocab.items()]
     # Added tokens come last and override the vocabulary.
     rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
     for number, token, kind in rows:
@@ -107,8 +93,8 @@ def _tokens(
 
 def _added_type(entry: Mapping[str, Any], byte_tokens: bool) -> int:
     if byte_tokens and entry["content"] == "<unk>":
-        return _UNKNOWN
-    return _CONTROL if entry.get("special") else _USER
+        return UNKNOWN
+    return CONTROL if entry.get("special") else USER
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
@@ -121,11 +107,12 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 def _split_name(folder: Path, splits: list[Mapping[str, Any]]) -> str:
     steps = tuple(map(_described, splits))
-    if steps in _PRE:
-        return _PRE[steps]
+    name = next((name for name, known in PRE_TOKENIZERS.items() if known == steps), None)
+    if name is not None:
+        return name
     raise ModelError(
         f"{folder}/tokenizer.json splits text by {list(steps)}, which is not supported in GGUF; "
-        f"supported: {', '.join(_PRE.values())}"
+        f"supported: {', '.join(PRE_TOKENIZERS)}"
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import BALANCED_EXPERTS, SHARED_EXPERTS, Biases, Family, QueryKeyNorm, Rope, Window
+from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
 
 SIZES = {
     "q_lora_rank": 1536,
@@ -11,6 +12,23 @@ SIZES = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+_GGUF = GGUFNames(
+    name="deepseek2",
+    numbers={
+        **GGUF_NUMBERS,
+        **GGUF_EXPERTS,
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+        "expert_count": "n_routed_experts",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "leading_dense_block_count": "first_k_dense_replace",
+    },
+    is_written=False,
+)
 # DeepSeek-V2: multi-head latent attention, dense first layers, then experts with shared ones beside them.
 DEEPSEEK_V2 = Family(
     hf_names=("DeepseekV2ForCausalLM",),
@@ -25,6 +43,7 @@ DEEPSEEK_V2 = Family(
         "n_shared_experts": 2,
         "moe_intermediate_size": 1407,
     },
+    gguf=_GGUF,
 )
 # DeepSeek-V3 and R1: DeepSeek-V2 with experts chosen by sigmoid scores, a bias on each, and in groups.
 DEEPSEEK_V3 = replace(
@@ -85,6 +104,7 @@ FAMILIES = {
     "glm4-moe-lite": replace(
         DEEPSEEK_V3,
         hf_names=("Glm4MoeLiteForCausalLM",),
+        gguf=None,
         model_types=(),
         defaults={
             **SIZES,

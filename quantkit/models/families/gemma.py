@@ -59,7 +59,7 @@ FAMILIES = {
         window=Window(rule="pattern", pattern=6),
         rope=Rope(theta=1_000_000.0, local_theta=10_000.0),
         defaults=DEFAULTS,  # softcaps only where config.json has them
-        gguf=replace(GGUF, name="gemma3"),
+        gguf=replace(GGUF, name="gemma3", fixed={"model_type": "gemma3_text"}),
     ),
     # VaultGemma: Gemma 2 without norms after attention and MLP.
     "vaultgemma": replace(

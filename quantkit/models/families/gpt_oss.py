@@ -1,6 +1,7 @@
 """gpt-oss: attention sinks, a window in every other layer, experts with biases, stored transposed."""
 
 from quantkit.models.family import Biases, Experts, Family, Rope, Window
+from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
 
 FAMILY = Family(
     hf_names=("GptOssForCausalLM",),
@@ -28,4 +29,16 @@ FAMILY = Family(
             "original_max_position_embeddings": 4096,
         },
     },
+    gguf=GGUFNames(
+        name="gpt-oss",
+        mlp_norm="post_attention_norm",
+        numbers={
+            **GGUF_NUMBERS,
+            **GGUF_EXPERTS,
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        is_written=False,
+    ),
 )

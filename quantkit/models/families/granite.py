@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from quantkit.models.family import Experts, Family, Multipliers, Parts, Rope
 from quantkit.models.recurrent import MAMBA, MAMBA_DEFAULTS
+from quantkit.models.stored_names import GGUF_NUMBERS, GGUFNames
 
 _EXPERTS = Experts(
     router="block_sparse_moe.router",
@@ -32,11 +33,24 @@ GRANITE = Family(
     defaults=dict.fromkeys(
         ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
     ),
+    gguf=GGUFNames(
+        name="granite",
+        interleaved=True,
+        numbers={
+            **GGUF_NUMBERS,
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        is_written=False,
+    ),
 )
 # Granite with experts in place of the MLP, which are stored in two tensors for a layer.
 GRANITEMOE = replace(
     GRANITE,
     hf_names=("GraniteMoeForCausalLM",),
+    gguf=None,
     experts=_EXPERTS,
     compressed_experts=False,
     stored_tensors={"block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight"},
@@ -70,6 +84,7 @@ FAMILIES = {
     "hyperclovax": replace(
         GRANITE,
         hf_names=("HyperCLOVAXForCausalLM",),
+        gguf=None,
         parts=Parts(attention_norm="post_norm1", output_norm="post_norm2"),
         multipliers=replace(GRANITE.multipliers, logits="logits_scaling", logits_divisor=None),
         defaults=dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),

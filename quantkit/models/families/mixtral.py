@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import Experts, Family, QueryKeyNorm, Rope, Window
+from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
 
 _EXPERTS = Experts(
     router="block_sparse_moe.gate",
@@ -19,6 +20,14 @@ MIXTRAL = Family(
     rope=Rope(theta=1_000_000.0),
     experts=_EXPERTS,
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    # A llama with experts.
+    gguf=GGUFNames(
+        name="llama",
+        interleaved=True,
+        numbers={**GGUF_NUMBERS, **GGUF_EXPERTS, "expert_count": "num_local_experts"},
+        fixed={"sliding_window": None},
+        is_written=False,
+    ),
 )
 
 FAMILIES = {
@@ -28,6 +37,7 @@ FAMILIES = {
         MIXTRAL,
         hf_names=("MiniMaxM2ForCausalLM",),
         window=None,
+        gguf=None,
         qk_norm=QueryKeyNorm(over="projection"),
         rope=Rope(theta=5_000_000.0, width="rotary_dim"),
         experts=replace(_EXPERTS, balance="block_sparse_moe.e_score_correction_bias", scoring="sigmoid"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantkit.models.family import Biases, Experts, Family, Parts, QueryKeyNorm, Rope, Window, Wrapper
 from quantkit.models.recurrent import Recurrent
-from quantkit.models.stored_names import GGUFNames
+from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
 
 EXPERTS = Experts(
     shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -46,6 +46,15 @@ FAMILIES = {
         experts=EXPERTS,
         defaults={"max_window_layers": 28, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
         biases=Biases(qkv=True),
+        gguf=GGUFNames(
+            name="qwen2moe",
+            numbers={
+                **GGUF_NUMBERS,
+                **GGUF_EXPERTS,
+                "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            },
+            is_written=False,
+        ),
     ),
     # Qwen3: Llama with a norm on each query and key head, which sits behind q and k and so changes nothing here.
     "qwen3": Family(
@@ -62,6 +71,12 @@ FAMILIES = {
         window=Window(rule="all", switch="use_sliding_window"),
         experts=Experts(),
         defaults={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+        gguf=GGUFNames(
+            name="qwen3moe",
+            numbers={**GGUF_NUMBERS, **GGUF_EXPERTS},
+            fixed={"norm_topk_prob": True},
+            is_written=False,
+        ),
     ),
     "qwen3-5": QWEN3_5,
     # Qwen3.5-MoE without images: Qwen3.5 with experts beside one that every token sees; the chosen always sum to one.

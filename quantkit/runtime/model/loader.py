@@ -137,7 +137,7 @@ def load_native(
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, *weights.notes, *facts),
+        notes=(*notes, *reader.notes, *weights.notes, *facts),
         stored_cache=stored_cache,
     )
 
@@ -255,7 +255,16 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
     config, name = weights.config, weights.config.family.head
     if head_dtype is None and not config.tied:
         return weights.linear([name])
-    weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
+    stored = f"{config.family.embedding if config.tied else name}.weight"
+    reader = weights.reader
+    if head_dtype is None and isinstance(reader, ModelReader) and reader.stored_scheme(stored) is not None:
+        # The embedding of a GGUF file: its codes are multiplied, and its rows are looked up in a table of values.
+        head = weights.build(reader.codes(stored), None)
+        weights.count(head.stored_bytes)
+        return head
+    if not config.tied and stored not in reader:
+        raise InputError(f"head_dtype {head_dtype!r}: the file stores the head as codes; leave it out")
+    weight = table if config.tied else reader.tensor(stored).to(weights.device)
     biases = weights.biases([name], [weight])
     rounded: Tensor | QuantizedTensor = weight
     if head_dtype is not None:

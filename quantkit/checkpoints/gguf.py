@@ -1,0 +1,340 @@
+"""Present a GGUF file as the checkpoint folder that it was made from: config.json, tensors and tokenizer files.
+
+Tensors have the names, row order and shapes of Hugging Face's. Blocks that are codes of equal steps are one tensor of
+bytes per linear, such as `weight_q4_k` (N, bytes of a row), which `formats.gguf` decodes; others are dequantized to the
+model's dtype when they are read, and so is the embedding. Nothing is read but headers, metadata and rotary factors.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType as Block
+
+from quantkit.checkpoints.blocks import BlocksInfo, LatentInfo, no_codes
+from quantkit.checkpoints.gguf_config import Lookup, read_config
+from quantkit.checkpoints.gguf_tokenizer import tokenizer_files
+from quantkit.checkpoints.header import TensorInfo, kind_of
+from quantkit.errors import CheckpointError
+from quantkit.formats._gguf_blocks import PLAIN
+from quantkit.formats._gguf_codes import SCHEMES
+from quantkit.formats._gguf_file import GGUFFile, GGUFTensor, read_gguf
+from quantkit.formats.base import FLOAT_DTYPES
+from quantkit.formats.gguf import FORMAT
+from quantkit.models.description import describe
+from quantkit.models.gguf_names import EXPERTS, interleaved_heads, layer_names, norm_modules, outer_names, vector_names
+from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.linear_sets import at
+from quantkit.safety.untrusted import CHUNK_BYTES, opened, read_chunks, shorten
+
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+)")
+_DAMAGED = "download the file again, all parts of it if there are several"
+_KEYS, _VALUES = "attn_k_b.weight", "attn_v_b.weight"
+_ROTARY = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor of one of the files."""
+
+    file: Path
+    name: str
+    info: GGUFTensor
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}: {self.name}"
+
+    def rows(self) -> TensorInfo:
+        """Describe the tensor by rows of bytes, or of elements if it is not quantized."""
+        info, dtype = self.info, PLAIN.get(self.info.block, torch.uint8)
+        shape = info.shape
+        if info.is_quantized:
+            shape = (*shape[:-1], info.num_bytes * shape[-1] // max(1, torch.Size(shape).numel()))
+        return TensorInfo(
+            kind=kind_of(dtype), shape=shape, file=self.file, offset=info.offset, num_bytes=info.num_bytes
+        )
+
+
+class GGUFModel:
+    """A model in one GGUF file, or in several that were split.
+
+    Args:
+        path: the file, or the first of several.
+    Raises:
+        CheckpointError: a file is damaged or missing, or tensors are missing, unknown, or of wrong shapes.
+        ModelError: the architecture or the tokenizer is not supported.
+    Attributes:
+        files: all files.
+        config: contents of config.json, with a `quantization_config` that lists linears by type.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, parts = path, _open(path)
+        self.files = tuple(part.path for part in parts)
+        self._stored = {name: _Stored(part.path, name, info) for part in parts for name, info in part.tensors.items()}
+        shapes = {name: stored.info.shape for name, stored in self._stored.items()}
+        metadata = parts[0].metadata
+        family, config = read_config(metadata, Lookup(str(path), shapes, self._vector))
+        self.config = {**config, "dtype": str(self._dtype()).removeprefix("torch.")}
+        self._model = describe(self.config, family, str(path))
+        self._texts = functools.partial(tokenizer_files, metadata, str(path), shapes["token_embd.weight"][0])
+        self._sources = dict(self._find_sources())
+        self._check_shapes()
+        types: dict[str, list[str]] = {}
+        for name, (stored, _) in self._sources.items():
+            if self._has_codes(name, stored):
+                types.setdefault(stored.info.block.name, []).append(name.removesuffix(".weight"))
+        if types:
+            self.config["quantization_config"] = {"quant_method": FORMAT.name, "types": types}
+
+    @property
+    def note(self) -> str:
+        """A note for the user about tensors that are not used as codes; "" = there are none."""
+        others = sorted(
+            {
+                stored.info.block.name
+                for name, (stored, _) in self._sources.items()
+                if stored.info.is_quantized and not self._has_codes(name, stored) and name != self._embedding
+            }
+        )
+        return f"linears of GGUF types {', '.join(others)} are decoded to {self.config['dtype']}" if others else ""
+
+    def tensors(self, *, codes: bool) -> dict[str, TensorInfo]:
+        """Return all tensors by name.
+
+        Args:
+            codes: whether linears are given as the bytes of their blocks, where these are codes; else as values.
+        """
+        return dict(self._tensor(name, *source, codes=codes) for name, source in self._sources.items())
+
+    def text_files(self) -> dict[str, dict[str, Any]]:
+        """Return the contents of config.json, of a dense model, and of the tokenizer's files."""
+        config = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        return {"config.json": config, **self._texts()}
+
+    @property
+    def _embedding(self) -> str:
+        return f"{self._model.family.embedding}.weight"
+
+    def _dtype(self) -> torch.dtype:
+        """Return the dtype of most unquantized matrices; bfloat16 if there are none."""
+        sizes = dict.fromkeys(FLOAT_DTYPES, 0)
+        for stored in self._stored.values():
+            if len(stored.info.shape) > 1 and PLAIN.get(stored.info.block) in sizes and "_inp" not in stored.name:
+                sizes[PLAIN[stored.info.block]] += stored.info.num_bytes
+        return max(sizes, key=lambda dtype: sizes[dtype]) if any(sizes.values()) else torch.bfloat16
+
+    def _vector(self, name: str) -> list[float] | None:
+        """Read a short tensor, such as rotary factors; None if there is none."""
+        stored = self._stored.get(name)
+        if stored is None:
+            return None
+        if stored.info.block != Block.F32 or len(stored.info.shape) != 1 or stored.info.num_bytes > CHUNK_BYTES:
+            raise CheckpointError(
+                f"{stored.where}: is {stored.info.block.name} {stored.info.shape}, not a short vector"
+            )
+        data = b"".join(read_chunks(stored.file, stored.info.offset, stored.info.num_bytes))
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() if data else []
+
+    def _find_sources(self) -> Iterator[tuple[str, tuple[_Stored, int | None]]]:
+        """Yield the stored tensor, and the number of the expert in it, of each tensor of the model."""
+        model, left = self._model, dict(self._stored)
+        outer = {name: module for module, name in outer_names(model.family).items()}
+        inner = {name: module for module, name in layer_names(model).items()}
+        vectors = {name: own for own, name in vector_names(model).items()}
+        for name, stored in left.items():
+            match = _LAYER.fullmatch(name)
+            module, _, local = (match[2] if match else name).rpartition(".")
+            if _ROTARY.fullmatch(name):
+                continue
+            full = (inner if match else outer).get(module)
+            prefix = f"{model.family.layers}.{match[1]}." if match else ""
+            if match and model.latent is not None and match[2] in (_KEYS, _VALUES):
+                if match[2] == _KEYS:
+                    yield f"{prefix}self_attn.kv_b_proj.weight", (stored, None)
+            elif match and match[2] in vectors:
+                yield prefix + vectors[match[2]], (stored, None)
+            elif full is None or local not in ("weight", "bias"):
+                raise CheckpointError(
+                    f"{stored.where} {stored.info.shape} has no place in a model of this architecture"
+                )
+            elif module.endswith(EXPERTS):
+                for expert in range(stored.info.shape[0] if len(stored.info.shape) > 1 else 0):
+                    yield f"{prefix}{at(full, expert)}.{local}", (stored, expert)
+            else:
+                yield f"{prefix}{full}.{local}", (stored, None)
+
+    def _check_shapes(self) -> None:
+        """Check that there are all tensors of the model and no others, in the right shapes."""
+        model, vectors = self._model, dict(outer_tensors(self._model))
+        matrices = dict.fromkeys((model.family.embedding, model.family.head), (model.vocab_size, model.hidden_size))
+        for index in range(model.num_layers):
+            prefix, layer = f"{model.family.layers}.{index}.", model.tensors(index)
+            vectors |= {prefix + name: shape for name, shape in layer.vectors.items()}
+            for matrix in layer.matrices:
+                matrices |= {prefix + name: (matrix.out_features, matrix.in_features) for name in matrix.names}
+        expected = vectors | {f"{name}.weight": shape for name, shape in matrices.items()}
+        optional = {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+        for name, (stored, expert) in self._sources.items():
+            shape = stored.info.shape if expert is None else stored.info.shape[1:]
+            if stored.name.endswith(_KEYS):
+                shape = self._latent_shape(stored)
+            if stored.info.is_quantized and len(shape) < 2:
+                raise CheckpointError(f"{stored.where} is {stored.info.block.name}, which no vector can be; {_DAMAGED}")
+            required = expected.pop(name, None) or optional.get(name)
+            # The gate of a shared expert, a matrix with one row, is stored as a vector.
+            if shape != required and (required is None or (1, *shape) != required):
+                of = "none" if required is None else f"{required}"
+                raise CheckpointError(f"{stored.where} has shape {shape}, but the metadata needs {of}; {_DAMAGED}")
+        if model.tied:
+            expected.pop(f"{model.family.head}.weight", None)
+        missing = [name for name in expected if not name.endswith(".bias")]
+        if missing:
+            raise CheckpointError(
+                f"{self._path}: {len(missing)} tensors are missing, such as that of {missing[0]}; {_DAMAGED}"
+            )
+
+    def _latent_shape(self, keys: _Stored) -> tuple[int, ...]:
+        """Return the shape of the matrix that the two halves of `kv_b_proj` form."""
+        sizes, heads = self._model.latent, self._model.num_heads
+        values = self._stored.get(keys.name.replace(_KEYS, _VALUES))
+        assert sizes is not None
+        required = (heads, sizes.rank, sizes.plain_dim), (heads, sizes.value_dim, sizes.rank)
+        if values is None or (keys.info.shape, values.info.shape) != required:
+            raise CheckpointError(
+                f"{keys.where} and {_VALUES} do not have shapes {required[0]} and {required[1]}; {_DAMAGED}"
+            )
+        return heads * (sizes.plain_dim + sizes.value_dim), sizes.rank
+
+    def _has_codes(self, name: str, stored: _Stored) -> bool:
+        if stored.name.endswith(_KEYS):
+            return False
+        return stored.info.block.name in SCHEMES and name.endswith(".weight") and name != self._embedding
+
+    def _tensor(self, name: str, stored: _Stored, expert: int | None, *, codes: bool) -> tuple[str, TensorInfo]:
+        """Describe one tensor; returns its name and description."""
+        model, block, rows = self._model, stored.info.block, stored.rows()
+        shape = stored.info.shape
+        if expert is not None:
+            rows, shape = rows.item(expert), shape[1:]
+        if stored.name.endswith(_KEYS):
+            values = self._stored[stored.name.replace(_KEYS, _VALUES)]
+            parts = [self._blocks(part, part.rows(), part.info.shape, part.info.block) for part in (stored, values)]
+            return name, self._latent(stored, parts[0], parts[1])
+        relative = re.sub(rf"{re.escape(model.family.layers)}\.\d+\.", "", name, count=1)
+        module = relative.rpartition(".")[0]
+        heads = interleaved_heads(model).get(module, 0)
+        added = model.family.norm_offset if module in norm_modules(model) and relative.endswith(".weight") else 0.0
+        local = f"weight_{block.name.lower()}"
+        if codes and self._has_codes(name, stored):
+            name = f"{name.removesuffix('weight')}{local}"
+            if not heads:
+                return name, rows
+            return name, self._blocks(stored, rows, rows.shape, None, heads=heads)
+        if model.family.experts is not None and module == model.family.experts.shared_gate and len(shape) == 1:
+            rows, shape = replace(rows, shape=(1, *rows.shape)), (1, *shape)
+        transposed = module in model.family.transposed and len(shape) == 2
+        if not (stored.info.is_quantized or heads or added or transposed):
+            return name, rows
+        return name, self._blocks(stored, rows, shape, block, heads=heads, added=added, transposed=transposed)
+
+    def _latent(self, stored: _Stored, key: BlocksInfo, value: BlocksInfo) -> LatentInfo:
+        shape = self._latent_shape(stored)
+        return LatentInfo(
+            kind=key.kind,
+            shape=shape,
+            file=key.file,
+            offset=key.offset,
+            num_bytes=torch.Size(shape).numel() * key.dtype.itemsize,
+            where=stored.where,
+            parts=key.parts,
+            scheme=None,
+            decoder=no_codes,
+            transposed=False,
+            key=key,
+            value=value,
+        )
+
+    def _blocks(
+        self, stored: _Stored, rows: TensorInfo, shape: tuple[int, ...], block: Block | None, **facts: Any
+    ) -> BlocksInfo:
+        # Types with minimums keep no codes: formats store zero points as whole numbers.
+        scheme = SCHEMES.get(block.name) if block is not None else None
+        scheme = scheme if scheme is not None and scheme.weight.symmetric else None
+        dtype = torch.uint8 if block is None else getattr(torch, self.config["dtype"])
+        if block in PLAIN:
+            dtype = PLAIN[block]
+        shape = shape[::-1] if facts.get("transposed") else shape
+        return BlocksInfo(
+            kind=kind_of(dtype),
+            shape=shape,
+            file=rows.file,
+            offset=rows.offset,
+            num_bytes=torch.Size(shape).numel() * dtype.itemsize,
+            where=stored.where,
+            parts={f"weight_{'' if block is None else block.name.lower()}": rows},
+            scheme=scheme,
+            decoder=FORMAT.decode if scheme is not None else no_codes,
+            block=block,
+            **{"transposed": False, **facts},
+        )
+
+
+def open_gguf(path: Path) -> GGUFModel:
+    """Read the headers of a model; the latest are kept as long as their files do not change.
+
+    Raises:
+        CheckpointError, ModelError: see `GGUFModel`.
+    """
+    stamps = []
+    for part in _parts(path):
+        with opened(part) as file:
+            status = os.fstat(file.fileno())
+        stamps.append((status.st_size, status.st_mtime_ns))
+    return _opened(path, tuple(stamps))
+
+
+@functools.lru_cache(maxsize=2)
+def _opened(path: Path, _stamps: tuple[tuple[int, int], ...]) -> GGUFModel:
+    return GGUFModel(path)
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files that a file was split into, by its name."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None or int(match[2]) != 1:
+        return [path]
+    return [path.with_name(f"{match[1]}-{part:05d}-of-{match[3]}.gguf") for part in range(1, int(match[3]) + 1)]
+
+
+def _open(path: Path) -> list[GGUFFile]:
+    """Read the headers of a file and of those that it was split into."""
+    first = read_gguf(path)
+    count, number = (first.metadata.get(f"split.{key}", default) for key, default in (("count", 1), ("no", 0)))
+    if count == 1 and number == 0:
+        return [first]
+    paths = _parts(path)
+    if number != 0 or len(paths) != count:
+        raise CheckpointError(
+            f"{path}: is part {shorten(number)} of {shorten(count)}; give the first part, "
+            "with its name as published, ...-00001-of-0000N.gguf, and the others beside it"
+        )
+    parts, seen = [first], set(first.tensors)
+    for index, other in enumerate(paths[1:], 1):
+        parts.append(read_gguf(other))
+        if parts[-1].metadata.get("split.no") != index or parts[-1].metadata.get("split.count") != count:
+            raise CheckpointError(f"{other}: is not part {index + 1} of {path}; {_DAMAGED}")
+        if twice := seen & parts[-1].tensors.keys():
+            raise CheckpointError(f"{other}: tensor {min(twice)} is in two parts; {_DAMAGED}")
+        seen |= parts[-1].tensors.keys()
+    total = first.metadata.get("split.tensors.count", len(seen))
+    if total != len(seen):
+        raise CheckpointError(f"{path}: the parts have {len(seen)} tensors, not {shorten(total)}; {_DAMAGED}")
+    return parts
