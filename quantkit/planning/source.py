@@ -8,10 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import checked_names, download, find_tensors, is_hub_id, resolve, weight_files
+from quantkit.checkpoints.folder import (
+    checked_names,
+    download,
+    find_tensors,
+    is_hub_id,
+    read_config_file,
+    resolve,
+    weight_files,
+)
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import ModelError, SchemeError, suggestion
+from quantkit.formats import is_gguf
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import family_for_counting
 from quantkit.models.kv_sizes import KVForm, form_of_schemes
@@ -35,7 +44,7 @@ KEYS = (
 
 
 def from_model(model: str | Path | None) -> ModelShape:
-    """Return the shape of a model directory, a config.json, or a hub id; None = the bundled demo model.
+    """Return the shape of a model directory, a GGUF file, a config.json, or a hub id; None = the bundled demo model.
 
     It counts shard headers if all shards exist, otherwise it uses the config.
 
@@ -46,7 +55,7 @@ def from_model(model: str | Path | None) -> ModelShape:
     if model is None:
         return _from_folder(resolve(None), "demo")
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return _from_folder(path, path.resolve().name)
     if path.is_file():
         return from_config(description_of(_read(path), str(path)), path.stem, "config.json")
@@ -92,11 +101,14 @@ def from_parameters(text: str) -> ModelShape:
 
 
 def _from_folder(folder: Path, name: str) -> ModelShape:
-    check_links(folder)
     path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{path} is missing; give a directory with a config.json, or --shape or --params")
-    data = _read(path)
+    if is_gguf(folder):
+        data = read_config_file(folder)
+    else:
+        check_links(folder)
+        if not path.is_file():
+            raise ModelError(f"{path} is missing; give a directory with a config.json, or --shape or --params")
+        data = _read(path)
     model = description_of(data, str(path))
     files = weight_files(folder)
     if not files or not all(file.is_file() for file in files):

@@ -11,14 +11,17 @@ import gguf
 import pytest
 import torch
 
+from quantkit.api import quantize
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import metadata_files, text_folder
 from quantkit.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_files
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.convert import convert
-from quantkit.errors import CheckpointError, InputError, ModelError
+from quantkit.compress.convert.source import open_source
+from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats._gguf_blocks import Block
+from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM
 from tests.compress.convert.test_gguf_files import BUILT, build
 from tests.gguf_files import write_as_llama_cpp_does
@@ -324,3 +327,40 @@ def test_values_that_are_no_numbers_are_refused(file, tmp_path):
         open_dense(tmp_path / "m.gguf").tensor("model.layers.0.self_attn.v_proj.weight")
     with pytest.raises(CheckpointError, match="Q8_0 blocks is not finite"):
         LLM(tmp_path / "m.gguf")
+
+
+# Used as a source
+
+
+def test_values_are_written_exactly_and_codes_where_a_format_holds_them(llama, tmp_path):
+    path = write_as_llama_cpp_does(llama, tmp_path / "1.gguf", Block.Q4_1)
+    convert(path, "dense", tmp_path / "dense")
+    expected, written = open_dense(path), load_tensors(tmp_path / "dense")
+    assert set(written) == set(expected.names)
+    assert all(torch.equal(written[name], expected.tensor(name)) for name in written)
+    assert load_tokenizer(tmp_path / "dense")("a b")["input_ids"] == load_tokenizer(path)("a b")["input_ids"]
+    with pytest.raises(SchemeError, match="only GGUF stores minimums"):
+        convert(path, "compressed-tensors", tmp_path / "ct")
+    with pytest.raises(SchemeError, match="is a GGUF file already"):
+        convert(path, "gguf", tmp_path / "again.gguf")
+    symmetric = write_as_llama_cpp_does(llama, tmp_path / "0.gguf", Block.Q4_0)
+    convert(symmetric, "compressed-tensors", tmp_path / "ct")
+    name = "model.layers.1.self_attn.k_proj"
+    written, stored = (open_source(source).weight(name).dequantize() for source in (tmp_path / "ct", symmetric))
+    assert torch.equal(written, stored)
+
+
+def test_a_file_is_quantized_again_as_its_values_are(llama, tmp_path):
+    path = write_as_llama_cpp_does(llama, tmp_path / "m.gguf", Block.Q5_1)
+    convert(path, "dense", tmp_path / "dense")
+    for source, output in ((path, "a"), (tmp_path / "dense", "b")):
+        quantize(source, "rtn-int4", tmp_path / output, overrides={"weights.group_size": 32})
+    first, second = load_tensors(tmp_path / "a"), load_tensors(tmp_path / "b")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_plan_counts_the_file(file):
+    shape = from_model(file)
+    assert shape.quantized
+    assert shape.stored_bytes == CheckpointReader(file).num_bytes

@@ -162,6 +162,8 @@ def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
 def _check_source(source: Source, type_name: str | None) -> None:
     if type_name is not None and type_name not in TYPES:
         raise SchemeError(f"GGUF type {type_name!r} is not supported; supported: {', '.join(TYPES)}")
+    if source.dense is not None:
+        raise SchemeError(f"{source.reader.path} is a GGUF file already; use it as it is, or convert it --to dense")
     if type_name is not None and source.linears:
         raise SchemeError(
             f"{source.reader.path} is quantized, and its codes are copied unchanged; leave out --type {type_name}, "

@@ -144,6 +144,12 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
         if module not in target.linears:
             shard.tensors |= {name: source.reader.tensor(name) for name in source.names(module)}
             continue
+        if source.dense is not None and not target.format.keeps_codes:
+            shard.tensors |= {f"{module}.weight": source.dense.tensor(f"{module}.weight")}
+            shard.tensors |= {
+                name: source.reader.tensor(name) for name in source.names(module) if name.endswith(".bias")
+            }
+            continue
         scheme, decoded = target.linears[module], source.weight(module)
         with located(module):
             weight = as_written(decoded, scheme, target.format)

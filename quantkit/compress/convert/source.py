@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import CONFIG_NAME
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, SchemeError, located
-from quantkit.formats import recognise
+from quantkit.formats import is_gguf, recognise
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.numerics.scheme import LinearScheme
@@ -29,12 +30,14 @@ class Source:
         format: format of its linears; the dense format for an unquantized model.
         linears: scheme of each quantized linear by full module name.
         modules: local tensor names by full module name, in the order of the layers.
+        dense: view of the values of a GGUF file, of which the codes of types with minimums are no exact source.
     """
 
     reader: CheckpointReader
     format: Format
     linears: dict[str, LinearScheme]
     modules: dict[str, list[str]]
+    dense: CheckpointReader | None = None
 
     def names(self, module: str) -> list[str]:
         """Return the full names of a module's tensors."""
@@ -76,7 +79,7 @@ def open_source(path: Path) -> Source:
     """Read the headers of a checkpoint.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or a GGUF file.
     Raises:
         ModelError, CheckpointError: it is not a checkpoint, is damaged, or has an unknown format.
         SchemeError: the format is known, but quantkit cannot decode this variant.
@@ -100,4 +103,5 @@ def open_source(path: Path) -> Source:
             f"{reader.path}: config.json says {format_.name}, but no module has tensors of that format; "
             "copy the config.json that belongs to these weights"
         )
-    return Source(reader=reader, format=format_, linears=linears, modules=modules)
+    dense = open_dense(path) if is_gguf(reader.path) else None
+    return Source(reader=reader, format=format_, linears=linears, modules=modules, dense=dense)

@@ -48,7 +48,8 @@ def target_for(source: Source, format_: Format) -> Target:
     Raises:
         SchemeError: the format cannot store the checkpoint exactly; names the module and formats that can.
     """
-    if not source.linears:
+    # Of a GGUF file, values can be written even if it has no codes.
+    if not source.linears and (source.dense is None or format_.keeps_codes):
         raise SchemeError(
             f"{source.reader.path} is not quantized, so it has no codes to convert; use `quantkit quantize`, "
             "or convert it with --to gguf"
@@ -101,6 +102,8 @@ def _check(source: Source, format_: Format) -> Target:
     linears, reordered = {}, False
     for module, scheme in source.linears.items():
         with located(module):
+            if source.dense is not None and format_.keeps_codes and not scheme.weight.symmetric:
+                raise SchemeError("only GGUF stores minimums that are no whole multiples of the scales")
             linears[module] = _adapt(scheme, source.shape(module), format_)
             reordered = refuse_reordered(source, module, format_) or reordered
             scale = f"{module}.{source.format.scale_name}"
