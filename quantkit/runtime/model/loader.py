@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
-from quantkit.formats import recognise
+from quantkit.formats import is_gguf, recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels.reference.ops import DenseLinear
@@ -54,7 +54,7 @@ def load_model(
     """Load a model for running.
 
     Args:
-        path: directory with config.json and safetensors.
+        path: directory with config.json and safetensors, or a GGUF file.
         dtype: dtype of the computation: float32, bfloat16, float16 (short: fp32, bf16, fp16), or auto: the checkpoint's
             dtype if the device is fast in it.
         device: target device.
@@ -79,6 +79,8 @@ def load_model(
         except NotNative:
             if backend == "native":
                 raise
+    if is_gguf(reader.path):
+        raise ModelError(f"{reader.path}: only the native backend runs GGUF files; convert this one --to dense first")
     # Imported late: native models do not need transformers.
     from quantkit.runtime.model.hf_model import load_with_transformers
 
