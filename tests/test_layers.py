@@ -45,6 +45,7 @@ LAYERS = {
     "runtime.sequence": 5,
     "runtime.prompts": 6,  # a tokenizer, whoever computes
     "runtime.types": 2,
+    "runtime.dialects": 1,  # how models write tool calls, as data
     "runtime.config": 2,
     "runtime.detokenizer": 2,
     "runtime.json_output": 2,

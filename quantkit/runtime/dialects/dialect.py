@@ -1,0 +1,136 @@
+"""A dialect: the markers around tool calls and thinking, and how a call is written. Torch-free.
+
+A model's dialect is the one whose texts all stand in its chat template; of several, the one with the most text. Markers
+are those of the models' chat templates; vLLM's and SGLang's tool parsers look for the same ones.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import DataError
+from quantkit.safety.untrusted import parse_object, parse_yaml, read_text
+
+Call = tuple[str, dict[str, Any]]
+"""Name and arguments of a tool call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect:
+    """How a family of models writes tool calls and thinking.
+
+    Args:
+        name: of the file.
+        template: texts that all stand in a chat template of this dialect.
+        start: first marker of an answer that calls tools; empty = the dialect has no tool calls.
+        begin, end: markers around one call; an empty `end` = up to the next call or the end of the answer.
+        call: pattern with the groups `name` and `arguments`; None = JSON with these keys, or a list of it.
+        parameter: pattern with the groups `name` and `value` of one argument; None = the arguments are a JSON object.
+        thinking: markers around thinking; two empty texts = none.
+        example: the call weather(city="Oslo") in this dialect, for tests.
+    """
+
+    name: str
+    template: tuple[str, ...]
+    start: str = ""
+    begin: str = ""
+    end: str = ""
+    call: str | None = None
+    parameter: str | None = None
+    thinking: tuple[str, str] = ("", "")
+    example: str = ""
+
+    def calls(self, text: str) -> list[Call | None]:
+        """Read the tool calls of an answer, special tokens included; None for each one that is malformed."""
+        return [call for body in self._bodies(text) for call in self._read(body)]
+
+    def answer(self, text: str, *, is_thinking: bool = False) -> str:
+        """Return what follows the thinking; an empty text if the thinking never ends.
+
+        Args:
+            text: an answer.
+            is_thinking: whether the prompt has begun the thinking.
+        """
+        begin, end = self.thinking
+        if end and end in text:
+            return text.partition(end)[2]
+        return "" if begin and (is_thinking or text.lstrip().startswith(begin)) else text
+
+    def _bodies(self, text: str) -> Iterator[str | None]:
+        """What stands between the markers of each call; None where the end is missing."""
+        for rest in text.split(self.begin)[1:] if self.begin else ():
+            body, end, _ = rest.partition(self.end) if self.end else (rest, " ", "")
+            # A marker that is the beginning of the JSON belongs to it.
+            yield (self.begin if self.begin.startswith("{") else "") + body if end else None
+
+    def _read(self, body: str | None) -> list[Call | None]:
+        try:
+            if body is None:
+                return [None]
+            if self.call is None:
+                # The reader and its limits are for objects, and a list of calls is none.
+                read = parse_object(f'{{"calls": {body}}}', self.name, DataError)
+                calls = read["calls"] if isinstance(read["calls"], list) else [read["calls"]]
+                return [_json_call(each) for each in calls if len(read) == 1] or [None]
+            match = re.fullmatch(self.call, body.strip(), re.DOTALL)
+            if match is None:
+                return [None]
+            return [(match["name"].strip(), self._arguments(match["arguments"]))]
+        except DataError:
+            return [None]
+
+    def _arguments(self, text: str) -> dict[str, Any]:
+        if self.parameter is None:
+            return parse_object(text, self.name, DataError)
+        given = re.finditer(self.parameter, text, re.DOTALL)
+        return {each["name"].strip(): _value(each["value"]) for each in given}
+
+
+def _json_call(read: Any) -> Call | None:
+    """Name and arguments of `{"name": ..., "arguments" or "parameters": {...}}`; arguments may be JSON in a text."""
+    if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+        return None
+    given = read.get("arguments", read.get("parameters", {}))
+    if isinstance(given, str):
+        given = parse_object(given, "arguments", DataError)
+    return (read["name"], given) if isinstance(given, dict) else None
+
+
+def _value(text: str) -> Any:
+    """The value of a parameter that stands between tags: JSON if it is that, else text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+@functools.cache
+def dialects() -> dict[str, Dialect]:
+    """All shipped dialects by name."""
+    return {path.stem: _load(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def find_dialect(template: str | None) -> Dialect:
+    """Return the dialect of a chat template; `plain` if it is of no other."""
+    fitting = [each for each in dialects().values() if all(text in (template or "") for text in each.template)]
+    return max(fitting, key=lambda each: sum(map(len, each.template)))
+
+
+def _load(path: Path) -> Dialect:
+    data: Mapping[str, Any] = parse_yaml(read_text(path, DataError), path.name, DataError)
+    markers, thinking = data.get("tool_call", {}), data.get("thinking", {})
+    return Dialect(
+        name=path.stem,
+        template=tuple(data["template"]),
+        start=markers.get("start", markers.get("begin", "")),
+        begin=markers.get("begin", ""),
+        end=markers.get("end", ""),
+        call=data.get("call"),
+        parameter=data.get("parameter"),
+        thinking=(thinking.get("begin", ""), thinking.get("end", "")),
+        example=data.get("example", ""),
+    )
