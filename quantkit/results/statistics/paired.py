@@ -182,12 +182,13 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Means, variances and covariance (divided by total - 1) of pairs of arbitrary scores."""
+    """Means, variances and covariance (divided by total - 1) of pairs of arbitrary scores; `signed`: some are negative."""
 
     means: tuple[float, float]
     variances: tuple[float, float]
     covariance: float
     total: int
+    signed: bool = False
 
     def difference_variance(self, _difference: float) -> float:
         """Return the variance of the mean difference; it does not depend on the difference."""
@@ -233,7 +234,8 @@ def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
 
     low, high = _interval(gap, value - baseline, critical, *_difference_range(strata))
     ratio = value / baseline if baseline > 0 else None
-    ratio_low, ratio_high = (None, None) if ratio is None else _interval(ratio_gap, ratio, critical, 0.0, None)
+    least = None if any(isinstance(s, Moments) and s.signed for s in strata) else 0.0
+    ratio_low, ratio_high = (None, None) if ratio is None else _interval(ratio_gap, ratio, critical, least, None)
     return PairedResult(
         baseline=baseline,
         value=value,
@@ -285,6 +287,7 @@ def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Mome
         variances=(math.fsum(x * x for x in around_b) / free, math.fsum(y * y for y in around_v) / free),
         covariance=math.fsum(x * y for x, y in zip(around_b, around_v, strict=True)) / free,
         total=total,
+        signed=min(*baseline, *value) < 0,
     )
 
 
@@ -297,12 +300,16 @@ def _studentize(gap: float, variance: float) -> float:
 
 
 def _interval(
-    gap: Callable[[float], float], estimate: float, critical: float, low: float, high: float | None
+    gap: Callable[[float], float], estimate: float, critical: float, low: float | None, high: float | None
 ) -> tuple[float, float]:
     """Return the interval of all values that the test does not reject.
 
-    `gap` is a decreasing function. If `high` is None, it is found by doubling.
+    `gap` is a decreasing function. A bound that is None is found by doubling.
     """
+    if low is None:
+        low = estimate - 1
+        while gap(low) < critical and low > -1e6:
+            low -= estimate - low
     if high is None:
         high = 2 * max(estimate, 1e-9)
         # A baseline near zero bounds the ratio nowhere, so the search has an end of its own.

@@ -258,3 +258,17 @@ def test_a_baseline_of_zero_has_no_ratio():
 def test_lists_that_are_no_pairs_are_refused(pairs):
     with pytest.raises(ValueError, match="equally many scores"):
         compare_pairs([pairs])
+
+
+def test_a_ratio_may_be_negative_where_scores_are():
+    """Margins of a model that takes the other decisions; the interval is that of the mirrored scores."""
+    baseline, value = [2.0, 3.0, 2.5, 3.5, 2.2], [1.0, 1.8, 1.1, 1.9, 1.2]
+    plain = compare_pairs([(baseline, value)])
+    mirrored = compare_pairs([(baseline, [-score for score in value])])
+    assert mirrored.ratio == pytest.approx(-plain.ratio)
+    assert mirrored.ratio_low == pytest.approx(-plain.ratio_high)
+    assert mirrored.ratio_high == pytest.approx(-plain.ratio_low)
+    around_zero = compare_pairs([(baseline, [0.5, -0.6, 0.2, -0.4, 0.1])])
+    assert around_zero.ratio_low < 0 < around_zero.ratio_high
+    lengths = compare_pairs([(baseline, [0.0, 0.1, 3.0, 0.0, 0.0])])  # which are never negative
+    assert lengths.ratio_low == pytest.approx(0, abs=1e-9)
