@@ -67,7 +67,7 @@ def command(
     from quantkit.evaluate.verify.run import of_the_original
 
     # Who names tasks or texts means those, and none besides.
-    quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
+    quick = {} if {"tasks", "texts", "prompts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
     check_evaluation(options)
     if baseline:
@@ -86,6 +86,7 @@ def _show(
     output_to: Output, result: EvaluationResult, original: EvaluationResult | None, again: EvaluationResult | None
 ) -> None:
     """Print the results of a model, alone or beside its original and the original in another arithmetic (`again`)."""
+    from quantkit.report.behaviour_tables import rate_table
     from quantkit.report.tables import comparison_table
     from quantkit.results.statistics.comparison import compare_evaluations
 
@@ -94,7 +95,7 @@ def _show(
     if original is not None:
         compared, beside = compare_evaluations(result, original, again), f"{original.model} in {original.arithmetic}"
         data |= {"baseline": original.to_dict(), "comparisons": [comparison.to_dict() for comparison in compared]}
-        tables = (lambda: f"against {beside}", lambda: comparison_table(compared))
+        tables = (lambda: f"against {beside}", lambda: comparison_table(compared), lambda: rate_table(compared))
     decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
     settings = " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
     output_to.result(lambda: data, lambda: settings, *tables, lambda: "\n".join(result.parts_read) or None)
@@ -133,6 +134,8 @@ def _result_table(result: EvaluationResult) -> Table:
         if task.mean_answer_tokens is not None:
             rows.append(("", "tokens per answer", f"{task.mean_answer_tokens:.1f}", "", ""))
         rows += [("", name, value, "", "") for name, value in task.others.items()]
+    for rate in result.behaviour:
+        rows.append(("behaviour", rate.task, rate.value, f"{1.96 * (rate.stderr or 0):.3f}", f"{rate.num_samples}"))
     for text in result.perplexity:
         rows.append((text.data, f"perplexity ({text.through})", text.perplexity, "", f"{text.num_tokens} tokens"))
     numbers = Column("value", "{:.4f}".format), Column("±", str), Column("items", str)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate.verify.run import VerifyOptions
     from quantkit.results import CompressionResult, Report
 
-ASKED = ("suite", "tasks", "limit", "data", "include_path", "text_tokens", "seed")
+ASKED = ("suite", "tasks", "limit", "data", "include_path", "text_tokens", "behaviour", "prompts", "seed")
 
 gate_option = click.option(
     "--gate",
@@ -200,7 +200,8 @@ def command(
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
-      kl, kl_p99, top1, length_ratio, ttft_ratio, itl_ratio, tpot_ratio,
+      kl, kl_p99, top1, length_ratio, margin[DECISION], flips, loop_rate,
+      unended, right_format, valid_calls, ttft_ratio, itl_ratio, tpot_ratio,
       throughput_ratio, memory_ratio, size_ratio, bits_per_weight.
 
     \b

@@ -61,6 +61,15 @@ class EvaluationOptions:
         flag="--through",
         choices=("prefill", "decode"),
     )
+    behaviour: bool | None = setting(
+        None,
+        "Let chat models answer prompts, and compare how they act.",
+        flag="--behaviour/--no-behaviour",
+        shown="as the suite says",
+    )
+    prompts: Path | None = setting(
+        None, "Prompts of the behaviour test, in place of the bundled ones.", flag="--prompts FILE", kind=Path
+    )
     chat_template: bool = setting(False, "Format prompts with the model's chat template.", flag="--chat")
     add_bos: bool | None = setting(
         None, "Put the begin-of-text token before each text.", flag="--bos/--no-bos", shown="the tokenizer's"

@@ -226,7 +226,7 @@ def _parse(record: dict[str, Any], where: str) -> Prompt:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         value = "" if first["type"] in ("missing", "value_error") else f" (value: {shorten(first['input'])})"
-        raise DataError(f"{where}: {key}: {first['msg']}{value}") from None
+        raise DataError(f"{where}: {key}: {first['msg']}{value}; see docs/behaviour.md for the form") from None
 
 
 def digest_text(prompt: Prompt) -> str:

@@ -8,20 +8,23 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, QuantkitError, first_line
+from quantkit.evaluate.behaviour import BehaviourPlan, Trace, has_chat_template, make_plan, measure_rates, sample
 from quantkit.evaluate.engine import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import DEFAULT_WINDOW, adds_bos, perplexity
+from quantkit.evaluate.prompt_sets import read_prompts
 from quantkit.evaluate.tasks import (
     LEDGERS,
     Asked,
+    Behaviour,
     LongContext,
     Text,
     check_tasks,
@@ -40,7 +43,12 @@ Progress = Callable[[str], None]
 
 
 def evaluate(
-    llm: Evaluated, options: EvaluationOptions | None = None, *, progress: Progress | None = None, **asked_for: Any
+    llm: Evaluated,
+    options: EvaluationOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    traces: Sequence[Trace] | None = None,
+    **asked_for: Any,
 ) -> EvaluationResult:
     """Evaluate one model.
 
@@ -50,6 +58,7 @@ def evaluate(
         llm: model from `engine.load_llm`, or another loaded model.
         options: options of the evaluation; None = the suite `quick`.
         progress: callback for lines of progress.
+        traces: the model's answers to the behaviour test, if it has answered; None = it is asked here.
         asked_for: fields of `EvaluationOptions` that override `options`.
     Raises:
         DataError: there is nothing to evaluate, a task or text is not available, or lm-eval is missing.
@@ -59,34 +68,78 @@ def evaluate(
     say = progress or (lambda _: None)
     began = time.perf_counter()
     asked, seed, left_out = _asked(llm, options)
-    if not (asked.tasks or asked.perplexity or asked.long_context):
-        raise DataError("nothing to evaluate: give tasks, texts or a suite")
+    plan = behaviour_plan(llm, options)
+    if not (asked.tasks or asked.perplexity or asked.long_context or plan):
+        raise DataError("nothing to evaluate: give tasks, texts, prompts or a suite")
     # Texts are read before anything is computed.
     texts = [(part, read_named_text(part.text, options.data)) for part in asked.perplexity]
     tasks = _run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
     measured = [result for part, text in texts for result in _perplexities(llm, part, text, options, say)]
     if asked.long_context is not None:
         tasks += _long_context(llm, asked.long_context, seed, say)
+    if plan is not None and traces is None:
+        traces = answer_prompts(llm, plan, say)
     return EvaluationResult(
         model=str(llm.path),
         arithmetic=llm.arithmetic,
         tasks=tasks,
         perplexity=tuple(measured),
-        settings={**_settings(llm, asked, options, seed), **left_out},
+        behaviour=measure_rates(plan, traces) if plan is not None and traces is not None else (),
+        settings={**_settings(llm, asked, options, seed), **left_out, **_behaviour_setting(llm, asked, plan)},
         seconds=time.perf_counter() - began,
     )
+
+
+def behaviour_plan(llm: Evaluated, options: EvaluationOptions) -> BehaviourPlan | None:
+    """Return the behaviour test that is asked for; None if there is none, or the suite's does not fit the model.
+
+    Raises:
+        RequestError: a test is asked for by option, and the model has no chat template.
+        DataError: the prompts cannot be read, or the model can take none of them.
+    """
+    asked, seed, _ = _asked(llm, options)
+    required = options.behaviour is True or options.prompts is not None
+    if asked.behaviour is None or not (required or has_chat_template(llm)):
+        return None
+    counts = [count for count in (asked.behaviour.prompts, options.limit) if count is not None]
+    return make_plan(
+        llm,
+        read_prompts(options.prompts),
+        name="bundled" if options.prompts is None else options.prompts.name,
+        count=min(counts, default=None),
+        seeds=asked.behaviour.seeds,
+        max_tokens=asked.behaviour.max_tokens,
+        seed=seed,
+    )
+
+
+def answer_prompts(llm: Evaluated, plan: BehaviourPlan, say: Progress) -> list[Trace]:
+    """Let a model answer the prompts of a behaviour test, and tell progress."""
+    subject = f"behaviour, {len(plan.questions)} prompts, {plan.num_seeds} answers each"
+    say(subject)
+    return sample(llm, plan, lambda line: say(f"{subject}: {line}"))
+
+
+def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None) -> dict[str, str]:
+    if plan is None:
+        return {} if asked.behaviour is None else {"behaviour": f"left out: {llm.path.name} has no chat template"}
+    left_out = f", {plan.num_left_out} left out" if plan.num_left_out else ""
+    text = f"{len(plan.questions)} prompts of {plan.name}{left_out}, {plan.num_seeds} seeds, {plan.max_tokens} tokens"
+    return {"behaviour": f"{text}, dialect {plan.dialect.name}"}
 
 
 def check_evaluation(options: EvaluationOptions) -> None:
     """Check the options before a model is loaded.
 
     Raises:
-        DataError: the suite, a folder, a text or the items of a shipped task do not exist.
+        DataError: the suite, a folder, a text or the items of a shipped task do not exist, or a prompt is not valid.
     """
     if options.suite is not None:
         load_suite(options.suite)
     for text in options.texts:
         read_named_text(text, options.data)
+    if options.prompts is not None:
+        read_prompts(options.prompts)
     check_tasks(options.tasks, options)
 
 
@@ -108,9 +161,19 @@ def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict
         limit=options.limit if options.limit is not None else part.limit,
         perplexity=(*kept, *texts),
         long_context=part.long_context,
+        behaviour=_behaviour_part(part, options),
     )
     seed = 0 if suite is None else suite.seed
     return asked, seed if options.seed is None else options.seed, left_out
+
+
+def _behaviour_part(part: Asked, options: EvaluationOptions) -> Behaviour | None:
+    """The suite's test; one of all prompts where an option asks for it; none where it is switched off."""
+    if options.behaviour is False:
+        return None
+    if options.prompts is not None:  # the user's own are all asked
+        return (part.behaviour or Behaviour()).model_copy(update={"prompts": None})
+    return part.behaviour or (Behaviour() if options.behaviour else None)
 
 
 def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:

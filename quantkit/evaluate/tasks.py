@@ -57,6 +57,20 @@ class LongContext(_Part):
     samples: Count = 10
 
 
+class Behaviour(_Part):
+    """Sampled behaviour of chat models, and margins of their decisions.
+
+    Args:
+        prompts: how many, from the beginning of the set; None = all.
+        seeds: answers to each prompt.
+        max_tokens: most tokens of an answer.
+    """
+
+    prompts: Count | None = None
+    seeds: Count = 2
+    max_tokens: Count = 256
+
+
 class Asked(_Part):
     """Tasks and texts for one kind of model.
 
@@ -65,12 +79,14 @@ class Asked(_Part):
         limit: items per task; None = all.
         perplexity: texts whose perplexity is measured.
         long_context: lengths and depths; None = no such test.
+        behaviour: prompts of a behaviour test; None = no such test.
     """
 
     tasks: tuple[str, ...] = ()
     limit: Count | None = None
     perplexity: tuple[Text, ...] = ()
     long_context: LongContext | None = None
+    behaviour: Behaviour | None = None
 
 
 class Suite(_Part):

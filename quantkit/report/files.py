@@ -22,6 +22,7 @@ from xml.etree import ElementTree
 from quantkit.errors import ReportError, located
 from quantkit.quantities import number
 from quantkit.report import speed_tables, tables
+from quantkit.report.behaviour_tables import behaviour_tables
 from quantkit.report.page import render_html
 from quantkit.report.table import Table, printable
 from quantkit.report.tables import VERDICTS, engine_table, gate_lines, headline, recovery_text
@@ -82,6 +83,7 @@ def report_tables(report: Report) -> list[Table]:
         tables.comparison_table(report.comparisons),
         tables.length_table(report.comparisons),
         tables.fidelity_table(report.fidelity, report.noise_fidelity),
+        *behaviour_tables(report),
         tables.worst_groups_table(sensitivity) if sensitivity else None,
         speed_tables.latency_table(runs),
         speed_tables.throughput_table(runs),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import ReportError
-from quantkit.report import plots, speed_tables, tables
+from quantkit.report import behaviour_tables, plots, speed_tables, tables
 from quantkit.report.svg import INSTALL
 from quantkit.report.table import Table
 from quantkit.report.tables import headline, key_figures
@@ -28,6 +28,8 @@ DEFINITIONS = (
     ("Noise", "Change of the original's number when it computes in another arithmetic. A difference of at most this "
         "size is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
+    ("Margin", "Logit of the token that the original decided on, less that of the best other one; each prompt counts "
+     "once. A decision is flipped where the model's likeliest token is another one."),
     *((name, f"{meaning.capitalize()}: {text}") for name, (meaning, text) in speed_tables.LATENCIES.items()),
     ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
     ("MBU, MFU", "Model bandwidth utilization and model FLOP utilization: the share of the copy bandwidth, and of the "
@@ -65,7 +67,18 @@ class PageSection:
 
 def report_sections(report: Report) -> list[PageSection]:
     """Return the sections that are not empty, in order."""
-    builders = (_accuracy, _fidelity, _sensitivity, _diagnosis, _speed, _memory, _roofline, _making, _definitions)
+    builders = (
+        _accuracy,
+        _fidelity,
+        _behaviour,
+        _sensitivity,
+        _diagnosis,
+        _speed,
+        _memory,
+        _roofline,
+        _making,
+        _definitions,
+    )
     return [section for build in builders if (section := build(report)) is not None]
 
 
@@ -95,6 +108,12 @@ def _accuracy(report: Report) -> PageSection | None:
 def _fidelity(report: Report) -> PageSection | None:
     table = tables.fidelity_table(report.fidelity, report.noise_fidelity)
     return _section("fidelity", "Closeness to the original", [table])
+
+
+def _behaviour(report: Report) -> PageSection | None:
+    shown: list[Table | None] = [*behaviour_tables.behaviour_tables(report, brief=False)]
+    text = ["Both models answered chat prompts with the same seeds; margins and KL are of the original's answers."]
+    return _section("behaviour", "Behaviour", shown or [None], text=text)
 
 
 def _sensitivity(report: Report) -> PageSection | None:

@@ -10,7 +10,7 @@ from quantkit.quantities import byte_size, number, percent
 from quantkit.report.speed_tables import LATENCIES
 from quantkit.report.svg import BAD, HEAT, INK, LINE, MODEL, MUTED, ORIGINAL, new_figure, to_svg
 from quantkit.results import BenchmarkResult, BenchmarkRun, Report, RooflineRecord, SensitivityMap
-from quantkit.results.statistics.comparison import ANSWER_LENGTH
+from quantkit.results.statistics.comparison import ANSWER_LENGTH, BEHAVIOUR
 from quantkit.results.statistics.summary import fit_gaps, percentile
 
 LEGEND: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "handlelength": 1.6, "columnspacing": 1.4}
@@ -22,7 +22,9 @@ STYLES: tuple[Style, Style] = (ORIGINAL, "--", "s"), (MODEL, "-", "o")
 
 def accuracy_plot(report: Report) -> str | None:
     """Plot the recovery of each task and text with its interval, and lines at 100 % and at the gate."""
-    rows = [c for c in report.comparisons if c.recovery is not None and not c.subject.startswith(ANSWER_LENGTH)]
+    rows = [
+        c for c in report.comparisons if c.recovery is not None and not c.subject.startswith((ANSWER_LENGTH, BEHAVIOUR))
+    ]
     if not rows:
         return None
     with new_figure(5.2, 0.9 + 0.36 * len(rows)) as (figure, axes):

@@ -17,7 +17,7 @@ from quantkit.results import (
     SensitivityMap,
 )
 from quantkit.results.compression import describe_caches, describe_experts
-from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND
+from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, BEHAVIOUR, LENGTH_BAND
 from quantkit.results.statistics.summary import median
 
 VERDICTS = {
@@ -143,7 +143,7 @@ def key_figures(report: Report) -> list[tuple[str, str, str]]:
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table | None:
     """Create the table of tasks and texts: both values, the difference with its interval, recovery and verdict."""
-    rows = [c for c in comparisons if not c.subject.startswith(ANSWER_LENGTH)]
+    rows = [c for c in comparisons if not c.subject.startswith((ANSWER_LENGTH, BEHAVIOUR))]
     if not rows:
         return None
     tasks = [c for c in rows if not c.subject.startswith("perplexity") and c.subject != ALL_TASKS]

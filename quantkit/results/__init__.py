@@ -2,6 +2,9 @@
 
 from quantkit.results._record import SCHEMA_VERSION as SCHEMA_VERSION
 from quantkit.results._record import Record as Record
+from quantkit.results.behaviour import BehaviourResult as BehaviourResult
+from quantkit.results.behaviour import ExampleRecord as ExampleRecord
+from quantkit.results.behaviour import MarginRecord as MarginRecord
 from quantkit.results.benchmark import SWEEP_NAME as SWEEP_NAME
 from quantkit.results.benchmark import BenchmarkResult as BenchmarkResult
 from quantkit.results.benchmark import BenchmarkRun as BenchmarkRun

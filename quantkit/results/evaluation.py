@@ -134,6 +134,7 @@ class EvaluationResult(Record):
         arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run uses another than the original.
         tasks: one result per task.
         perplexity: one result per text and path.
+        behaviour: one result per rate of sampled behaviour, such as `loop_rate`; no part of the mean over tasks.
         settings: suite, limit, seed, chat template, whether BOS is added, KV cache, ... as text.
         seconds: total wall time.
     """
@@ -142,6 +143,7 @@ class EvaluationResult(Record):
     arithmetic: str = ""
     tasks: tuple[TaskResult, ...] = ()
     perplexity: tuple[PerplexityResult, ...] = ()
+    behaviour: tuple[TaskResult, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 

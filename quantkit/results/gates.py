@@ -1,6 +1,7 @@
 """Gates such as `recovery>=98.9`: the metrics that they limit, verdicts and remedies.
 
-A gate compares the measured value with the limit. If the value's interval includes the limit, the explanation says that
+A gate compares the measured value with the limit; a limit with a plus sign, `loop_rate<=+0.01`, is compared with what
+the value is over the original's. If the value's interval includes the limit, the explanation says that
 more samples are needed. A gate fails if its metric was not measured.
 """
 
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from quantkit.errors import GateError, suggestion
 from quantkit.quantities import interval
 from quantkit.results import BenchmarkRun, Comparison, GateResult, Report, SensitivityProposal
-from quantkit.results.statistics.comparison import ANSWER_LENGTH
+from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, MarginRecord
+from quantkit.results.statistics.comparison import ANSWER_LENGTH, BEHAVIOUR
 from quantkit.results.statistics.summary import median
 from quantkit.safety.untrusted import shorten
 
 Values = dict[str, float]  # by subject; the first is meant when a gate names none
 Read = Callable[[Report], Mapping[str, float | None]]
 
-TEXT, LENGTH = "perplexity: ", f"{ANSWER_LENGTH}: "
+TEXT, LENGTH, RATE = "perplexity: ", f"{ANSWER_LENGTH}: ", f"{BEHAVIOUR}: "
 RATIO = "a ratio (1 if both models are equal)"
 SHARE = "a share between 0 and 1"
 PER_CENT = "in per cent of the original (about 100)"
@@ -30,10 +32,14 @@ class Metric:
     """A metric that gates can limit.
 
     Args:
-        kind: topic of the metric: "accuracy", "speed" or "memory".
+        kind: topic of the metric: "accuracy", "behaviour", "speed" or "memory".
         read: function from a report to its values by subject, the default first; None or absent = not measured.
         low, high: plausible limits; a limit outside them probably has the wrong unit.
         unit: unit of the limit, for that message.
+        over: like `read`, of the differences to the original, which limits with a plus sign are about; None = there are
+            no such limits.
+        subjects: all possible subjects; empty = any.
+        lacks: function from a report and a subject to the reason why there is no value; None = it was not measured.
     """
 
     kind: str
@@ -41,10 +47,14 @@ class Metric:
     low: float = 0.0
     high: float = float("inf")
     unit: str = RATIO
+    over: Read | None = None
+    subjects: tuple[str, ...] = ()
+    lacks: Callable[[Report, str | None], str] | None = None
 
-    def values(self, report: Report) -> Values:
-        """Return the measured values by subject."""
-        return {subject: value for subject, value in self.read(report).items() if value is not None}
+    def values(self, report: Report, *, over: bool = False) -> Values:
+        """Return the measured values by subject; with `over`, their differences to the original's."""
+        read = self.over if over and self.over else self.read
+        return {subject: value for subject, value in read(report).items() if value is not None}
 
 
 def gate_numbers(report: Report) -> dict[str, float]:
@@ -67,7 +77,7 @@ def _of_comparisons(read: Callable[[Comparison], float | None], prefix: str = ""
     """
 
     def numbers(report: Report) -> dict[str, float | None]:
-        others = () if prefix else (TEXT, LENGTH)
+        others = () if prefix else (TEXT, LENGTH, RATE)
         chosen = [c for c in report.comparisons if c.subject.startswith(prefix) and not c.subject.startswith(others)]
         return {c.subject.removeprefix(prefix): read(c) for c in chosen}
 
@@ -80,6 +90,32 @@ def _ratio(comparison: Comparison) -> float | None:
 
 def _fidelity(name: str) -> Read:
     return lambda report: {"": getattr(report.fidelity, name, None)}
+
+
+def _margins(read: Callable[[MarginRecord], float | None]) -> Read:
+    """Values of the kinds of decisions that enough prompts have."""
+
+    def numbers(report: Report) -> dict[str, float | None]:
+        known = report.behaviour.margins if report.behaviour else ()
+        return {each.kind: read(each) for each in known if each.num_prompts >= MIN_PROMPTS}
+
+    return numbers
+
+
+def _flips(report: Report) -> dict[str, float | None]:
+    """Share of flipped decisions: of all, if enough prompts have any, and by kind."""
+    behaviour = report.behaviour
+    enough = behaviour is not None and sum(each.num_prompts for each in behaviour.margins) >= MIN_PROMPTS
+    return {"": behaviour.flips if behaviour and enough else None, **_margins(lambda each: each.flips)(report)}
+
+
+def _too_few(report: Report, kind: str | None) -> str:
+    """Say in how many prompts the original takes a kind of decision, where these are too few."""
+    if report.behaviour is None:
+        return ""
+    counts = {each.kind: each.num_prompts for each in report.behaviour.margins}
+    count, what = (sum(counts.values()), "decides") if kind is None else (counts.get(kind, 0), DECISIONS[kind])
+    return f"the original {what} in {count} prompts, fewer than the {MIN_PROMPTS} needed"
 
 
 def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
@@ -126,6 +162,21 @@ METRICS = {  # of texts and tasks the worst counts, of workloads the first, unle
     "kl": Metric("accuracy", _fidelity("mean_kl"), unit="in nats"),
     "kl_p99": Metric("accuracy", _fidelity("p99_kl"), unit="in nats"),
     "top1": Metric("accuracy", _fidelity("top1_agreement"), high=1, unit=SHARE),
+    "margin": Metric("behaviour", _margins(lambda m: m.ratio), high=10, subjects=tuple(DECISIONS), lacks=_too_few),
+    "flips": Metric("behaviour", _flips, high=1, unit=SHARE, subjects=tuple(DECISIONS), lacks=_too_few),
+    **{
+        name: Metric(
+            *("behaviour", _of_comparisons(lambda c: c.value, RATE + name)),
+            high=1,
+            unit=SHARE,
+            over=_of_comparisons(lambda c: c.difference, RATE + name),
+        )
+        for name in ("loop_rate", "unended", "empty", "other_script")
+    },
+    **{
+        name: Metric("behaviour", _of_comparisons(lambda c: c.recovery, RATE + name), 10, 200, PER_CENT)
+        for name in ("right_format", "valid_calls")
+    },
     "ttft_ratio": Metric("speed", _latency_ratios("TTFT"), high=100),
     "itl_ratio": Metric("speed", _latency_ratios("ITL"), high=100),
     "tpot_ratio": Metric("speed", _latency_ratios("TPOT"), high=100),
@@ -134,8 +185,10 @@ METRICS = {  # of texts and tasks the worst counts, of workloads the first, unle
     "size_ratio": Metric("memory", _size_ratio, high=10),
     "bits_per_weight": Metric("memory", lambda report: {"": report.model.bits_per_weight}, high=32, unit="in bits"),
 }
-IN_PER_CENT = ("recovery",)
-WORST_COUNTS = ("perplexity", "perplexity_ratio", "length_ratio")
+IN_PER_CENT = ("recovery", "right_format", "valid_calls")
+WORST_COUNTS = ("perplexity", "perplexity_ratio", "length_ratio", "margin")
+MORE_PROMPTS = "ask more prompts, with --suite standard or a file of your own with --prompts"
+CLEAR_NATS, LEAST_MARGIN, MOST_LOOPS = 1.0, 0.7, 0.1  # of the gates that join a recipe's
 
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -151,13 +204,14 @@ EXAMPLES = "recovery>=98.9, perplexity_ratio<=1.05, kl<=0.02, recovery[demo_fact
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """One gate: `metric[subject] operator limit`."""
+    """One gate: `metric[subject] operator limit`; `over`: a plus sign makes the limit one of the difference."""
 
     text: str
     metric: str
     subject: str | None
     operator: str
     limit: float
+    over: bool = False
 
 
 def parse_gate(text: str) -> Gate:
@@ -188,9 +242,23 @@ def parse_gate(text: str) -> Gate:
     metric = METRICS[name]
     if not metric.low <= limit <= metric.high:
         raise GateError(f"gate {text!r}: {name} is {metric.unit}, so the limit {limit:g} is probably wrong")
+    if subject and metric.subjects and subject not in metric.subjects:
+        known = f"{suggestion(subject, metric.subjects)}; supported: {', '.join(metric.subjects)}"
+        raise GateError(f"gate {text!r}: unknown decision {subject!r}{known}")
+    over = metric.over is not None and written.startswith("+")
     # Written anew from what was read, so that equal gates are equal texts.
     plain = f"{name}[{subject}]" if subject else name
-    return Gate(text=f"{plain}{sign}{limit:g}", metric=name, subject=subject, operator=sign, limit=limit)
+    limit_text = f"{limit:+g}" if over else f"{limit:g}"
+    return Gate(text=f"{plain}{sign}{limit_text}", metric=name, subject=subject, operator=sign, limit=limit, over=over)
+
+
+def behaviour_gates(report: Report) -> list[str]:
+    """Return gates about behaviour that fit any recipe: about decisions that the original takes often and clearly."""
+    if report.behaviour is None:
+        return []
+    clear = [m.kind for m in report.behaviour.margins if m.num_prompts >= MIN_PROMPTS and m.baseline >= CLEAR_NATS]
+    margins = [f"margin[{kind}]>={LEAST_MARGIN}" for kind in clear]
+    return [*margins, *([f"loop_rate<=+{MOST_LOOPS}"] if METRICS["loop_rate"].values(report) else [])]
 
 
 def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
@@ -262,13 +330,18 @@ def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResu
 
 
 def _judge(report: Report, gate: Gate) -> GateResult:
-    values = METRICS[gate.metric].values(report)
-    value = _pick(gate, values)
+    metric = METRICS[gate.metric]
+    values = metric.values(report, over=gate.over)
+    has_value = gate.subject in values if gate.subject is not None else bool(values)
+    reason = metric.lacks(report, gate.subject) if metric.lacks and not has_value else ""
+    value = None if reason else _pick(gate, values)
     held = value is not None and OPERATORS[gate.operator](value, gate.limit)
     if value is None:
-        explanation = f"{gate.metric} was not measured, so the gate does not hold"
+        explanation = f"{reason or f'{gate.metric} was not measured'}, so the gate does not hold"
     else:
-        explanation = f"{gate.metric} is {value:.4g}, must be {gate.operator} {gate.limit:g}"
+        over = " over the original's" if gate.over else ""
+        limit = f"{gate.limit:+g}" if gate.over else f"{gate.limit:g}"
+        explanation = f"{gate.metric} is {value:.4g}{over}, must be {gate.operator} {limit}"
         explanation += _doubt(report, gate, values)
     return GateResult(
         gate=gate.text,
@@ -278,7 +351,7 @@ def _judge(report: Report, gate: Gate) -> GateResult:
         value=value,
         held=held,
         explanation=explanation,
-        remedy=None if held else remedy(report, gate, measured=value is not None),
+        remedy=None if held else MORE_PROMPTS if reason else remedy(report, gate, measured=value is not None),
     )
 
 
@@ -302,14 +375,25 @@ def _pick(gate: Gate, values: Values) -> float | None:
 
 def _doubt(report: Report, gate: Gate, values: Values) -> str:
     """Return a warning if the interval includes the limit."""
-    subject = gate.subject or next(iter(values), "")
-    # Only recovery has its interval in the units of its gate.
-    comparison = report.find_comparison(subject) if gate.metric == "recovery" else None
-    if comparison is None or comparison.recovery_low is None or comparison.recovery_high is None:
+    low, high = _gate_interval(report, gate, values)
+    if low is None or high is None or not low <= gate.limit <= high:
         return ""
-    if comparison.recovery_low <= gate.limit <= comparison.recovery_high:
-        return (
-            f"; its 95 % interval, {interval(comparison.recovery_low, comparison.recovery_high)}, includes the limit: "
-            "use more samples to decide"
-        )
-    return ""
+    between = interval(low, high, 1 if gate.limit >= 10 else 3)
+    return f"; its 95 % interval, {between}, includes the limit: use more samples to decide"
+
+
+def _gate_interval(report: Report, gate: Gate, values: Values) -> tuple[float | None, float | None]:
+    """Return the interval in the units of the gate; twice None for metrics that have none."""
+    if gate.metric == "margin" and report.behaviour is not None:
+        # Without a subject the worst one was judged.
+        kind = gate.subject or min(values, key=lambda each: values[each])
+        return next((each.low, each.high) for each in report.behaviour.margins if each.kind == kind)
+    rate = METRICS[gate.metric].kind == "behaviour"
+    subject = RATE + gate.metric if rate else gate.subject or next(iter(values), "")
+    comparison = report.find_comparison(subject) if rate or gate.metric == "recovery" else None
+    if comparison is None:
+        return None, None
+    if gate.over:
+        return comparison.low, comparison.high
+    recovery = gate.metric in IN_PER_CENT
+    return (comparison.recovery_low, comparison.recovery_high) if recovery else (None, None)

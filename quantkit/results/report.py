@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quantkit.results._record import SCHEMA_VERSION, Record
+from quantkit.results.behaviour import BehaviourResult
 from quantkit.results.benchmark import BenchmarkResult, BenchmarkRun, Diagnosis
 from quantkit.results.compression import CompressionResult, EngineReading
 from quantkit.results.evaluation import EvaluationResult, FidelityResult, SensitivityMap
@@ -145,6 +146,7 @@ class Report(Record):
         comparisons: comparisons of model and original, computed from the three above; the first is the headline.
         fidelity: distance of the model's next-token distributions from the original's.
         noise_fidelity: distance of the original in another arithmetic from the original.
+        behaviour: decision margins and texts, on the original's answers to chat prompts.
         sensitivity: sensitivity by layer and fused group.
         benchmark, baseline_benchmark: speed and memory of both models.
         diagnosis: what limits speed, in plain words.
@@ -163,6 +165,7 @@ class Report(Record):
     comparisons: tuple[Comparison, ...] = ()
     fidelity: FidelityResult | None = None
     noise_fidelity: FidelityResult | None = None
+    behaviour: BehaviourResult | None = None
     sensitivity: SensitivityMap | None = None
     benchmark: BenchmarkResult | None = None
     baseline_benchmark: BenchmarkResult | None = None

@@ -7,16 +7,19 @@ import math
 import random
 
 from quantkit.results import (
+    BehaviourResult,
     BenchmarkResult,
     BenchmarkRun,
     CompressionResult,
     Diagnosis,
     Environment,
     EvaluationResult,
+    ExampleRecord,
     FidelityResult,
     Finding,
     LayerRecord,
     LinearRecord,
+    MarginRecord,
     MemoryRecord,
     ModelFacts,
     PerplexityResult,
@@ -84,12 +87,87 @@ def perplexity(seed: int, shift: float, through: str = "prefill") -> PerplexityR
     )
 
 
+def rates(seed: int, changed: float) -> tuple[TaskResult, ...]:
+    """Sampled behaviour of 60 answers: the original's (changed = 0), or with that share of the bits turned."""
+    results = []
+    shares = {
+        "unended": 0.4,
+        "loop_rate": 0.1,
+        "empty": 0.05,
+        "other_script": 0.05,
+        "right_format": 0.6,
+        "valid_calls": 0.8,
+    }
+    for name, share in shares.items():
+        original, change = random.Random(name), random.Random(f"{name} {seed}")
+        values = [(original.random() < share) != (change.random() < changed) for _ in range(60)]
+        samples = tuple(
+            SampleRecord(
+                task=name,
+                index=index,
+                scores={"rate": float(value)},
+                item_hash=f"{name}{index:05d}",
+                answer_tokens=80 + index if name == "unended" else None,
+            )
+            for index, value in enumerate(values)
+        )
+        results.append(
+            TaskResult(
+                task=name,
+                metric="rate",
+                value=sum(values) / 60,
+                stderr=0.05,
+                num_samples=60,
+                higher_is_better=name in ("right_format", "valid_calls"),
+                samples=samples,
+            )
+        )
+    return tuple(results)
+
+
+def behaviour(share: float) -> BehaviourResult:
+    """Decisions with that share of the original's margins left; the refusals are too few."""
+    counts = {"tool": 20, "end": 41, "json": 14, "refusal": 3}
+    margins = tuple(
+        MarginRecord(
+            kind=kind,
+            num_decisions=2 * count,
+            num_prompts=count,
+            baseline=6.0,
+            value=6.0 * share,
+            flips=round((1 - share) / 2, 3),
+            **({"ratio": share, "low": share - 0.03, "high": share + 0.03} if count > 7 else {}),
+        )
+        for kind, count in counts.items()
+    )
+    return BehaviourResult(
+        prompts="bundled",
+        num_prompts=60,
+        num_seeds=1,
+        num_left_out=4,
+        max_tokens=128,
+        dialect="hermes",
+        num_tokens=5210,
+        mean_kl=0.09,
+        quarter_kl=(0.07, 0.08, 0.1, None),
+        entropy_kl=(0.001, 0.03, 0.1, 0.2),
+        entropy_limits=(0.1, 0.8, 2.0),
+        margins=margins,
+        examples=(
+            ExampleRecord(
+                prompt="Tea?", original="Yes, with <b>milk</b>.", model="Yes, yes, yes", parted=5, lost="loop_rate"
+            ),
+        ),
+    )
+
+
 def evaluation(name: str, seed: int, lost: float, won: float, shift: float, arithmetic: str) -> EvaluationResult:
     return EvaluationResult(
         model=name,
         arithmetic=arithmetic,
         tasks=tasks(seed, lost, won),
         perplexity=(perplexity(seed, shift), perplexity(seed + 1, shift, "decode")),
+        behaviour=rates(seed, lost),
         settings={"suite": "standard", "limit": "1000", "seed": "0", "chat template": "no", "BOS": "as the tokenizer"},
         seconds=412.0,
     )
@@ -282,6 +360,7 @@ def make_report(*, broken: bool = False, gates: tuple[str, ...] = GATES, name: s
         noise_fidelity=FidelityResult(
             data="demo-heldout", num_tokens=8192, mean_kl=0.00012, p99_kl=0.0011, top1_agreement=0.9988
         ),
+        behaviour=behaviour(0.55 if broken else 0.96),
         sensitivity=sensitivity_map,
         benchmark=benchmark(name, 331_000_000, 0.0165, 0.00012, 70e9),
         baseline_benchmark=benchmark("acme/tiny-500m", 988_000_000, 0.0535, 0.00011, 80e9),

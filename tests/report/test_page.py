@@ -131,7 +131,18 @@ def test_a_report_of_a_stranger_brings_no_element_and_no_formula(report):
     assert ElementTree.fromstring(render_junit(read).encode()).get("name").endswith(r"\x1b[2J")
 
 
-SECTIONS = ["accuracy", "fidelity", "sensitivity", "diagnosis", "speed", "memory", "roofline", "making", "terms"]
+SECTIONS = [
+    "accuracy",
+    "fidelity",
+    "behaviour",
+    "sensitivity",
+    "diagnosis",
+    "speed",
+    "memory",
+    "roofline",
+    "making",
+    "terms",
+]
 
 
 def test_sections_stand_in_the_order_of_decision(report):

@@ -8,7 +8,15 @@ import pytest
 
 from quantkit.errors import GateError
 from quantkit.results import Diagnosis, ModelFacts, Report
-from quantkit.results.gates import METRICS, evaluate_gates, gate_numbers, parse_gate
+from quantkit.results.gates import (
+    IN_PER_CENT,
+    METRICS,
+    MORE_PROMPTS,
+    behaviour_gates,
+    evaluate_gates,
+    gate_numbers,
+    parse_gate,
+)
 from tests.report.synthetic import GATES, make_report
 
 
@@ -24,6 +32,10 @@ READ = [
     ("recovery>=99%", ("recovery", None, ">=", 99.0)),
     ("memory_ratio<=35%", ("memory_ratio", None, "<=", 0.35)),
     ("kl<1e-2", ("kl", None, "<", 0.01)),
+    ("kl<=+0.01", ("kl", None, "<=", 0.01)),
+    ("loop_rate<=+1%", ("loop_rate", None, "<=", 0.01)),
+    ("margin[no_tool]>=0.8", ("margin", "no_tool", ">=", 0.8)),
+    ("valid_calls>=99%", ("valid_calls", None, ">=", 99.0)),
 ]
 
 
@@ -42,6 +54,9 @@ REFUSED = [
     ("recovery>=0.989", "recovery is in per cent of the original \(about 100\), so the limit 0.989 is probably wrong"),
     ("top1>=97", "top1 is a share between 0 and 1"),
     ("", "is not valid"),
+    ("margin[tol]>=0.8", r"unknown decision 'tol' \(did you mean 'tool'\?\); supported: tool, no_tool, thinking"),
+    ("flips<=1.5", "flips is a share between 0 and 1"),
+    ("valid_calls>=0.99", "valid_calls is in per cent of the original"),
 ]
 
 
@@ -141,8 +156,47 @@ def test_all_numbers_are_listed_by_the_names_gates_use(report):
     assert numbers["recovery"] == numbers["recovery[all tasks]"]
     assert numbers["memory_ratio"] == pytest.approx(331 / 988)
     for name in numbers:
-        parse_gate(f"{name}>=50" if name.startswith("recovery") else f"{name}<=1")
+        parse_gate(f"{name}>=50" if name.partition("[")[0] in IN_PER_CENT else f"{name}<=1")
 
 
 def test_memory_is_of_weights_in_memory_or_else_on_disk(report):
     assert gate_numbers(dataclasses.replace(report, benchmark=None))["memory_ratio"] == pytest.approx(331 / 988)
+
+
+def test_a_limit_with_a_plus_sign_is_about_the_difference_to_the_original(broken_report):
+    rate = broken_report.find_comparison("behaviour: unended")
+    assert rate.baseline > 0.2 > rate.difference
+    over, plain = evaluate_gates(broken_report, ["unended<=+0.2", "unended<=0.2"])
+    assert (over.gate, over.value, over.held) == ("unended<=+0.2", rate.difference, True)
+    assert (plain.gate, plain.value, plain.held) == ("unended<=0.2", rate.value, False)
+    assert "over the original's, must be <= +0.2" in over.explanation
+    assert "over the original's" not in plain.explanation
+
+
+def test_margins_are_judged_by_kind_and_the_worst_counts(broken_report):
+    worst, tool, flips = evaluate_gates(broken_report, ["margin>=0.8", "margin[tool]>=0.56", "flips[json]<=0.3"])
+    assert (worst.value, worst.held, tool.held, flips.held) == (0.55, False, False, True)
+    assert "its 95 % interval, 0.520 to 0.580, includes the limit" in tool.explanation
+    assert "includes" not in worst.explanation
+
+
+def test_a_kind_of_decision_that_few_prompts_have_does_not_hold_and_says_so(report):
+    few, none = evaluate_gates(report, ["margin[refusal]>=0.1", "flips[thinking]<=0.5"])
+    assert (few.value, few.held, none.held) == (None, False, False)
+    assert few.explanation == (
+        "the original begins a refusal in 3 prompts, fewer than the 8 needed, so the gate does not hold"
+    )
+    assert "ends its thinking in 0 prompts" in none.explanation
+    assert few.remedy == none.remedy == MORE_PROMPTS
+    (unmeasured,) = evaluate_gates(Report(model=ModelFacts(name="m")), ["margin[tool]>=0.8"])
+    assert unmeasured.explanation == "margin was not measured, so the gate does not hold"
+
+
+def test_gates_that_fit_any_recipe_are_about_what_the_original_shows_often(report):
+    gates = behaviour_gates(report)
+    assert [gate.partition(">=")[0].partition("<=")[0] for gate in gates] == [
+        *("margin[tool]", "margin[end]", "margin[json]"),
+        "loop_rate",
+    ]
+    assert all(result.held for result in evaluate_gates(report, gates))
+    assert behaviour_gates(Report(model=ModelFacts(name="m"))) == []

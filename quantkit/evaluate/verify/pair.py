@@ -46,6 +46,7 @@ class Pair:
         manifest: contents of quantkit.json; empty if there is none.
         made: contents of quantkit-run.json; empty if there is none.
         gates: gates to check.
+        gates_given: whether the user named the gates; otherwise they are the recipe's.
         hashes: SHA-256 of the checkpoint's files by name.
         notes: unusual facts, for the user.
     """
@@ -58,6 +59,7 @@ class Pair:
     gates: tuple[str, ...]
     hashes: dict[str, str]
     notes: tuple[str, ...]
+    gates_given: bool = False
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -113,6 +115,7 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         gates=check_gates(_gates(path, manifest)) if given is None else given,
         hashes=hashes,
         notes=notes,
+        gates_given=given is not None,
     )
 
 

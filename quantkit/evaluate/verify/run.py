@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,19 @@ from quantkit.benchmark.run import check_target, find_ceilings, load_target, mea
 from quantkit.demo import GENERAL_TEXT
 from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError, RequestError, first_line
+from quantkit.evaluate.behaviour import Trace
+from quantkit.evaluate.decisions import compare_behaviour
 from quantkit.evaluate.engine import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.fidelity import TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
+from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, evaluate, import_language_model
 from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitivity_map
 from quantkit.evaluate.tasks import load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
 from quantkit.quantities import dtype_name
-from quantkit.results import EvaluationResult, Report
-from quantkit.results.gates import evaluate_gates
+from quantkit.results import BehaviourResult, EvaluationResult, Report
+from quantkit.results.gates import behaviour_gates, evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.vllm_engine import VllmLLM, import_vllm, vllm_arguments
@@ -127,7 +129,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     return replace(
         report,
         # Judged again: gates about speed and memory have their numbers only now.
-        gates=tuple(evaluate_gates(report, pair.gates)),
+        gates=tuple(evaluate_gates(report, verification.gates(report))),
         environment=environment(
             pair,
             text,
@@ -167,18 +169,21 @@ class _Verification:
         subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
         self.progress(subject)
         distances = fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
+        behaviour, traces, of_prompts = self._behaviour(llm, original)
         count = 3 if self.options.noise else 2
-        baseline = self._evaluate(original, f"original (1 of {count})")
-        ours = self._evaluate(llm, f"checkpoint (2 of {count})")
+        baseline = self._evaluate(original, f"original (1 of {count})", traces[0])
+        ours = self._evaluate(llm, f"checkpoint (2 of {count})", traces[1])
         noise = noise_fidelity = None
         if self.options.noise:
             dtype = other_arithmetic(dtype_name(original.model.dtype))
             self.progress(f"noise: the original again, in {dtype}")
             other = load_llm(str(source), **{**plain, "dtype": dtype})
-            noise = self._evaluate(other, f"original in {dtype} (3 of 3)")
+            noise = self._evaluate(other, f"original in {dtype} (3 of 3)", behaviour=False)
             noise_fidelity = fidelity(other, original, windows, data=data)
         answers = {"evaluation": ours, "baseline": baseline, "noise": noise}
-        report = self._report(note, llm.notes, **answers, fidelity=distances, noise_fidelity=noise_fidelity)
+        notes = (*of_prompts, *llm.notes)
+        distances_fields = {"fidelity": distances, "noise_fidelity": noise_fidelity, "behaviour": behaviour}
+        report = self._report(note, notes, **answers, **distances_fields)
         return self._with_sensitivity(llm, original, windows, report), text
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
@@ -194,14 +199,44 @@ class _Verification:
             notes=(*pair.notes, *of_text, *(ours.parts_read if ours else ()), *of_run),
             **fields,
         )
-        return replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
+        return replace(report, gates=tuple(evaluate_gates(report, self.gates(report))))
 
-    def _evaluate(self, llm: Evaluated, name: str) -> EvaluationResult | None:
-        """Evaluate one model; None if there are no tasks or texts."""
+    def gates(self, report: Report) -> tuple[str, ...]:
+        """The gates to be held; those about behaviour join a recipe's where the original shows enough of it."""
+        own = () if self.pair.gates_given or not self.pair.gates else behaviour_gates(report)
+        return tuple(dict.fromkeys((*self.pair.gates, *own)))
+
+    def _behaviour(
+        self, llm: LLM, original: LLM
+    ) -> tuple[BehaviourResult | None, tuple[Sequence[Trace] | None, Sequence[Trace] | None], tuple[str, ...]]:
+        """Margins, answers of the original and of the checkpoint, and notes; nothing where no test is asked for."""
         asked = self.options.evaluation
-        if asked.suite is None and not (asked.tasks or asked.texts):
+        plan = behaviour_plan(original, asked)
+        own = plan and behaviour_plan(llm, replace(asked, behaviour=True))  # a lost template is an error, no reason
+        if plan is None or own is None:
+            return None, (None, None), ()
+        notes: tuple[str, ...] = ()
+        if [each.ids for each in plan.questions] != [each.ids for each in own.questions]:
+            notes = ("The checkpoint's chat template writes some prompts otherwise than the original's.",)
+        theirs = answer_prompts(original, plan, lambda line: self.progress(f"original: {line}"))
+        ours = answer_prompts(llm, own, lambda line: self.progress(f"checkpoint: {line}"))
+        subject = "margins of the original's decisions"
+        self.progress(subject)
+
+        def say(line: str) -> None:
+            self.progress(f"{subject}: {line}")
+
+        return compare_behaviour(llm, original, own, (theirs, ours), say), (theirs, ours), notes
+
+    def _evaluate(
+        self, llm: Evaluated, name: str, traces: Sequence[Trace] | None = None, *, behaviour: bool | None = None
+    ) -> EvaluationResult | None:
+        """Evaluate one model; None if there are no tasks, texts or prompts."""
+        asked = self.options.evaluation
+        asked = asked if behaviour is None else replace(asked, behaviour=behaviour, prompts=None)
+        if asked.suite is None and not (asked.tasks or asked.texts or asked.behaviour or asked.prompts):
             return None
-        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"))
+        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"), traces=traces)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
         """Add the sensitivity map to the report, if it was requested or an accuracy gate failed, and if it
@@ -235,7 +270,7 @@ class _Verification:
         text: list[Any] = []  # its name, content and notes, and its windows, cut by the model that is asked first
 
         def ask(
-            name: str, path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any]
+            name: str, path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any], behaviour: bool | None = None
         ) -> tuple[EvaluationResult | None, TopReading]:
             self.progress(f"{name}: loading into vLLM")
             with VllmLLM(path, options=vllm, **settings) as llm:
@@ -243,7 +278,7 @@ class _Verification:
                     text.extend(_find_text(llm, self.options))
                     text.append(fixed_windows(llm, text[1]))
                 reading = read_top(llm, text[-1])
-                return self._evaluate(llm, name), reading
+                return self._evaluate(llm, name, behaviour=behaviour), reading
 
         baseline, original = ask("original", source, of_the_original(vllm), plain)
         ours, reading = ask("checkpoint", path, vllm, engine)
@@ -251,7 +286,7 @@ class _Verification:
         if self.options.noise:
             dtype = other_arithmetic(original.arithmetic)
             other = {**plain, "dtype": dtype}
-            noise, again = ask(f"original in {dtype}", source, of_the_original(vllm), other)
+            noise, again = ask(f"original in {dtype}", source, of_the_original(vllm), other, behaviour=False)
             noise_fidelity = top_fidelity(again, original, data=text[0])
         return self._report(
             text[2],

@@ -27,6 +27,7 @@ from quantkit.results.statistics.paired import (
 
 ALL_TASKS = "all tasks"
 ANSWER_LENGTH = "answer length"
+BEHAVIOUR = "behaviour"
 LENGTH_BAND = (0.90, 1.10)  # answers outside it cost or lose something whatever their score, as in MLPerf Inference
 SIGNIFICANCE = 1 - CONFIDENCE
 
@@ -49,6 +50,7 @@ def compare_evaluations(
         if (other := baseline.find_task(task.task)) is not None
     ]
     tasks = [compare_task(*triple) for triple in shared]
+    behaviour = _compare_behaviour(value, baseline, noise)
     lengths = [compare_lengths(task, other) for task, other, _ in shared]
     texts = [
         compare_perplexity(text, original, None if noise is None else _find_text(noise, text))
@@ -57,7 +59,21 @@ def compare_evaluations(
     ]
     # A mean needs one direction and pairs: where lower is better a loss counts as a gain.
     mean = _compare_mean([triple for triple in shared if triple[0].higher_is_better and _paired(*triple[:2])])
-    return (*([mean] if mean else []), *tasks, *texts, *(length for length in lengths if length))
+    return (*([mean] if mean else []), *tasks, *texts, *behaviour, *(length for length in lengths if length))
+
+
+def _compare_behaviour(
+    value: EvaluationResult, baseline: EvaluationResult, noise: EvaluationResult | None
+) -> list[Comparison]:
+    """Rates of sampled behaviour, which no mean over tasks counts, and the length of the answers."""
+    before, again = ({rate.task: rate for rate in each.behaviour} if each else {} for each in (baseline, noise))
+    pairs = [(rate, before[rate.task]) for rate in value.behaviour if rate.task in before]
+    rates = [compare_task(rate, other, again.get(rate.task)) for rate, other in pairs]
+    lengths = filter(None, (compare_lengths(*pair) for pair in pairs))
+    return [
+        *(replace(rate, subject=f"{BEHAVIOUR}: {rate.subject}") for rate in rates),
+        *(replace(length, subject=f"{ANSWER_LENGTH}: {BEHAVIOUR}") for length in lengths),
+    ]
 
 
 def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | None = None) -> Comparison:

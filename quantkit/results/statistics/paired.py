@@ -182,7 +182,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Means, variances and covariance (divided by total - 1) of pairs of arbitrary scores; `signed`: some are negative."""
+    """Means, variances and covariance (divided by total - 1) of pairs of any scores; `signed`: some are negative."""
 
     means: tuple[float, float]
     variances: tuple[float, float]

@@ -1,0 +1,238 @@
+"""Sampled behaviour: what a chat model does when it answers freely, as rates that two models can be compared by.
+
+Both models answer the same prompts with the same seeds, in their own chat templates. Answers are checked by rules, not
+judged: whether they loop, end, call tools validly and have the asked-for form. `decisions` compares two models on the
+original's answers.
+"""
+
+import hashlib
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import DataError, RequestError
+from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.prompt_sets import Prompt, digest_text
+from quantkit.evaluate.work_sharing import Say, generate_in_turns
+from quantkit.results import SampleRecord, TaskResult
+from quantkit.runtime.dialects.dialect import Dialect, find_dialect
+from quantkit.runtime.types import SamplingParams
+
+TEMPERATURE, TOP_P = 0.7, 0.95
+_LOOP_TOKENS, _LOOP_TIMES = 24, 3
+_OTHER_SCRIPT = 0.1
+_MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000  # between the numbers of two rounds, and the seeds of two runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A prompt in a model's chat template.
+
+    Args:
+        number: its position in the set, by which the answers of two models are paired.
+        prompt: the prompt.
+        ids: its token ids.
+        is_thinking: whether the template has begun the thinking.
+    """
+
+    number: int
+    prompt: Prompt
+    ids: tuple[int, ...]
+    is_thinking: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BehaviourPlan:
+    """What a model is asked.
+
+    Args:
+        name: of the set of prompts.
+        questions: prompts that the model can take.
+        num_left_out: prompts that its template or context cannot take.
+        num_seeds: answers to each prompt.
+        max_tokens: most tokens of an answer.
+        seed: first seed.
+        dialect: how the model writes tool calls.
+    """
+
+    name: str
+    questions: tuple[Question, ...]
+    num_left_out: int
+    num_seeds: int
+    max_tokens: int
+    seed: int
+    dialect: Dialect
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """One answer.
+
+    Args:
+        index: number of the answer, the same for two models that answer the same prompt with the same seed.
+        question: what was asked.
+        token_ids: its tokens, including the one that ended it.
+        text: without that one, with all other special tokens.
+        ended: whether the model ended it.
+    """
+
+    index: int
+    question: Question
+    token_ids: tuple[int, ...]
+    text: str
+    ended: bool
+
+
+def has_chat_template(llm: Evaluated) -> bool:
+    """Whether a model has a tokenizer with a chat template."""
+    return bool(getattr(llm.tokenizer, "chat_template", None))
+
+
+def make_plan(
+    llm: Evaluated, prompts: Sequence[Prompt], *, name: str, count: int | None, seeds: int, max_tokens: int, seed: int
+) -> BehaviourPlan:
+    """Put prompts into a model's chat template, and leave out those that it cannot take.
+
+    Args:
+        llm: the model.
+        prompts: prompts in order.
+        name: of the set.
+        count: most prompts, the first that can be taken; None = all.
+        seeds, max_tokens, seed: see `BehaviourPlan`.
+    Raises:
+        RequestError: the model has no chat template.
+        DataError: no prompt can be taken; gives the reason of the last one.
+    """
+    if not has_chat_template(llm):
+        raise RequestError(
+            f"{llm.path} has no chat template, which a behaviour test needs; leave it out: --no-behaviour"
+        )
+    dialect = find_dialect(str(llm.tokenizer.chat_template))
+    questions: list[Question] = []
+    reasons: list[str] = []
+    for number, prompt in enumerate(prompts):
+        if len(questions) == count:
+            break
+        try:
+            text = llm.chat_text(prompt.chat, tools=prompt.functions or None)
+            if prompt.tools and text == llm.chat_text(prompt.chat):
+                raise RequestError("the chat template leaves the tools out")
+        except RequestError as error:
+            reasons.append(str(error))
+            continue
+        ids = llm.encode_filled(text)
+        if len(ids) + max_tokens > llm.capacity:
+            reasons.append(
+                f"{len(ids)} tokens and an answer of {max_tokens} exceed {llm.capacity}, the most it can hold"
+            )
+            continue
+        began = bool(dialect.thinking[0]) and text.rstrip().endswith(dialect.thinking[0])
+        questions.append(Question(number=number, prompt=prompt, ids=tuple(ids), is_thinking=began))
+    if not questions:
+        raise DataError(f"{llm.path} can take none of the prompts of {name}: {reasons[-1]}")
+    return BehaviourPlan(
+        name=name,
+        questions=tuple(questions),
+        num_left_out=len(reasons),
+        num_seeds=seeds,
+        max_tokens=max_tokens,
+        seed=seed,
+        dialect=dialect,
+    )
+
+
+def sample(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) -> list[Trace]:
+    """Answer every prompt once per seed; answers of the same index have the same seed."""
+    asked = [(turn * _MOST_PROMPTS + each.number, each) for turn in range(plan.num_seeds) for each in plan.questions]
+    params = [
+        SamplingParams(
+            max_tokens=plan.max_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=plan.seed * _MOST_ANSWERS + index
+        )
+        for index, _ in asked
+    ]
+    completions = generate_in_turns(llm, [question.ids for _, question in asked], params, say=say)
+    traces = []
+    for (index, question), completion in zip(asked, completions, strict=True):
+        ids, ended = completion.token_ids, completion.finish_reason == "stop"
+        text = llm.tokenizer.decode(ids[: len(ids) - ended], skip_special_tokens=False)
+        traces.append(Trace(index=index, question=question, token_ids=ids, text=text, ended=ended))
+    return traces
+
+
+def is_loop(trace: Trace) -> bool:
+    """Whether an answer repeats its last tokens, three times at least and over 24 tokens, until it is cut off."""
+    ids, size = trace.token_ids, len(trace.token_ids)
+    if trace.ended:
+        return False
+    for period in range(1, size // _LOOP_TIMES + 1):
+        same = next((at for at in range(size - period) if ids[-1 - at] != ids[-1 - at - period]), size - period)
+        if same + period >= max(_LOOP_TIMES * period, _LOOP_TOKENS):
+            return True
+    return False
+
+
+def has_other_script(answer: str, prompt: Prompt) -> bool:
+    """Whether over a tenth of an answer's letters are of scripts that the prompt does not use."""
+    own = set(_scripts("".join(message.content or "" for message in prompt.messages)))
+    scripts = _scripts(answer)
+    foreign = sum(count for script, count in scripts.items() if script not in own)
+    return foreign > _OTHER_SCRIPT * scripts.total() > 0
+
+
+def _scripts(text: str) -> Counter[str]:
+    """Number of letters by script, as Unicode names it: LATIN, CYRILLIC, CJK, ..."""
+    return Counter(unicodedata.name(each, "?").split()[0] for each in text if each.isalpha())
+
+
+# What is counted, by name: whether more is better, and the count of an answer; None = the prompt is not about it.
+Count = Callable[[Dialect, Trace, str], bool | None]
+RATES: dict[str, tuple[bool, Count]] = {
+    "unended": (False, lambda dialect, trace, answer: not trace.ended),
+    "loop_rate": (False, lambda dialect, trace, answer: is_loop(trace)),
+    "empty": (False, lambda dialect, trace, answer: not answer.strip()),
+    "other_script": (False, lambda dialect, trace, answer: has_other_script(answer, trace.question.prompt)),
+    "right_format": (True, lambda dialect, trace, answer: trace.question.prompt.expect.is_met(answer)),
+    "valid_calls": (
+        True,
+        lambda dialect, trace, answer: (
+            trace.question.prompt.is_valid(dialect.calls(answer)) if trace.question.prompt.tools else None
+        ),
+    ),
+}
+
+
+def measure_rates(plan: BehaviourPlan, traces: Sequence[Trace]) -> tuple[TaskResult, ...]:
+    """Count what the answers do, one result per rate that the prompts are about."""
+    counted: dict[str, list[SampleRecord]] = {name: [] for name in RATES}
+    for trace in traces:
+        for name, score in scores(plan, trace).items():
+            # Answers and their lengths once, not with every rate.
+            kept: dict[str, Any] = {}
+            if name == "unended":
+                kept = {"answer_tokens": len(trace.token_ids), "answer": trace.text}
+            digest = hashlib.sha256(digest_text(trace.question.prompt).encode()).hexdigest()[:16]
+            record = SampleRecord(task=name, index=trace.index, scores={"rate": float(score)}, item_hash=digest, **kept)
+            counted[name].append(record)
+    return tuple(_rate(name, records) for name, records in counted.items() if records)
+
+
+def scores(plan: BehaviourPlan, trace: Trace) -> dict[str, bool]:
+    """Return what one answer does, by rate."""
+    answer = plan.dialect.answer(trace.text, is_thinking=trace.question.is_thinking)
+    counts = {name: count(plan.dialect, trace, answer) for name, (_, count) in RATES.items()}
+    return {name: score for name, score in counts.items() if score is not None}
+
+
+def _rate(name: str, records: Sequence[SampleRecord]) -> TaskResult:
+    value = sum(record.scores["rate"] for record in records) / len(records)
+    return TaskResult(
+        task=name,
+        metric="rate",
+        value=value,
+        stderr=(value * (1 - value) / max(1, len(records) - 1)) ** 0.5,
+        num_samples=len(records),
+        higher_is_better=RATES[name][0],
+        samples=tuple(records),
+    )

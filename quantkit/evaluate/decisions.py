@@ -1,0 +1,297 @@
+"""Decision margins: how firmly a model takes the decisions of its original, token by token on the original's answers.
+
+The original answers by itself, then both models score the same tokens (teacher forcing). At tokens that decide what
+happens next, such as the start of a tool call or the end of a turn, the margin is the logit of the original's token
+less that of the best alternative. Margins shrink before likelihoods and benchmarks move: arXiv 2608.06564. KL on these
+answers, by position, shows whether errors accumulate while decoding.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from quantkit.distributed import share_out
+from quantkit.evaluate.behaviour import BehaviourPlan, Trace, scores
+from quantkit.evaluate.fidelity import batches, check_vocabulary, distances, window_logits
+from quantkit.evaluate.work_sharing import Meter, Say
+from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, BehaviourResult, ExampleRecord, MarginRecord
+from quantkit.results.statistics.paired import compare_pairs
+from quantkit.results.statistics.summary import percentile
+from quantkit.runtime.dialects.dialect import Dialect
+from quantkit.runtime.llm import LLM
+
+_QUARTERS = 4
+_EXAMPLES, _CHARACTERS = 6, 600
+_JSON_TOKEN = re.compile(r'[{}\[\]":,\s]*[{}\[\]"][{}\[\]":,\s]*')
+_REFUSES = re.compile(
+    r"\W*((I('| a)?m )?(really |very )?sorry|I('m| am) (not able|unable|not comfortable)"
+    r"|I (can't|cannot|won't|will not|don't have)|Unfortunately|As an AI|It('s| is) (not|important))",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """A token of an answer that decides what happens next.
+
+    Args:
+        at: its position in the answer.
+        kind: a key of `DECISIONS`.
+        same: tokens that mean the same decision, the one in the answer among them.
+        against: whether the decision was against these tokens, none of which is in the answer.
+    """
+
+    at: int
+    kind: str
+    same: tuple[int, ...]
+    against: bool = False
+
+    def margin(self, logits: Tensor) -> float:
+        """Largest logit of the tokens that mean this decision, less the largest of all others.
+
+        Args:
+            logits: (V,) before the token; log-probabilities give the same margin.
+        """
+        index = torch.tensor(self.same)
+        gap = logits[index].max() - logits.index_fill(0, index, -math.inf).max()
+        return float(-gap if self.against else gap)
+
+
+class DecisionFinder:
+    """Finds the decisions in the original's answers.
+
+    Args:
+        llm: the original, whose tokenizer and end tokens count.
+        dialect: how it writes tool calls and thinking.
+    """
+
+    def __init__(self, llm: LLM, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._ends = tuple(llm.model.eos_ids)
+        self._token_text = cache(lambda token: llm.tokenizer.decode([token], skip_special_tokens=False))
+        start = self._dialect.start
+        self._start: tuple[int, ...] = ()  # the first token of a call
+        if start:
+            self._start = (llm.tokenizer(start, add_special_tokens=False)["input_ids"][0],)
+
+    def find(self, trace: Trace) -> list[Decision]:
+        """Return the decisions in one answer."""
+        texts = [self._token_text(token) for token in trace.token_ids[: len(trace.token_ids) - trace.ended]]
+        text, starts = "".join(texts), [0, *accumulate(map(len, texts))]
+        markers = (("thinking", self._dialect.thinking[1]), ("tool", self._dialect.start))
+        kinds = [(kind, each.start()) for kind, mark in markers if mark for each in re.finditer(re.escape(mark), text)]
+        kinds += self._of_prompt(trace, text, texts, starts)
+        positions = [(kind, bisect_right(starts, at) - 1) for kind, at in kinds]
+        decisions = [
+            Decision(at=at, kind=kind, same=(trace.token_ids[at],)) for kind, at in positions if at < len(texts)
+        ]
+        if trace.ended:
+            last = trace.token_ids[-1]
+            decisions.append(Decision(at=len(texts), kind="end", same=tuple({last, *self._ends})))
+        first = bisect_right(starts, self._answer(trace, text)) - 1
+        declines = trace.question.prompt.tools and self._start and self._dialect.start not in text
+        # The token that ends the turn counts: an answer without a word is without a call too.
+        if declines and first < len(trace.token_ids):
+            decisions.append(Decision(at=first, kind="no_tool", same=self._start, against=True))
+        return decisions
+
+    def _answer(self, trace: Trace, text: str) -> int:
+        """Where the answer begins, after the thinking."""
+        return len(text) - len(self._dialect.answer(text, is_thinking=trace.question.is_thinking))
+
+    def _of_prompt(
+        self, trace: Trace, text: str, texts: Sequence[str], starts: Sequence[int]
+    ) -> Iterator[tuple[str, int]]:
+        """Decisions that follow from what the prompt asks for: brackets and quotes of JSON, options and refusals."""
+        expect, begin = trace.question.prompt.expect, self._answer(trace, text)
+        calls = re.escape(self._dialect.begin) + "(.*?)" + (re.escape(self._dialect.end) or "$")
+        spans = [match.span(1) for match in re.finditer(calls, text, re.DOTALL)] if self._dialect.begin else []
+        if expect.json_ is not None:
+            spans.append((begin, len(text)))
+        for at, token_text in zip(starts, texts, strict=False):
+            if any(low <= at < high for low, high in spans) and _JSON_TOKEN.fullmatch(token_text):
+                yield "json", at
+        after = [(at, token_text.strip()) for at, token_text in zip(starts, texts, strict=False) if at >= begin]
+        picked = next((at for at, token_text in after if token_text in (expect.options or ())), None)
+        if picked is not None:
+            yield "option", picked
+        if expect.refusal and _REFUSES.match(text[begin:].replace("\u2019", "'")):
+            yield "refusal", begin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredTrace:
+    """One answer, scored by both models.
+
+    Args:
+        number: of its question.
+        kl, entropy: of each token: KL(original || model), and the entropy of the original's distribution, nats.
+        margins: kind and both margins of each decision, the original's first.
+    """
+
+    number: int
+    kl: tuple[float, ...]
+    entropy: tuple[float, ...]
+    margins: tuple[tuple[str, float, float], ...]
+
+
+def score_traces(
+    llm: LLM, original: LLM, plan: BehaviourPlan, traces: Sequence[Trace], say: Say | None = None
+) -> list[ScoredTrace]:
+    """Let both models score the original's answers, each after the prompts in its own chat template.
+
+    Args:
+        llm, original: both models, of the same vocabulary.
+        plan: what the model is asked; its prompts are those of the original unless their templates differ.
+        traces: the original's answers, see `sample`.
+        say: callback for progress.
+    Raises:
+        ModelError: the vocabularies differ.
+    """
+    check_vocabulary(llm, original)
+    finder = DecisionFinder(original, plan.dialect)
+    prompts = {question.number: question.ids for question in plan.questions}
+    traces = [trace for trace in traces if trace.question.number in prompts]
+    # The last token is scored but not fed.
+    theirs = tuple((*trace.question.ids, *trace.token_ids)[:-1] for trace in traces)
+    ours = tuple((*prompts[trace.question.number], *trace.token_ids)[:-1] for trace in traces)
+    groups = list(batches(original, theirs))
+    ends = list(accumulate(map(len, groups)))
+    meter = None if say is None else Meter(say, "groups of answers", list(map(len, groups)))
+
+    def score(number: int) -> list[ScoredTrace]:
+        end = ends[number]
+        own = slice(end - len(groups[number]), end)
+        logits = window_logits(original, groups[number]), window_logits(llm, ours[own])
+        if meter is not None:
+            meter.reach(number + 1)
+        return [_score(finder, *each) for each in zip(traces[own], *logits, strict=True)]
+
+    return list(chain.from_iterable(share_out(range(len(groups)), score)))
+
+
+@torch.inference_mode()
+def _score(finder: DecisionFinder, trace: Trace, reference: Tensor, value: Tensor) -> ScoredTrace:
+    decisions = finder.find(trace)
+    reference, value = (logits[-len(trace.token_ids) :] for logits in (reference, value))
+    margins = ((each.kind, each.margin(reference[each.at]), each.margin(value[each.at])) for each in decisions)
+    logs = reference.log_softmax(-1)
+    return ScoredTrace(
+        number=trace.question.number,
+        kl=tuple(distances(reference, value).kl.tolist()),
+        entropy=tuple((-(logs.exp() * logs).nan_to_num().sum(-1)).tolist()),
+        # A token that was drawn against the odds is no decision of the model.
+        margins=tuple(each for each in margins if each[1] > 0),
+    )
+
+
+def compare_behaviour(
+    llm: LLM,
+    original: LLM,
+    plan: BehaviourPlan,
+    traces: tuple[Sequence[Trace], Sequence[Trace]],
+    say: Say | None = None,
+) -> BehaviourResult:
+    """Compare a model with its original on the original's answers.
+
+    Args:
+        llm, original: both models.
+        plan: what the model was asked, see `score_traces`.
+        traces: answers of the original and of the model to the same prompts with the same seeds.
+        say: callback for progress.
+    """
+    scored = score_traces(llm, original, plan, traces[0], say)
+    kl = [(value, _QUARTERS * at // plan.max_tokens) for each in scored for at, value in enumerate(each.kl)]
+    entropies = [value for each in scored for value in each.entropy]
+    limits = tuple(percentile(entropies, 100 * quarter / _QUARTERS) for quarter in range(1, _QUARTERS))
+    by_entropy = [(value, bisect_right(limits, entropy)) for (value, _), entropy in zip(kl, entropies, strict=True)]
+    return BehaviourResult(
+        prompts=plan.name,
+        num_prompts=len(plan.questions),
+        num_seeds=plan.num_seeds,
+        num_left_out=plan.num_left_out,
+        max_tokens=plan.max_tokens,
+        dialect=plan.dialect.name,
+        num_tokens=len(kl),
+        mean_kl=math.fsum(value for value, _ in kl) / len(kl),
+        quarter_kl=_quarters(kl),
+        entropy_kl=_quarters(by_entropy),
+        entropy_limits=limits,
+        margins=margin_records(scored),
+        examples=_examples(plan, traces),
+    )
+
+
+def _quarters(values: Sequence[tuple[float, int]]) -> tuple[float | None, ...]:
+    """Mean of the values of each quarter; None for an empty one."""
+    members = [[value for value, quarter in values if quarter == number] for number in range(_QUARTERS)]
+    return tuple(math.fsum(each) / len(each) if each else None for each in members)
+
+
+def margin_records(scored: Sequence[ScoredTrace]) -> tuple[MarginRecord, ...]:
+    """Summarize margins by kind. Prompts are the independent items: decisions of one prompt are alike."""
+    members: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for trace in scored:
+        for kind, before, after in trace.margins:
+            members[kind][trace.number].append((before, after))
+    return tuple(_margin_record(kind, list(members[kind].values())) for kind in DECISIONS if kind in members)
+
+
+def _margin_record(kind: str, prompts: Sequence[Sequence[tuple[float, float]]]) -> MarginRecord:
+    columns = tuple([math.fsum(pair[side] for pair in pairs) / len(pairs) for pairs in prompts] for side in (0, 1))
+    result = compare_pairs([(columns[0], columns[1])])
+    enough = len(prompts) >= MIN_PROMPTS
+    decided = [after for pairs in prompts for _, after in pairs]
+    return MarginRecord(
+        kind=kind,
+        num_decisions=len(decided),
+        num_prompts=len(prompts),
+        baseline=result.baseline,
+        value=result.value,
+        flips=sum(after <= 0 for after in decided) / len(decided),
+        ratio=result.ratio if enough else None,
+        low=result.ratio_low if enough else None,
+        high=result.ratio_high if enough else None,
+    )
+
+
+def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace]]) -> tuple[ExampleRecord, ...]:
+    """Answers that lost something, each kind of loss in turn, then those that part earliest."""
+    examples: list[tuple[int, int, ExampleRecord]] = []
+    seen: dict[str, int] = defaultdict(int)
+    answers = {trace.index: trace for trace in traces[1]}
+    for before in traces[0]:
+        after = answers.get(before.index, before)
+        if before.token_ids == after.token_ids:
+            continue
+        good, now = scores(plan, before), scores(plan, after)
+        lost = next((name for name in reversed(good) if good[name] != now.get(name) and _worse(name, good[name])), "")
+        pairs = enumerate(zip(before.text, after.text, strict=False))
+        parted = next((at for at, (one, other) in pairs if one != other), min(len(before.text), len(after.text)))
+        seen[lost] += 1
+        record = ExampleRecord(
+            prompt=_shortened(before.question.prompt.question),
+            original=_shortened(before.text),
+            model=_shortened(after.text),
+            parted=parted,
+            lost=lost,
+        )
+        examples.append((seen[lost] if lost else len(traces[0]), parted, record))
+    return tuple(record for *_, record in sorted(examples, key=lambda each: each[:2])[:_EXAMPLES])
+
+
+def _worse(name: str, before: bool) -> bool:
+    """Whether another score than the original's is worse: what was good is lost, or something bad is new."""
+    return before if name in ("right_format", "valid_calls") else not before
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS - 3]}..."
