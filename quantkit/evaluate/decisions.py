@@ -86,9 +86,13 @@ class DecisionFinder:
         """Return the decisions in one answer."""
         texts = [self._token_text(token) for token in trace.token_ids[: len(trace.token_ids) - trace.ended]]
         text, starts = "".join(texts), [0, *accumulate(map(len, texts))]
-        markers = (("thinking", self._dialect.thinking[1]), ("tool", self._dialect.start))
-        kinds = [(kind, each.start()) for kind, mark in markers if mark for each in re.finditer(re.escape(mark), text)]
-        kinds += self._of_prompt(trace, text, texts, starts)
+        thinking = self._dialect.thinking[1]
+        kinds = [("thinking", text.index(thinking))] if thinking and thinking in text else []
+        begin = self._answer(trace, text)
+        tools = trace.question.prompt.tools
+        spans = [(begin + at, begin + end) for at, end in self._dialect.call_spans(text[begin:])] if tools else []
+        kinds += [("tool", at) for at, _ in spans]
+        kinds += self._of_prompt(trace, text, texts, starts, spans)
         positions = [(kind, bisect_right(starts, at) - 1) for kind, at in kinds]
         decisions = [
             Decision(at=at, kind=kind, same=(trace.token_ids[at],)) for kind, at in positions if at < len(texts)
@@ -96,8 +100,8 @@ class DecisionFinder:
         if trace.ended:
             last = trace.token_ids[-1]
             decisions.append(Decision(at=len(texts), kind="end", same=tuple({last, *self._ends})))
-        first = bisect_right(starts, self._answer(trace, text)) - 1
-        declines = trace.question.prompt.tools and self._start and self._dialect.start not in text
+        first = bisect_right(starts, begin) - 1
+        declines = tools and self._start and not spans
         # The token that ends the turn counts: an answer without a word is without a call too.
         if declines and first < len(trace.token_ids):
             decisions.append(Decision(at=first, kind="no_tool", same=self._start, against=True))
@@ -108,14 +112,17 @@ class DecisionFinder:
         return len(text) - len(self._dialect.answer(text, is_thinking=trace.question.is_thinking))
 
     def _of_prompt(
-        self, trace: Trace, text: str, texts: Sequence[str], starts: Sequence[int]
+        self,
+        trace: Trace,
+        text: str,
+        texts: Sequence[str],
+        starts: Sequence[int],
+        spans: Sequence[tuple[int, int]],
     ) -> Iterator[tuple[str, int]]:
         """Decisions that follow from what the prompt asks for: brackets and quotes of JSON, options and refusals."""
         expect, begin = trace.question.prompt.expect, self._answer(trace, text)
-        calls = re.escape(self._dialect.begin) + "(.*?)" + (re.escape(self._dialect.end) or "$")
-        spans = [match.span(1) for match in re.finditer(calls, text, re.DOTALL)] if self._dialect.begin else []
         if expect.json_ is not None:
-            spans.append((begin, len(text)))
+            spans = [*spans, (begin, len(text))]
         for at, token_text in zip(starts, texts, strict=False):
             if any(low <= at < high for low, high in spans) and _JSON_TOKEN.fullmatch(token_text):
                 yield "json", at

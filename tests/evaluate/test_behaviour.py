@@ -146,6 +146,8 @@ def test_kinds_of_decisions_and_where_they_are(original, plan, traces):
     assert found[("end", len(call.token_ids) - 1)] == (1,)
     assert sorted(at for kind, at in found if kind == "json") == [2, 4, 6, 7]
     assert {(each.kind, each.at) for each in finder.find(chat)} == {("option", 0), ("end", 4)}
+    bare = replace(call, text="", token_ids=(*call.token_ids[1:-2], 1))  # the same call without its markers
+    assert [(each.kind, each.at) for each in finder.find(bare) if each.kind != "json"] == [("tool", 0), ("end", 7)]
     refused = replace(chat, question=replace(call.question, prompt=Prompt.model_validate(PROMPTS[12])))
     (decision,) = [each for each in finder.find(refused) if each.kind == "no_tool"]
     assert (decision.at, decision.same, decision.against) == (0, (known["<tool_call>"],), True)

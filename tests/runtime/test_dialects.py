@@ -78,3 +78,25 @@ def test_the_answer_follows_the_thinking():
     assert plain.answer("a</think>b", is_thinking=True) == "b"
     assert plain.answer("a", is_thinking=True) == plain.answer("<think>a") == ""
     assert plain.answer("a") == "a"
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_the_json_of_a_call_alone_counts(name):
+    dialect = dialects()[name]
+    one = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    for text in (one, f"```json\n{one}\n```", f" ```\n{one}```\n"):
+        assert dialect.calls(text) == [CALL]
+        ((start, end),) = dialect.call_spans(text)
+        assert text[start:end].strip() == text.strip().removesuffix("```").strip()
+    assert dialect.calls('{"name": "weather", "arguments": {"city": ') == [None]
+    if not dialect.begin.startswith("{"):
+        assert dialect.calls('{"name": "Ann", "age": 3}') == []
+    assert find_dialect(None).calls(one) == []
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_call_is_where_it_stands(name):
+    dialect = dialects()[name]
+    (span,) = dialect.call_spans(f"Well. {dialect.example} So.")
+    assert span[0] == 6 + dialect.example.index(dialect.start)
+    assert dialect.call_spans("no call at all") == []

@@ -15,6 +15,9 @@ from typing import Any
 from quantkit.errors import DataError
 from quantkit.safety.untrusted import parse_object, parse_yaml, read_text
 
+# What small models often write instead of their own form: the JSON of a call alone, or in a block of code.
+_BARE = re.compile(r'\s*(?:```(?:json)?\s*)?(\{\s*"name"\s*:.*?"(?:arguments|parameters)".*?)(?:```)?\s*', re.DOTALL)
+
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a tool call."""
 
@@ -45,8 +48,26 @@ class Dialect:
     example: str = ""
 
     def calls(self, text: str) -> list[Call | None]:
-        """Read the tool calls of an answer, special tokens included; None for each one that is malformed."""
-        return [call for body in self._bodies(text) for call in self._read(body)]
+        """Read the tool calls of an answer, special tokens included; None for each one that is malformed.
+
+        An answer without markers that is nothing but the JSON of a call counts as a call.
+        """
+        if bare := self._bare(text):
+            return self._read(bare[1], None)
+        return [call for body in self._bodies(text) for call in self._read(body, self.call)]
+
+    def call_spans(self, text: str) -> list[tuple[int, int]]:
+        """Return where the tool calls of an answer begin and end, the first with the marker of all calls."""
+        if bare := self._bare(text):
+            return [(len(text) - len(text.lstrip()), bare.end(1))]
+        pattern = re.escape(self.begin) + ".*?" + (re.escape(self.end) or "$")
+        spans = [match.span() for match in re.finditer(pattern, text, re.DOTALL)] if self.begin else []
+        return [(max(0, text.find(self.start)), spans[0][1]), *spans[1:]] if spans else []
+
+    def _bare(self, text: str) -> re.Match[str] | None:
+        # A marker that is the beginning of the JSON may stand there once.
+        most = 1 if self.start.startswith("{") else 0
+        return _BARE.fullmatch(text) if self.begin and text.count(self.start) <= most else None
 
     def answer(self, text: str, *, is_thinking: bool = False) -> str:
         """Return what follows the thinking; an empty text if the thinking never ends.
@@ -67,16 +88,16 @@ class Dialect:
             # A marker that is the beginning of the JSON belongs to it.
             yield (self.begin if self.begin.startswith("{") else "") + body if end else None
 
-    def _read(self, body: str | None) -> list[Call | None]:
+    def _read(self, body: str | None, pattern: str | None) -> list[Call | None]:
         try:
             if body is None:
                 return [None]
-            if self.call is None:
+            if pattern is None:
                 # The reader and its limits are for objects, and a list of calls is none.
                 read = parse_object(f'{{"calls": {body}}}', self.name, DataError)
                 calls = read["calls"] if isinstance(read["calls"], list) else [read["calls"]]
                 return [_json_call(each) for each in calls if len(read) == 1] or [None]
-            match = re.fullmatch(self.call, body.strip(), re.DOTALL)
+            match = re.fullmatch(pattern, body.strip(), re.DOTALL)
             if match is None:
                 return [None]
             return [(match["name"].strip(), self._arguments(match["arguments"]))]
