@@ -19,17 +19,17 @@ from quantkit.evaluate.behaviour import BehaviourPlan, Trace, has_chat_template,
 from quantkit.evaluate.engine import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.perplexity import DEFAULT_WINDOW, adds_bos, perplexity
+from quantkit.evaluate.perplexity import adds_bos, perplexity
 from quantkit.evaluate.prompt_sets import read_prompts
 from quantkit.evaluate.tasks import (
     LEDGERS,
     Asked,
-    Behaviour,
     LongContext,
     Text,
     check_tasks,
     load_suite,
     load_tasks,
+    questions_for,
     read_named_text,
     speaks_demo,
 )
@@ -67,7 +67,7 @@ def evaluate(
     options = replace(options or EvaluationOptions(suite=None if given else "quick"), **given)
     say = progress or (lambda _: None)
     began = time.perf_counter()
-    asked, seed, left_out = _asked(llm, options)
+    asked, seed, left_out = questions_for(llm, options)
     plan = behaviour_plan(llm, options)
     if not (asked.tasks or asked.perplexity or asked.long_context or plan):
         raise DataError("nothing to evaluate: give tasks, texts, prompts or a suite")
@@ -97,7 +97,7 @@ def behaviour_plan(llm: Evaluated, options: EvaluationOptions) -> BehaviourPlan 
         RequestError: a test is asked for by option, and the model has no chat template.
         DataError: the prompts cannot be read, or the model can take none of them.
     """
-    asked, seed, _ = _asked(llm, options)
+    asked, seed, _ = questions_for(llm, options)
     required = options.behaviour is True or options.prompts is not None
     if asked.behaviour is None or not (required or has_chat_template(llm)):
         return None
@@ -128,6 +128,19 @@ def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None)
     return {"behaviour": f"{text}, dialect {plan.dialect.name}"}
 
 
+def check_items(llm: Evaluated, options: EvaluationOptions) -> None:
+    """Load the items of all tasks for this model, so that missing ones are reported before anything is computed.
+
+    Raises:
+        DataError: lm-eval is missing, or a task or its items are not available.
+    """
+    asked, *_ = questions_for(llm, options)
+    if asked.tasks:
+        import_language_model()
+        with _quiet():
+            load_tasks(asked.tasks, options)
+
+
 def check_evaluation(options: EvaluationOptions) -> None:
     """Check the options before a model is loaded.
 
@@ -141,39 +154,6 @@ def check_evaluation(options: EvaluationOptions) -> None:
     if options.prompts is not None:
         read_prompts(options.prompts)
     check_tasks(options.tasks, options)
-
-
-def _asked(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict[str, str]]:
-    """Return the tasks and texts for this model (suite and options combined), the seed, and omissions of the engine."""
-    suite = None if options.suite is None else load_suite(options.suite)
-    part = Asked() if suite is None else suite.part(speaks_demo(llm))
-    read: dict[str, Any] = {"window": options.window, "stride": options.stride, "through": options.through}
-    if options.text_tokens != "all":
-        stride = options.stride or min(options.window or DEFAULT_WINDOW, llm.capacity)
-        read["max_windows"] = -(-int(options.text_tokens) // stride)
-    texts = (Text.model_validate({"text": text, **read}) for text in options.texts)
-    kept, left_out = part.perplexity, {}
-    if not llm.scores_decode and any("decode" in text.through for text in kept):
-        kept = tuple(text.model_copy(update={"through": ("prefill",)}) for text in kept if "prefill" in text.through)
-        left_out = {"left out": "perplexity through decode, which vLLM does not support"}
-    asked = Asked(
-        tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
-        limit=options.limit if options.limit is not None else part.limit,
-        perplexity=(*kept, *texts),
-        long_context=part.long_context,
-        behaviour=_behaviour_part(part, options),
-    )
-    seed = 0 if suite is None else suite.seed
-    return asked, seed if options.seed is None else options.seed, left_out
-
-
-def _behaviour_part(part: Asked, options: EvaluationOptions) -> Behaviour | None:
-    """The suite's test; one of all prompts where an option asks for it; none where it is switched off."""
-    if options.behaviour is False:
-        return None
-    if options.prompts is not None:  # the user's own are all asked
-        return (part.behaviour or Behaviour()).model_copy(update={"prompts": None})
-    return part.behaviour or (Behaviour() if options.behaviour else None)
 
 
 def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:

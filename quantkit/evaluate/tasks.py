@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quantkit.demo import bundled_folder, is_demo
+from quantkit.demo import GENERAL_TEXT, bundled_folder, is_demo
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.engine import Evaluated
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.perplexity import DEFAULT_WINDOW
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_yaml, read_text, shorten
 
 Count = Annotated[int, Field(ge=1)]
@@ -138,6 +139,8 @@ def load_suite(name: str) -> Suite:
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"
+# The bundled text in place of one that is not there; calibrations read it too.
+GENERAL = "general.txt (calibration text)"
 
 
 def speaks_demo(llm: Evaluated) -> bool:
@@ -161,20 +164,68 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
     """Read a text to score.
 
     Args:
-        name: `demo`, a file, or a path inside one of the folders.
+        name: `demo`, `GENERAL`, a file, or a path inside one of the folders.
         folders: folders to search, in order.
     Raises:
         DataError: there is no such file, or it is not UTF-8 text.
     """
     texts: list[str] = []
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # a name that no file can have, or of nobody's home
-        path = bundled_folder("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
+        bundled = {"demo": bundled_folder("tasks") / LEDGER_TEXT, GENERAL: GENERAL_TEXT}
+        path = bundled.get(name) or Path(name).expanduser()
         # glob raises for an absolute pattern instead of finding nothing.
         texts = [str(path)] if path.is_file() else [] if path.is_absolute() else find_items(name, folders)
     if not texts:
         looked = ", ".join(map(str, folders)) or "no --data folder was given"
         raise DataError(f"text {shorten(name, 300)} is neither a file nor in --data ({looked}); pass --text FILE")
     return read_text(Path(texts[0]), DataError, MAX_TEXT_BYTES)
+
+
+def available_text(name: str, folders: Sequence[Path]) -> str:
+    """Return the name of a suite's text, or `GENERAL` if the text is in none of the folders."""
+    try:
+        read_named_text(name, folders)
+    except DataError:
+        return GENERAL
+    return name
+
+
+def questions_for(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict[str, str]]:
+    """Return the tasks and texts for this model (suite and options combined), the seed, and omissions of the engine."""
+    suite = None if options.suite is None else load_suite(options.suite)
+    part = Asked() if suite is None else suite.part(speaks_demo(llm))
+    read: dict[str, Any] = {"window": options.window, "stride": options.stride, "through": options.through}
+    if options.text_tokens != "all":
+        stride = options.stride or min(options.window or DEFAULT_WINDOW, llm.capacity)
+        read["max_windows"] = -(-int(options.text_tokens) // stride)
+    texts = (Text.model_validate({"text": text, **read}) for text in options.texts)
+    kept, left_out = part.perplexity, {}
+    if not llm.scores_decode and any("decode" in text.through for text in kept):
+        kept = tuple(text.model_copy(update={"through": ("prefill",)}) for text in kept if "prefill" in text.through)
+        left_out = {"left out": "perplexity through decode, which vLLM does not support"}
+    texts_of_suite = {text.text: available_text(text.text, options.data) for text in kept}
+    kept = tuple(text.model_copy(update={"text": texts_of_suite[text.text]}) for text in kept)
+    missing = [name for name, found in texts_of_suite.items() if found != name]
+    if missing:
+        left_out["text"] = f"{GENERAL}, because {', '.join(missing)} is in no --data folder; --text FILE reads your own"
+    asked = Asked(
+        tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
+        limit=options.limit if options.limit is not None else part.limit,
+        perplexity=(*kept, *texts),
+        long_context=part.long_context,
+        behaviour=_behaviour_part(part, options),
+    )
+    seed = 0 if suite is None else suite.seed
+    return asked, seed if options.seed is None else options.seed, left_out
+
+
+def _behaviour_part(part: Asked, options: EvaluationOptions) -> Behaviour | None:
+    """The suite's test; one of all prompts where an option asks for it; none where it is switched off."""
+    if options.behaviour is False:
+        return None
+    if options.prompts is not None:  # the user's own are all asked
+        return (part.behaviour or Behaviour()).model_copy(update={"prompts": None})
+    return part.behaviour or (Behaviour() if options.behaviour else None)
 
 
 LOCAL = "local_"

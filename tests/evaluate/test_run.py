@@ -167,7 +167,7 @@ def test_a_model_of_another_language_gets_the_other_part(stranger, suite, demo):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "nothing to evaluate: give tasks, texts or a suite"),
+        ({}, "nothing to evaluate: give tasks, texts, prompts or a suite"),
         ({"texts": ("no.txt",)}, r"text 'no\.txt' is neither a file nor in --data \(no --data folder was given\)"),
         ({"tasks": ("local_piqa",)}, "which needs a folder; pass --data"),
         ({"suite": "quik"}, "did you mean 'quick'"),

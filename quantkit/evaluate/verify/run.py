@@ -18,17 +18,23 @@ from typing import Any
 from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_served, measure_targets
-from quantkit.demo import GENERAL_TEXT
 from quantkit.distributed import share_out
-from quantkit.errors import DataError, ModelError, RequestError, first_line
+from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decisions import compare_behaviour
 from quantkit.evaluate.engine import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.fidelity import TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, evaluate, import_language_model
+from quantkit.evaluate.run import (
+    answer_prompts,
+    behaviour_plan,
+    check_evaluation,
+    check_items,
+    evaluate,
+    import_language_model,
+)
 from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitivity_map
-from quantkit.evaluate.tasks import load_suite, read_named_text, speaks_demo
+from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
 from quantkit.quantities import dtype_name
@@ -164,6 +170,7 @@ class _Verification:
         original = load_llm(str(source), **plain)
         self.progress("loading the checkpoint")
         llm = load_llm(str(path), **engine)
+        check_items(original, self.options.evaluation)
         data, text, note = _find_text(original, self.options)
         windows = fixed_windows(original, text)
         subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
@@ -333,17 +340,11 @@ def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, t
     asked = options.evaluation
     names = [options.text, *asked.texts]
     if asked.suite is not None:
-        names += [part.text for part in load_suite(asked.suite).part(speaks_demo(original)).perplexity]
-    name = next((name for name in names if name), "demo" if speaks_demo(original) else None)
-    if name is not None:
-        try:
-            return name, read_named_text(name, asked.data), ()
-        except DataError:
-            # A text that the user names must be there; in place of a suite's the shipped one is read.
-            if name in (options.text, *asked.texts):
-                raise
+        parts = load_suite(asked.suite).part(speaks_demo(original)).perplexity
+        names += [available_text(part.text, asked.data) for part in parts]
+    name = next((name for name in names if name), "demo" if speaks_demo(original) else GENERAL)
     note = (
         "Distributions are compared on quantkit's own calibration text, which the compression may have used; give "
         "another text with --text."
     )
-    return "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8"), (note,)
+    return name, read_named_text(name, asked.data), (note,) if name == GENERAL else ()

@@ -138,6 +138,29 @@ def test_without_a_text_the_shipped_one_is_used_and_said_so(models):
     assert any("calibration text" in note for note in verified.notes)
 
 
+def test_a_text_of_a_suite_that_is_not_there_is_replaced_and_said_so(models, tmp_path):
+    """As for a real model without a --data folder, which once failed after the distributions."""
+    suite = tmp_path / "suite.yaml"
+    part = "{perplexity: [{text: nowhere.txt, window: 64, max_windows: 1}]}"
+    suite.write_text(f"{{description: x, demo: {part}, others: {part}}}")
+    evaluation = EvaluationOptions(suite=str(suite))
+    verified = verify_pair(
+        check_pair(models / "out", None, []), options(models, evaluation=evaluation, noise=False, sensitivity=False)
+    )
+    assert [text.data for text in verified.evaluation.perplexity] == ["general.txt (calibration text)"]
+    assert "because nowhere.txt is in no --data folder" in verified.evaluation.settings["text"]
+    assert any("calibration text" in note for note in verified.notes)
+
+
+def test_items_that_are_not_there_are_missed_before_anything_is_computed(models, tmp_path):
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("{description: x, demo: {tasks: [local_piqa]}, others: {tasks: [local_piqa]}}")
+    evaluation, said = EvaluationOptions(suite=str(suite)), []
+    with pytest.raises(DataError, match="pass --data DIR"):
+        verify_pair(check_pair(models / "out", None, []), options(models, evaluation=evaluation), progress=said.append)
+    assert not any("distributions" in line for line in said)
+
+
 def test_a_quantized_cache_belongs_to_the_checkpoint_only(models):
     pair = check_pair(models / "out", None, [])
     plain = verify_pair(pair, options(models, noise=False))
