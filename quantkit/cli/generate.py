@@ -154,7 +154,7 @@ def _table(llm: LLM | VllmLLM, numbers: dict[str, Any]) -> Table:
         return facts([*rows, ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])])
     if gap:
         rate = f"{numbers['memory_bytes_per_s'] / 1e9:.1f} GB/s"
-        share = f"{100 * numbers['bandwidth_share']:.0f} % of the {rate} measured"
-        rows.append(("memory traffic", f"{byte_size(numbers['bytes_per_token'])} per token, {share}"))
+        share = f"{100 * numbers['bandwidth_share']:.0f} % of the measured bandwidth of {rate}"
+        rows.append(("memory traffic", f"{byte_size(numbers['bytes_per_token'])} per token; {share}"))
     cache = f"{byte_size(numbers['kv_bytes'])}, {numbers['kv_tokens']:,} tokens, {numbers['kv_cache']}"
     return facts([*rows, ("weights", byte_size(numbers["weight_bytes"])), ("KV cache", cache), *llm.describe().items()])

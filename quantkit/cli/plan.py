@@ -163,7 +163,7 @@ def _weights(plan: Estimate) -> Table:
         share = f"{100 * size.memory_bytes / first:.0f} %"
         rows.append((name, size.bits_per_weight, size.memory_bytes / 1e9, size.memory_bytes, size.disk_bytes, share))
     numbers = Column("bits/weight", "{:.3f}".format), Column("GB", short), Column("memory", byte_size)
-    columns = (Column("weights"), *numbers, Column("disk", byte_size), Column("of now", str))
+    columns = (Column("weights"), *numbers, Column("disk", byte_size), Column("% of original", str))
     return Table(columns=columns, rows=tuple(rows))
 
 

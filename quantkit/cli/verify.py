@@ -84,7 +84,7 @@ def failure(report: Report) -> str:
 
     failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
     todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
-    return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Nearest remedy: {todo}"
+    return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Suggested change: {todo}"
 
 
 def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
     return Table(
         title="Checkpoints, smallest first",
         columns=(
-            *(Column(), Column("size", byte_size), Column("bits", number), Column("recovery (95 %)", str)),
+            *(Column(), Column("size", byte_size), Column("bits", number), Column("recovery (95 % interval)", str)),
             *(_PERPLEXITY, Column("KL", number, detail=True), Column("ITL", duration)),
             *(Column("TTFT", duration, detail=True), Column("gates"), Column("front")),
         ),
