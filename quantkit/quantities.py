@@ -19,7 +19,7 @@ _PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a torch dtype, given as dtype or as text, without `torch.`: `bfloat16`."""
+    """Return the name of a torch dtype without the prefix `torch.`, such as `bfloat16`; accepts a dtype or its name."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -138,7 +138,11 @@ def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -
 
 
 def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[list[Option]]:
-    """Return `next_options` of each group, with the change of the KL when only this group is moved."""
+    """Return the `next_options` of each group.
+
+    The sensitivity of an option is the change of the KL when this group takes the option and all other groups keep
+    theirs.
+    """
 
     def beside(number: int, at: int) -> Option:
         moved = (*choice[:number], at, *choice[number + 1 :])

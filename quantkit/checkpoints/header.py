@@ -66,7 +66,7 @@ class TensorInfo:
 
     @property
     def dtype_name(self) -> str | None:
-        """Name of the dtype in torch; None = torch has no such dtype."""
+        """Name of the torch dtype, such as `bfloat16`; None = torch has no dtype for this kind."""
         return _TORCH_NAMES.get(self.kind)
 
     @property

@@ -46,7 +46,11 @@ class StoredPart:
     transposed: bool
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the part as a view of the stored tensor, or of one expert's entry of it: (N, K) or (N,)."""
+        """Return the linear's part of a tensor as a view, (N, K) for weights and (N,) for biases.
+
+        Args:
+            whole: the stored tensor; if it stacks experts, the entry of this part's expert.
+        """
         if not self.transposed:
             return whole[self.outputs]
         return whole[..., self.outputs].mT if whole.dim() == 2 else whole[self.outputs]
@@ -68,7 +72,7 @@ class ModelReader(CheckpointReader):
 
     @classmethod
     def of(cls, reader: CheckpointReader, family: Family) -> "ModelReader":
-        """Return a view of a checkpoint that another reader has opened."""
+        """Return a reader with one tensor per linear that shares the open files of another reader."""
         view = cls.__new__(cls)
         view._share(reader)
         view._view(family)
@@ -130,8 +134,8 @@ class ModelReader(CheckpointReader):
         """Convert tensors to the layout and the names of the files.
 
         Args:
-            tensors: tensors by the names of this view. If some parts of a stored tensor are missing, because they are
-                stored as codes, the other parts stay separate.
+            tensors: tensors by the names of this view. The parts of one stored tensor are joined only if all of them
+                are in `tensors`. Otherwise, for example because some are stored as codes, they stay separate.
         Returns:
             Tensors by the names to write.
         """
@@ -275,7 +279,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _renamed(family: Family) -> list[tuple[str, str]]:
-    """Return the pairs of tensor name prefixes in the model and in the files that differ; the head's first."""
+    """Return the prefixes of tensor names that differ between model and files, as pairs (model, files).
+
+    The pair of the output head comes first.
+    """
     pairs = []
     if family.stored_head is not None:
         # First, since the backbone's prefix may be empty and would match every name.

@@ -46,14 +46,14 @@ def load_tokenizer(folder: Path) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # many classes for missing and broken files, and Rust's panics are no Exception
-        raise ModelError(f"{folder}: its tokenizer cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"{folder}: cannot load the tokenizer: {first_line(error)}") from error
 
     _check_growth(folder, getattr(tokenizer, "backend_tokenizer", None))
     # For instance, a step that inserts text, repeated thirty times, turns a line into gigabytes.
     if not ends_well(partial(_try_out, tokenizer), seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
         raise ModelError(
-            f"{folder}: its tokenizer fails on a line of text, or needs over {_TIMEOUT_S:.0f} s or 1 GiB for it; "
-            "download or copy it again"
+            f"{folder}: the tokenizer fails on a line of text, or needs over {_TIMEOUT_S:.0f} s or 1 GiB for it; "
+            "download or copy the tokenizer's files again"
         )
     return tokenizer
 

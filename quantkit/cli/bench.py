@@ -69,7 +69,7 @@ def command(
       quantkit bench --url http://127.0.0.1:8000 --batch 1,32
     """
     if url and (no_cache or against or batching or engine or vllm is not None):
-        raise click.UsageError("--url measures a running server: leave out all options except the workload's")
+        raise click.UsageError("--url measures a running server, so give only options of the workload with it")
     if no_cache and (against or vllm is not None):
         raise click.UsageError("--no-cache compares quantkit's engine with itself; leave out --engine and --against")
     if no_cache:

@@ -98,7 +98,7 @@ def command(
     from quantkit.machine.memory import importing, spare_memory
 
     if gates and not verify:
-        raise click.UsageError("--gate has no effect without --verify; add it")
+        raise click.UsageError("--gate has no effect without --verify; add --verify")
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
         launch_ranks(nproc)
     with importing("torch"):

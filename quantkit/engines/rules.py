@@ -255,8 +255,9 @@ def judge(name: str, model: StoredModel, capability: int | None = None) -> Engin
     Args:
         name: name of the engine, or of engine and device; see `find_engine`.
         model: contents of the checkpoint.
-        capability: compute capability times ten (90 for an H100), or `CPU`, `AMX` or `OTHER`, if the name has no
-            device; None = the best of all NVIDIA GPUs, with the reasons for each.
+        capability: compute capability times ten (90 for an H100), or `CPU`, `AMX` or `OTHER`; used only if `name` has
+            no device. None = judge every NVIDIA GPU generation and return the best answer; its reason names the
+            generations that differ.
     Raises:
         InputError: there is no such engine or device.
     """

@@ -343,7 +343,10 @@ def _share(report: Report, gate: GateResult) -> float | None:
 
 
 def _ratio(allowed: float, lost: float) -> float | None:
-    """Return allowed / lost between 0 and 1; None if nothing was lost or the loss is not finite."""
+    """Return the share of a loss that a gate allows: allowed / lost, limited to 0 to 1.
+
+    None if nothing was lost or the loss is infinite.
+    """
     if not lost > 0 or math.isinf(lost):
         return None
     return max(0.0, min(1.0, allowed / lost))

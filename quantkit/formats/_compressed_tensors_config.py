@@ -144,7 +144,13 @@ def _arguments(dtype: DType, *, symmetric: bool = True, dynamic: bool | str = Fa
 
 
 def _granularity(dtype: DType, group_size: int | None, ungrouped: str) -> dict[str, Any]:
-    """Return the arguments that define which values share a scale; `ungrouped` is the strategy without groups."""
+    """Return the arguments of compressed-tensors' `QuantizationArgs` that say which values share a scale.
+
+    Args:
+        dtype: number type.
+        group_size: inputs per scale; None = no groups.
+        ungrouped: `strategy` to use if there are no groups.
+    """
     if group_size is None:
         return {"strategy": ungrouped}
     if dtype.scale == "e4m3":

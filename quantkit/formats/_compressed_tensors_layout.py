@@ -129,7 +129,10 @@ def packs_densely() -> bool:
 
 
 def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
-    """Refuse schemes that no loader supports; return a warning for each that some do not. See `Format.check_model`."""
+    """Refuse schemes that no loader supports, and return warnings about schemes that some loaders do not support.
+
+    See `Format.check_model`.
+    """
     name = family.hf_names[0] if family.hf_names else "this family"
     if family.decode_at_load:
         return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})

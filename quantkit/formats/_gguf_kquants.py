@@ -216,7 +216,10 @@ def _error(blocks: Tensor, weights: Tensor, decoded: Tensor) -> Tensor:
 
 
 def _better(old: State, new: State) -> State:
-    """Choose the state with the lower error per block or sub-block; the first tensor of a state is its error."""
+    """Combine two states: take each block or sub-block from the state in which its error is lower.
+
+    The first tensor of a state is the error of each block or sub-block.
+    """
     better = new[0] < old[0]
     return tuple(
         torch.where(better.view(*better.shape, *[1] * (one.ndim - better.ndim)), other, one)

@@ -98,7 +98,7 @@ class Problems:
 
 
 class CannotLoad(ModelError):
-    """The installed transformers cannot load this model in this quantized format, whichever tool wrote it."""
+    """The installed transformers cannot load this model class in this quantized format, whatever tool wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,11 +143,11 @@ class HfLoader:
         reader: reader of the model's config.json.
         section: `quantization_config`; empty for an unquantized checkpoint.
     Attributes:
-        touches_weights: whether initializing the model fails because quantized linears lack a weight; see
-            `decode_at_load`.
+        touches_weights: whether transformers' code that initializes the model accesses the weights of linears, which
+            quantized linears do not have, so that loading fails; see `decode_at_load`.
     Raises:
         ModelError: the installed libraries cannot build the model; the message gives the reason.
-        CannotLoad: they can build the model, but not the rules for loading it.
+        CannotLoad: the libraries can build the model, but setting up its loading rules fails.
     """
 
     def __init__(self, reader: CheckpointReader, section: Mapping[str, Any]) -> None:

@@ -81,7 +81,8 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     )
     if theta <= 0 or not 0 <= partial <= 1:
         raise ModelError(
-            f"config.json: rope_theta {theta} must be above 0 and partial_rotary_factor {partial} from 0 to 1"
+            f"config.json: rope_theta is {theta} and partial_rotary_factor is {partial}; rope_theta must be above 0, "
+            "and partial_rotary_factor must be from 0 to 1"
         )
     width = int(head_dim * partial)
     if family.width is not None and read.get("partial_rotary_factor") is None:

@@ -49,14 +49,16 @@ def join_ranges(parts: Sequence[Ranges]) -> Ranges:
 
 @dataclass(frozen=True, slots=True)
 class WeightGrid:
-    """Grid that a weight is rounded to, without the ranges of its groups.
+    """Number type, granularity and scale dtype of a weight's codes: what is fixed before the ranges are chosen.
+
+    `Ranges` holds the scales and zero points of the groups; the two together define the values that a weight can have.
 
     Args:
         scheme: number type and granularity.
         scale_dtype: dtype in which scales are stored, unless the number type fixes it, and in which loaders decode
             values.
-        tensor_largest: (1,) float32 `largest_magnitude` of all weights that share a tensor scale; None = of the weight
-            alone. Used only by schemes with a tensor scale.
+        tensor_largest: (1,) float32 `largest_magnitude` of all weights that share a tensor scale; None = the weight
+            shares it with no other. Used only by schemes with a tensor scale.
     """
 
     scheme: WeightScheme
@@ -64,7 +66,7 @@ class WeightGrid:
     tensor_largest: Tensor | None = None
 
     def completed(self, weight: Tensor) -> "WeightGrid":
-        """Return the grid with the largest magnitude of this weight, if the scheme needs one and the grid has none."""
+        """Return the grid with `tensor_largest` of this weight; unchanged if it is set or the scheme does not use it."""
         if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
             return self
         return replace(self, tensor_largest=largest_magnitude(weight))

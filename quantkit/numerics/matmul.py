@@ -26,7 +26,7 @@ _TOLERANCE = 1e-5  # largest relative error: float32 has 1e-7, operands rounded 
 
 @contextmanager
 def quick_products(device: torch.device) -> Iterator[None]:
-    """While open, torch computes float32 products on a CPU with oneDNN if it keeps full precision.
+    """Make torch compute float32 products on a CPU with oneDNN inside the `with` block, if oneDNN keeps full precision.
 
     Args:
         device: device of the products; on a GPU nothing changes.
@@ -116,14 +116,15 @@ def pack_into(packed: Packed, values: Tensor) -> None:
 
 
 def add_products(total: Tensor, left: Operand, columns: slice, right: Operand, *, lower: bool = False) -> None:
-    """Add left' right to `total` in place; both operands are float32, or both are packed.
+    """Add the product of `left` transposed and `right` to `total` in place.
 
     Args:
         total: (R, C) float32, contiguous.
-        left: matrix with T rows.
+        left: matrix with T rows; float32 or packed, as `right`.
         columns: the R columns of `left` to use.
         right: matrix with T rows and at least C columns; the first C are used.
-        lower: for the product of a matrix with itself: values above the diagonal may be wrong.
+        lower: whether the caller needs only the lower triangle, because the product is symmetric. The values above
+            the diagonal may then be wrong.
     """
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         assert isinstance(left, Tensor) and isinstance(right, Tensor), "one operand is packed, the other is not"

@@ -295,7 +295,9 @@ def _head(name: str | None, shape: ModelShape) -> memory.WeightForm | None:
 
 def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: memory.WeightForm | None) -> RecipePlan:
     if not shape.layers:
-        raise InputError("a recipe needs the model's layers; give a config.json or --shape instead of --params")
+        raise InputError(
+            "a recipe needs the model's layers, which --params does not give; give a config.json or --shape instead"
+        )
     from quantkit.compress.recipe import load
 
     plan = plan_recipe(shape, load(name, overrides), head)

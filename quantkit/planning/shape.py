@@ -92,5 +92,5 @@ class ModelShape:
 
     @property
     def attention_kinds(self) -> dict[str, int]:
-        """Number of layers by a short description of their cache, in order of appearance."""
+        """How many layers have each kind of cache, by a short description of the kind, in the order of the layers."""
         return dict(Counter(layer.attention.describe() for layer in self.layers))

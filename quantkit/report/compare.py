@@ -84,7 +84,9 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
         ReportError: there is nothing to compare.
     """
     if len(reports) < 2 and not any(report.baseline_model for report in reports):
-        raise ReportError(f"a comparison needs at least two reports, or one with an original; found {len(reports)}")
+        raise ReportError(
+            f"a comparison needs at least two reports, or one report that includes its original; found {len(reports)}"
+        )
     metrics = [gate_numbers(report) for report in reports]
     # The first number that all reports have: entries that are ranked by different ones share no axis.
     quality, label, higher = next((q for q in QUALITIES if all(q[0] in values for values in metrics)), QUALITIES[0])

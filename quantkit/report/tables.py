@@ -151,7 +151,10 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table | None:
         title="Model beside original, same items",
         columns=(
             *(Column(), Column("original", four_digits), Column("model", four_digits)),
-            *(Column("difference (95 % interval)", _difference, detail=True), Column("recovery (95 % interval)", recovery_text)),
+            *(
+                Column("difference (95 % interval)", _difference, detail=True),
+                Column("recovery (95 % interval)", recovery_text),
+            ),
             *(Column("p", p_value, detail=True), Column("noise", lambda floor: f"±{number(floor, 2)}", detail=True)),
             *(Column("n", "{:,}".format, detail=True), Column("verdict")),
         ),
@@ -185,7 +188,11 @@ def length_table(comparisons: Sequence[Comparison]) -> Table | None:
         for c in comparisons
         if c.subject.startswith(ANSWER_LENGTH) and c.baseline > 0
     )
-    numbers = Column("original", number), Column("model", number), Column("of the original (95 % interval)", recovery_text)
+    numbers = (
+        Column("original", number),
+        Column("model", number),
+        Column("of the original (95 % interval)", recovery_text),
+    )
     title = f"Length of generated answers, tokens; the band is {100 * low:.0f} to {100 * high:.0f} % of the original"
     return Table(title=title, columns=(Column("task"), *numbers, Column("band")), rows=rows) if rows else None
 

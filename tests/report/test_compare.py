@@ -88,7 +88,7 @@ def test_equal_names_are_told_apart(reports):
 
 def test_one_report_is_no_comparison(reports):
     assert len(compare_reports(reports[:1]).entries) == 2  # beside its original it is one
-    with pytest.raises(ReportError, match="at least two reports, or one with an original; found 1"):
+    with pytest.raises(ReportError, match="at least two reports, or one report that includes its original; found 1"):
         compare_reports([dataclasses.replace(reports[0], baseline_model=None)])
 
 

@@ -158,8 +158,8 @@ BAD = [
     ({"rope_scaling": {"type": "linear"}}, "RoPE: 'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5 is below 1"),
     ({"rope_scaling": 4.0}, "RoPE entries are a float"),
-    ({"rope_theta": 0}, "rope_theta 0.0 must be above 0"),
-    ({"rope_theta": -1.0, "rope_scaling": {"type": "longrope"}}, "rope_theta -1.0 must be above 0"),
+    ({"rope_theta": 0}, "rope_theta is 0.0 .* rope_theta must be above 0"),
+    ({"rope_theta": -1.0, "rope_scaling": {"type": "longrope"}}, "rope_theta is -1.0 .* rope_theta must be above 0"),
     ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308 from 0 to 1"),
     (
         {"rope_scaling": {"type": "longrope", "factor": 2, "original_max_position_embeddings": 1, "short_factor": 3}},

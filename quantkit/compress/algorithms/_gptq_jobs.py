@@ -38,8 +38,9 @@ class Job(NamedTuple):
 
 
 def is_of_one_expert(names: tuple[str, ...]) -> bool:
-    """Whether a set belongs to one expert. There are many such sets, and one process collects and solves each
-    of them.
+    """Whether all linears of a set belong to the same expert.
+
+    A layer has many such sets. One process collects the statistics of such a set and solves it.
     """
     experts = {find_expert(name) for name in names}
     return len(experts) == 1 and None not in experts
@@ -48,9 +49,8 @@ def is_of_one_expert(names: tuple[str, ...]) -> bool:
 def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
     """Yield the linears of a set as jobs: linears of one scheme form one tall matrix, or several if it is very large.
 
-    The division does not depend on the number of processes. On a GPU, extra rows cost almost nothing, so a matrix is
-    not
-    divided there.
+    The division does not depend on the number of processes. On a GPU, extra rows cost almost nothing, so a
+    matrix is not divided there.
     """
     for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
         same = [name for name in names if layer.schemes[name].weight == scheme]

@@ -80,7 +80,7 @@ class GptqStep(Step):
         return self.asymmetric_calibration > 0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """Return the peak memory, which is needed to factorize the Hessian of the widest inputs; see `Step`."""
+        """Return the extra memory at the peak, when the Hessian of the widest inputs is factorized; see `Step`."""
         square = sizes.width**2
         # Hessian and factor, both whole for that long, beside the cross Gram, which has a row for each output where
         # these are few. Gram matrices that wait are half, or in two parts whole, and of inputs that are no wider.

@@ -6,8 +6,8 @@ For a linear with the weight W, let o be its inputs in the original model, and x
 quantized, for the same tokens. All earlier layers, and the earlier linears of the same layer, are already quantized
 when x is computed.
 
-    error ||Q x - W o|| / ||W o|| Q: dequantized weight of the chosen codes
-    rounding_error ||R x - W o|| / ||W o|| R: W, rounded to nearest in full ranges
+    error           ||Q x - W o|| / ||W o||     Q: dequantized weight of the chosen codes
+    rounding_error  ||R x - W o|| / ||W o||     R: W, rounded to nearest in full ranges
 
 Both errors use the same target and the same input, so they can be compared. Both contain the errors of earlier layers,
 so neither is 0 if those layers have errors. Biases are left out. If activations are quantized, x is taken before it is

@@ -58,8 +58,11 @@ class Workspace:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def operand(self, values: Tensor, purpose: str) -> Operand:
-        """Return a matrix (T, K) prepared for multiplication, valid until the next call with the same purpose; it is
-        not modified.
+        """Prepare a matrix for multiplication: pack it, convert it to float32, or return it as it is.
+
+        Args:
+            values: (T, K), any float dtype; not modified.
+            purpose: name of the memory to use. The result is valid until the next call with the same name.
         """
         if values.dtype == torch.bfloat16 and multiplies_bfloat16(values.device):
             return pack_matrix(values, self.empty((packed_size(*values.shape),), purpose, values))
@@ -353,7 +356,13 @@ class Deliveries:
         self._count = 0
 
     def send(self, kind: str, name: str, rows: Tensor) -> None:
-        """Send rows to the handlers of a kind, which are called at the latest in `deliver`."""
+        """Pass rows to the handler of their kind: now if there is one process, otherwise in the next `deliver`.
+
+        Args:
+            kind: kind of the rows, a key of `handlers`.
+            name: linear that was called with the rows.
+            rows: (T, K) input rows.
+        """
         if world() == 1:
             self._handlers[kind](name, rows)
             return

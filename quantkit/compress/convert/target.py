@@ -130,7 +130,7 @@ def refuse_reordered(source: Source, module: str, format_: Format) -> bool:
     """
     reordered = source.is_reordered(module)
     if reordered and not format_.holds_group_index:
-        raise SchemeError(f"its groups are in activation order, which {format_.name} cannot store")
+        raise SchemeError(f"the groups of the weight are in activation order, which {format_.name} cannot store")
     return reordered
 
 

@@ -65,10 +65,11 @@ class Discovery:
         linears = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         pairs, failed = (sum(numbers) for numbers in zip(*[(i.pairs, len(i.dropped)) for i in distinct], strict=True))
         dropped = list(dict.fromkeys(text for item in distinct for text in item.dropped))
-        text = f"no description of {self.name}: found {len(self.kinds)} layers at {self.family.layers}, {linears} "
+        text = f"no family file for {self.name}: found {len(self.kinds)} layers at {self.family.layers}, {linears} "
         if self.obstacle:
             return (
-                f"{text}linears each; they do not run by themselves ({self.obstacle}), so only their modules are listed"
+                f"{text}linears each; the layers cannot run one after another ({self.obstacle}), so "
+                "only their linears are listed"
             )
         text += f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
         return "; ".join([text, *(f"dropped: {reason}" for reason in dropped)])

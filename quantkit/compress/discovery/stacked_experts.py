@@ -52,8 +52,10 @@ def find_experts(
 
 
 def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list[str]]) -> tuple[str, str, str]:
-    """Return the names of an expert's gate, up and down in the files; if experts are one tensor there, the names that
-    loaders use.
+    """Return the names of an expert's gate, up and down projections.
+
+    If the files store each expert separately, these are the names in the files. If the files stack the experts in one
+    tensor, these are the names that loaders expect of separate experts.
     """
     pattern = re.compile(rf"{re.escape(owner)}\.0\.([^.]+)\.weight")
     leaves = sorted(match.group(1) for name in names if (match := pattern.fullmatch(name)))

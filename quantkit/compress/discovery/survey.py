@@ -122,7 +122,8 @@ def _choose(trial: FoldTrial, options: Sequence[list[LinearSet]]) -> tuple[list[
         if change <= TOLERANCE:
             return option, ""
         source, linear = option[0].source or "", option[0].linears[0]
-        failure = failure or f"{template(source)} -> {template(linear)} would change the output by {change:.1g}"
+        pair = f"{template(source)} -> {template(linear)}"
+        failure = failure or f"{pair} would change the layer's output by {100 * change:.3g} %"
     return [], failure
 
 

@@ -59,7 +59,8 @@ def quantize(
         output: directory to write, or a file if the format is a single file; None = `<model>-<recipe>` in the current
             directory. It is written under another name and renamed after all checks.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        activations: where to keep hidden states, "ram" or "disk"; "auto" = in memory if a GPU computes.
+        activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" if the layers run on a
+            GPU.
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
         engine: engine that must be able to read the result, by its name in `quantkit.engines`; checked before any work.

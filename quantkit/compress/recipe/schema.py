@@ -278,7 +278,12 @@ def validate(model: type[S], data: Any, prefix: str = "") -> S:
 
 
 def _dotted(location: tuple[int | str, ...], text: str) -> str:
-    """Return a location as users write it, e.g. `overrides[0].weights.dtype`, after `text`."""
+    """Return the path of a field as users write it, such as `overrides[0].weights.dtype`.
+
+    Args:
+        location: keys and list indices.
+        text: path of the field that contains them; "" = the whole recipe.
+    """
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text

@@ -196,7 +196,7 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
     sizes = reader.config.get("vocab_size"), original.config.get("vocab_size")
     if sizes[0] != sizes[1]:
         raise ModelError(
-            f"baseline {original.path} has a vocabulary of {sizes[1]} tokens, {reader.path} one of {sizes[0]}; "
+            f"baseline {original.path} has a vocabulary of {sizes[1]} tokens, but {reader.path} has {sizes[0]}; "
             "give the model that the checkpoint was made from"
         )
     check_same_language(str(reader.path), str(original.path))

@@ -11,14 +11,15 @@ from torch import Tensor
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the SiLU of a convolution over tokens, separately for each channel.
+    """Convolve each channel with its own filter over the last W tokens, and apply SiLU.
 
     Args:
         x: (B, T, C), any float dtype; not modified.
-        weight: (W, C), the newest token's last; bias: (C,) or None.
-        past: (B, W - 1, C) float32, the inputs before.
+        weight: (W, C); the last row applies to the newest token.
+        bias: (C,), or None.
+        past: (B, W - 1, C) float32, the inputs of the tokens before `x`.
     Returns:
-        (B, T, C) float32, and the new past.
+        The outputs (B, T, C) float32, and the `past` for the next call.
     """
     tokens, count = torch.cat([past, x.float()], dim=1), x.shape[1]
     mixed = sum(

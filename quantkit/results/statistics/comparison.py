@@ -40,7 +40,8 @@ def compare_evaluations(
     Args:
         value: evaluation of the model.
         baseline: evaluation of the original.
-        noise: evaluation of the original in another arithmetic.
+        noise: evaluation of the original in another dtype (float32 for a bfloat16 model), which gives the noise floor;
+            None = not measured.
     Raises:
         ReportError: samples with the same index are different items.
     """

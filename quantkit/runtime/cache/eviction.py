@@ -79,8 +79,10 @@ class Evictor:
         return self.budget.chunk if asked is None else min(asked, self.budget.chunk)
 
     def _candidates(self, sequence: Sequence) -> range:
-        """Return the slots that the policy may evict: not the newest tokens, not the open page, and the sinks only if
-        the policy asks for them.
+        """Return the slots of the cache from which the policy may evict tokens.
+
+        They exclude the `recent` newest tokens of the budget and the last page if it is not full. They include the
+        first tokens (attention sinks) only if the policy's `judges_sinks` is true.
         """
         kept, size = sequence.num_kept, self.budget.page_size
         first = 0 if self.policy.judges_sinks else SINK_TOKENS

@@ -124,7 +124,7 @@ class EntryCodes:
 
     @property
     def num_bytes(self) -> int:
-        """B."""
+        """Number of bytes B of one encoded vector."""
         if self.number is None:
             return self.width * self.dtype.itemsize
         return self._code_bytes + 2 * self.rotated + exponent_bytes(self.plain, self.block, self.multiple)
@@ -232,7 +232,13 @@ class EntryPool:
         ]
 
     def append(self, pages: Tensor, first: int, entries: Sequence[Tensor]) -> None:
-        """Store entries (n, D) starting at number `first`, then the indexer's keys if the layer has an indexer."""
+        """Store new entries of one sequence after those that it has.
+
+        Args:
+            pages: pages of the sequence, in order.
+            first: index in the sequence of the first new entry.
+            entries: (n, D) entries; and (n, D) keys of the indexer if the layer has one.
+        """
         for codes, pool, values in zip(self._codes, self._pages, entries, strict=False):
             stored = codes.encode(values).view(-1)
             offsets = torch.arange(len(stored), device=stored.device) + first * codes.num_bytes

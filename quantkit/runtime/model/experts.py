@@ -26,8 +26,10 @@ class Mixture:
         experts: one MLP per expert, or all experts as one module.
         choose: maps (T, E) scores to weights and numbers of the chosen experts, such as `route`.
         shared: an MLP applied to every token, or None.
-        shared_gate: (T, H) -> (T, 1), whose sigmoid scales the shared output; None = no scaling.
-        table: (V, k) int64, experts of each token id; `choose` then only weighs them. None = `choose` selects them.
+        shared_gate: linear (T, H) -> (T, 1). The sigmoid of its output is the factor on the output of `shared`.
+            None = no factor.
+        table: (V, k) int64, the experts of each token id; `choose` then computes only their weights. None = `choose`
+            also chooses the experts.
     """
 
     router: Linear

@@ -197,7 +197,9 @@ class TransformersModel(Model):
         nothing: tuple[Any, list[int]] = (None, [])
         cache, known = self._states.get(sequence_id, nothing) if past else nothing
         if len(known) < past:
-            raise ModelError(f"sequence {sequence_id} continues at position {past}, but only {len(known)} are computed")
+            raise ModelError(
+                f"sequence {sequence_id} continues at position {past}, but only {len(known)} of its tokens are computed"
+            )
         computed = len(known) if cache is not None else 0
         if computed > past and self._steps.crops:
             cache.crop(past - computed)  # negative: that many tokens less
@@ -279,8 +281,8 @@ def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
         )
     if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_buffer(reader, name)):
         raise CheckpointError(
-            f"{reader.path}: transformers would ignore tensor {unexpected[0]} ({len(unexpected)} in all), which "
-            "changes the model; use the config.json that belongs to these weights"
+            f"{reader.path}: transformers would ignore tensor {unexpected[0]} ({len(unexpected)} in all) and compute "
+            "another model; use the config.json that belongs to these weights"
         )
 
 

@@ -314,14 +314,14 @@ class Block:
 
 
 def add_and_norm(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add the pending output to the residual stream and norm the sum.
+    """Add the previous block's output to the residual stream, and normalize the sum.
 
     Args:
         norm: the norm; None = no norm.
         x: (T, H) residual stream.
-        pending: (T, H) or None.
+        pending: (T, H) output that is not yet in the stream; None = nothing to add.
     Returns:
-        The normed stream, and the stream.
+        The normalized sum, and the sum, both (T, H).
     """
     if norm is not None:
         return norm(x) if pending is None else norm(pending, x)

@@ -155,7 +155,7 @@ def test_two_runs_find_the_same(undescribed):
 def test_what_does_not_hold_is_dropped_and_said(tmp_path):
     discovered = discover(CheckpointReader(make_undescribed(tmp_path, "diffllama")))
     # Its heads are subtracted from each other in pairs after the values: no scale of a value head comes out whole.
-    assert "self_attn.v_proj -> self_attn.o_proj would change the output" in discovered.summary
+    assert "self_attn.v_proj -> self_attn.o_proj would change the layer's output by" in discovered.summary
     assert "found 2 layers at model.layers, 7 linears each, 3 of 4 smoothing pairs verified" in discovered.summary
     assert all(group.source is None for group in discovered.family.linear_sets if "self_attn.o_proj" in group.linears)
 

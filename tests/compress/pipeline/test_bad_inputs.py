@@ -128,7 +128,7 @@ MODELS: list[tuple[str, Callable[[Path], None], str]] = [
     ("config that is not JSON", broken_config, r"config\.json"),
     ("unknown architecture", other_family, r"no_such"),
     ("a config of codes and weights without", other_config, r"says gptq, but no weight has tensors of that format"),
-    ("no tokenizer", no_tokenizer, r"tokenizer cannot be loaded"),
+    ("no tokenizer", no_tokenizer, r"cannot load the tokenizer"),
     ("tokenizer of a terabyte", endless_tokenizer, r"tokenizer_config\.json has 1\.0 TiB, too much for a tokenizer"),
     ("tokenizer of another vocabulary", small_vocabulary, r"outside the model's vocabulary of 100"),
 ]

@@ -56,7 +56,7 @@ def test_undescribed_models_load_in_transformers(undescribed, tmp_path, text_fil
     torch.testing.assert_close(actual, logits, rtol=0, atol=1e-4)
     original = transformers_logits(undescribed, IDS)
     assert 0 < (actual - original).norm() / original.norm() < 0.6
-    assert result.warnings[0].startswith("no description of ")
+    assert result.warnings[0].startswith("no family file for ")
     assert all(layer.linears for layer in result.layers)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert manifest["discovered"]["summary"] == result.warnings[0]
