@@ -158,9 +158,7 @@ class Experts:
 
     Args:
         router: linear that scores the experts.
-        up: linears of one expert that read its input: gate and up projection, in this order, or up alone if `gated` is
-            false.
-        down: linear of one expert that computes its output.
+        up, down: linears of an expert; `up` has the gate and the up projection, in this order, or up alone.
         gated: whether an expert, also the shared one, computes act(gate) * up.
         stacked_up, stacked_down: the same linears of all experts, stacked as (E, 2I, H) and (E, H, I).
         transposed: whether the stacked tensors are (E, H, 2I) and (E, I, H) instead.
@@ -168,8 +166,7 @@ class Experts:
         width: key of an expert's intermediate size.
         normalize: whether the scores of the chosen experts are normalized to sum 1; a key or a constant.
         bias: whether experts and router have biases.
-        shared_up, shared_down: linears of the shared expert, as `up` and `down`.
-        shared_gate: linear that computes the factor on the shared expert's output; None = no factor.
+        shared_up, shared_down, shared_gate: linears of the shared expert, and the linear that computes its weight.
         shared_width: key of the shared expert's intermediate size; None = `n_shared_experts` times an expert's size.
         smooth_down: whether the last linear in `up` can absorb a smoothing scale of down's input.
         balance: per-expert bias that balances how often experts are chosen.

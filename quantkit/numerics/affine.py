@@ -66,7 +66,7 @@ class WeightGrid:
     tensor_largest: Tensor | None = None
 
     def completed(self, weight: Tensor) -> "WeightGrid":
-        """Return the grid with `tensor_largest` of this weight; unchanged if it is set or the scheme does not use it."""
+        """Return the grid with `tensor_largest` of this weight, unless it is set or the scheme does not use it."""
         if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
             return self
         return replace(self, tensor_largest=largest_magnitude(weight))
