@@ -13,10 +13,10 @@ from every_model import RECIPES, ROOT, read, verdict
 PAGE, RESULTS = ROOT / "docs/models.md", ROOT / "evals/results/models"
 TASKS = {"causal": "causal language models", "image-text": "image-text models, run on text"}
 VERDICTS = {
-    "right": "Written, and equal to what they should be, by at least one recipe; the columns say what others do.",
-    "quantkit only": "Written with the warning that transformers does not load them; right in quantkit.",
-    "refused": "No recipe writes them in the default format; the message says why.",
-    "wrong": "Something that was written does not load, or computes something else.",
+    "right": "At least one recipe writes a correct checkpoint; the columns give the verdict of each recipe.",
+    "quantkit only": "quantkit warns that transformers does not load the checkpoint, and runs it correctly itself.",
+    "refused": "quantkit refuses every recipe in the default format; the message gives the reason.",
+    "wrong": "A checkpoint does not load, or computes other values than it should.",
     "crash": "An error that quantkit did not mean to raise.",
     "not built": "The default configuration of these classes, made small, gives no model that transformers reads back.",
 }
@@ -34,9 +34,9 @@ This page is generated from `{source}`; each verdict comes from a run:
 Every class that transformers lists for causal language modelling or for image-text-to-text is built from its own
 default configuration, with sizes shrunk by the names of their entries (`evals/checks/tiny_models.py`), with random
 weights, and written by transformers. Some settings that change the tensors of a class have rows of their own, after a
-colon. *Decoder-only* is what needs token ids alone, is not configured as encoder and decoder, and gives a position the
-same logits whatever comes after it; other classes are listed last. A type in both
-lists counts among image-text models. A recipe's verdict is *right* if its checkpoint
+colon. A class is *decoder-only* if it needs only token ids, is not configured as encoder and decoder, and gives a
+position the same logits whatever comes after it. Other classes are listed last. A type in both lists counts among
+image-text models. A recipe's verdict is *right* if its checkpoint
 
 - holds matrices that differ from the source's by no more than rounding, where the recipe only rounds;
 - loads in transformers without missing, unexpected or mismatched tensors;
@@ -46,10 +46,10 @@ lists counts among image-text models. A recipe's verdict is *right* if its check
 - keeps, at 8 bits, a correlation above {kept} with the source model itself;
 - gives in quantkit the tokens and log-probabilities that transformers computes, with its cache or without one.
 
-It is *quantkit only* if the run warned that transformers does not load it, and the last of these points holds. Where
-128 does not divide a width, groups are as small as it needs; a line below the table says so where that is below 32. The
-source model has to give transformers' own tokens in quantkit as well. *Native* is what quantkit's engine computes;
-the rest runs through transformers. *Share* is that of the matrices in decoder layers that `rtn-int4` quantizes.
+A verdict is *quantkit only* if the run warned that transformers does not load the checkpoint, and the last point holds.
+If 128 does not divide a width, groups are smaller; a line below the table says so if they are below 32. The source model must also give transformers' own tokens in quantkit. *Native*: quantkit's engine computes the
+model; other models run through transformers. *Share*: the share of the matrices in decoder layers that `rtn-int4`
+quantizes.
 """
 
 
@@ -73,14 +73,16 @@ def sentence(file: Path) -> str:
     rows = read(file).values()
     causal, image = count(rows, "causal"), count(rows, "image-text")
     return (
-        f"We test every model class of transformers {file.stem} with a tiny model. Of {total(causal)} text models,\n"
-        f"{outcome(causal)}. Of {total(image)} image-text models, {outcome(image)} ([models](docs/models.md))."
+        f"We test every model class of transformers {file.stem} with a tiny model. A model passes if at least one\n"
+        "recipe writes a checkpoint that transformers and quantkit load, with the expected logits and tokens in both.\n"
+        f"Of {total(causal)} text models, {outcome(causal)}.\n"
+        f"Of {total(image)} image-text models, {outcome(image)} ([models](docs/models.md))."
     )
 
 
 def outcome(counts: Mapping[str, int]) -> str:
-    """The verdicts of a task as a clause: "149 pass, 4 run only in quantkit and 3 are refused"."""
-    verbs = ("pass", "run only in quantkit", "are refused", "give wrong results", "crash")
+    """The verdicts of a task as a clause: "149 pass, 4 pass only in quantkit and 3 are refused by quantkit"."""
+    verbs = ("pass", "pass only in quantkit", "are refused by quantkit", "give wrong results", "crash")
     clauses = [f"{counts[name]} {verb}" for name, verb in zip(BUILT, verbs, strict=True) if counts[name]]
     return " and ".join(filter(None, (", ".join(clauses[:-1]), clauses[-1])))
 
@@ -126,11 +128,11 @@ def _summary(rows: Mapping[str, Any], version: str) -> str:
         also = f" ({variants} of them variants)" if variants else ""
         always = sum(_is_always_right(row) for row in rows.values() if row["task"] == task)
         sentences.append(
-            f"Of {total(counts)} decoder-only {title}{also} of transformers {version}: {said(counts)}.\n"
-            f"{always} of those are right by every recipe."
+            f"transformers {version} has {total(counts)} decoder-only {title}{also}: {said(counts)}.\n"
+            f"{always} of them are right with every recipe."
         )
     native = sum(row.get("source", {}).get("native", False) for row in rows.values())
-    return "\n".join([*sentences, f"{native} of all run natively."])
+    return "\n".join([*sentences, f"quantkit's engine computes {native} of all models on this page natively."])
 
 
 def _is_always_right(row: Mapping[str, Any]) -> bool:

@@ -1,4 +1,9 @@
-"""Sets of linears of a decoder layer that read the same tensor, and the default sets of a family. Torch-free."""
+"""Sets of linears, and the default sets of a family. Torch-free.
+
+A *set of linears* is all linears of a decoder layer that read the same tensor: query, key and value projections,
+or gate and up projections. A linear that shares its input with no other linear is a set of its own. Statistics of
+inputs and smoothing scales belong to a set. Inference engines multiply some linears of a set as one: a *fused group*.
+"""
 
 from __future__ import annotations
 
