@@ -47,9 +47,9 @@ image-text models. A recipe's verdict is *right* if its checkpoint
 - gives in quantkit the tokens and log-probabilities that transformers computes, with its cache or without one.
 
 A verdict is *quantkit only* if the run warned that transformers does not load the checkpoint, and the last point holds.
-If 128 does not divide a width, groups are smaller; a line below the table says so if they are below 32. The source model must also give transformers' own tokens in quantkit. *Native*: quantkit's engine computes the
-model; other models run through transformers. *Share*: the share of the matrices in decoder layers that `rtn-int4`
-quantizes.
+If 128 does not divide a width, groups are smaller; a line below the table says so if they are below 32. The source
+model must also give transformers' own tokens in quantkit. *Native*: quantkit's engine computes the model; other models
+run through transformers. *Share*: the share of the matrices in decoder layers that `rtn-int4` quantizes.
 """
 
 

@@ -33,8 +33,7 @@ class Ceilings:
     Args:
         device: the device.
         threads: number of torch threads, on a CPU.
-        bytes_per_s: memory bandwidth: that of reading on a CPU; on a GPU, that of reading or copying, whichever is
-            higher.
+        bytes_per_s: memory bandwidth: on a CPU, of reading; on a GPU, of reading or copying, whichever is higher.
         flops_per_s: operations per second of a square matrix product by dtype name, e.g. {"bfloat16": 2.1e11}.
     """
 

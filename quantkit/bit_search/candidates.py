@@ -103,7 +103,7 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
 
 
 def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
-    """Return all integer types in the base recipe's group size, and those of 3 to 5 bits also in finer groups.
+    """Return all integer types in the base recipe's group size, and the 3- to 5-bit types also in finer groups.
 
     Args:
         group_size: group size of the base recipe.

@@ -40,7 +40,8 @@ def open_dense(path: Path) -> CheckpointReader:
     Args:
         path: directory of the checkpoint, or a GGUF file.
     Raises:
-        ModelError, CheckpointError: it is not a checkpoint, is damaged, or its quantization method is not supported.
+        ModelError, CheckpointError: the directory holds no checkpoint, or a damaged one, or one with an unsupported
+            quantization method.
         SchemeError: the format is known, but quantkit cannot decode this variant.
     """
     reader = CheckpointReader(path)

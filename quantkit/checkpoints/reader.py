@@ -120,7 +120,7 @@ class CheckpointReader:
         """Check that a tensor has the shape that follows from config.json, and that it exists if required.
 
         Raises:
-            CheckpointError: it does not; names the tensor and the shapes.
+            CheckpointError: the tensor is missing or has another shape; the message names both shapes.
         """
         if name in self._tensors and (stored := self._tensors[name].shape) != shape:
             raise CheckpointError(f"{self.path}: tensor {name} has shape {stored}, but config.json says {shape}")

@@ -22,7 +22,7 @@ Settings = Mapping[str, "Field[Any]"]  # by name
 
 
 def settings_of(source: type, *names: str) -> Settings:
-    """Return the fields of a dataclass that are options: those with a flag, or those named."""
+    """Return the fields of a dataclass that are options, by name: the fields in `names`, or all fields with a flag."""
     offered = {field.name: field for field in fields(source) if "flag" in field.metadata}
     return {name: offered[name] for name in names} if names else offered
 

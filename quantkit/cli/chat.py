@@ -32,7 +32,7 @@ class _Conversation:
     Args:
         system: system message; None = none.
         messages: messages so far.
-        times: times of the last answer: of the question, and of each piece of text.
+        times: when the last question was asked, and when each piece of its answer arrived.
     """
 
     system: str | None

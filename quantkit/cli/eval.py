@@ -28,7 +28,7 @@ _ENGINE: Settings = {
 @click.command("eval", cls=Command, short_help="Measure perplexity and lm-eval tasks, alone or against the original.")
 @click.argument("checkpoint", required=False)
 @click.option("--baseline", metavar="MODEL", help="Evaluate this model too, and compare item by item.")
-@click.option("--noise", is_flag=True, help="Also evaluate the baseline in another arithmetic, to measure noise.")
+@click.option("--noise", is_flag=True, help="Also evaluate the baseline in another dtype, to measure noise.")
 @option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
 @engine_choice
@@ -85,7 +85,7 @@ def command(
 def _show(
     output_to: Output, result: EvaluationResult, original: EvaluationResult | None, again: EvaluationResult | None
 ) -> None:
-    """Print the results of a model, alone or beside its original and the original in another arithmetic (`again`)."""
+    """Print the results of a model, alone or beside its original and the original in another dtype (`again`)."""
     from quantkit.report.behaviour_tables import rate_table
     from quantkit.report.tables import comparison_table
     from quantkit.results.statistics.comparison import compare_evaluations

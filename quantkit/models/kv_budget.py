@@ -25,7 +25,12 @@ RECENT_TOKENS = 32
 
 
 def kept_tokens(budget: int | float | None, length: int) -> int:
-    """Return how many tokens of a sequence a budget keeps; it is a number, a share of the length, or None for all."""
+    """Return how many tokens a sequence of `length` tokens keeps in the cache.
+
+    Args:
+        budget: number of tokens (int), share of the length (float), or None = all tokens.
+        length: tokens of the sequence.
+    """
     if budget is None:
         return length
     return min(length, budget if isinstance(budget, int) else round(budget * length))

@@ -322,7 +322,7 @@ class StateShape:
         return self.num_bytes
 
     def read_bytes(self, tokens: int, form: KVForm) -> float:
-        """Count the bytes that a decode step reads; it writes the same number of bytes."""
+        """Count the bytes of states that a decode step reads; the step writes as many bytes."""
         return self.num_bytes
 
     def decode_flops(self, tokens: int) -> float:

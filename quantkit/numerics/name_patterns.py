@@ -46,7 +46,7 @@ def check_pattern(pattern: str) -> None:
     """Check that a text is a valid pattern.
 
     Raises:
-        SchemeError: it is too long, not a regular expression of Python, or its counts are too large.
+        SchemeError: the pattern is too long or not a regular expression of Python, or its counts are too large.
     """
     if not is_exact(pattern):
         _compiled(pattern)

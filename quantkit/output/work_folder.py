@@ -228,7 +228,7 @@ def _check_links(path: Path, option: str) -> None:
 
 
 def _take_over(work: WorkFolder, kind: str) -> None:
-    """Keep resumable work of the same command, refuse that of another command, and delete everything else."""
+    """Keep resumable work of the same command, refuse resumable work of another command, and delete other work."""
     left = work.known.get("kind")
     if left == kind and work.resumable:
         return

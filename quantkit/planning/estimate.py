@@ -95,7 +95,7 @@ class Estimate:
 
     @cached_property
     def weights(self) -> tuple[WeightRow, ...]:
-        """Sizes of the weights by scheme."""
+        """Size of the weights with each of the `schemes`."""
         shape = self.shape
         return tuple(
             WeightRow(scheme=scheme, size=memory.planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
@@ -104,7 +104,7 @@ class Estimate:
 
     @property
     def caches(self) -> tuple[CacheRow, ...]:
-        """Sizes of the cache by form."""
+        """Size of the KV cache with each of the `forms`."""
         return tuple(
             CacheRow(
                 form=form,

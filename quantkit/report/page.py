@@ -25,7 +25,7 @@ DEFINITIONS = (
         "tasks gives all tasks equal weight."),
     ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's "
         "exact test for right-or-wrong items, Student's t otherwise.")),
-    ("Noise", "Change of the original's number when it computes in another arithmetic. A difference of at most this "
+    ("Noise", "Change of the original's number when it computes in another dtype. A difference of at most this "
         "size is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
     ("Margin", "Logit of the token that the original decided on, less that of the best other one; each prompt counts "

@@ -24,7 +24,7 @@ VERDICTS = {
     "better": "better than the original, beyond noise and chance",
     "worse": "worse than the original, beyond noise and chance",
     "no difference seen": "no difference seen: any difference may be chance",
-    "noise": "noise: not larger than the original's change in another arithmetic",
+    "noise": "noise: not larger than the original's change in another dtype",
 }
 
 
@@ -198,7 +198,7 @@ def length_table(comparisons: Sequence[Comparison]) -> Table | None:
 
 
 def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None) -> Table | None:
-    """Create the table of distances to the original, and of the original in another arithmetic to itself."""
+    """Create the table of distances to the original, and of the original in another dtype to itself."""
     if fidelity is None:
         return None
     kinds: tuple[tuple[str, Callable[[FidelityResult], str]], ...] = (
@@ -217,7 +217,7 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
         )
     return Table(
         title=f"On {fidelity.data}, {fidelity.num_tokens:,} tokens",
-        columns=(Column(), Column("model", str), Column("original, other arithmetic", str)),
+        columns=(Column(), Column("model", str), Column("original, other dtype", str)),
         rows=tuple(rows),
         note="" if fidelity.top is None else _known_tokens(fidelity),
     )

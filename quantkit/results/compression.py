@@ -72,8 +72,9 @@ class CacheRecord(Record):
         key_scale, value_scale: fixed scales, one or one per head; empty if every token has its own scale.
         largest_key, typical_key: the largest magnitude of any key, and the root mean square of a typical channel in the
             head where it is smallest; None without data.
-        noise_asked: rounding noise of a typical key channel with the recipe's scheme, as a share of its mean square.
-        noise: the same with the scheme that was chosen.
+        noise_asked: estimated rounding noise with the recipe's scheme of keys, as a share of the mean square of an
+            ordinary channel, which is the median over the head's channels; of the worst head.
+        noise: estimated rounding noise with the chosen scheme of keys, as the same share.
     """
 
     scheme: dict[str, Any]

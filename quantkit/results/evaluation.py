@@ -194,13 +194,13 @@ class FidelityResult(Record):
     remainder: float | None = None
 
     def within(self, noise: Self) -> tuple[float, float]:
-        """Bound `mean_kl` in another arithmetic, whose distance from this one `noise` gives.
+        """Bound the `mean_kl` that the same two models would have in another dtype.
 
         A small KL is half a squared distance, so the triangle inequality holds for the square roots of KL. The bounds
-        assume that the change of arithmetic moves the model as far as the original.
+        assume that the change of dtype moves the model as far as the original.
 
         Args:
-            noise: distance of the original in the other arithmetic from the original.
+            noise: distance between the original in the other dtype and the original in this one.
         """
         low = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low
         # A file may say less than nothing, and a power of what is too large is an error where a product is infinite.

@@ -119,9 +119,7 @@ def _too_few(report: Report, kind: str | None) -> str:
 
 
 def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
-    """Return a function that reads, by workload, the ratio of a number of the model's run to that of the original's
-    run.
-    """
+    """Return a function that gives, for each workload, a number of the model's run divided by the original's number."""
 
     def ratios(report: Report) -> dict[str, float | None]:
         return {run.workload.name: _quotient(read(run), read(other)) for run, other in report.paired_runs if other}

@@ -26,7 +26,7 @@ class Comparison(Record):
         p_value: p value of the paired test; None if there is nothing to test.
         recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; if lower is better,
             baseline as per cent of value. None if baseline is 0.
-        noise_floor: difference between the original and itself in another arithmetic; None if it was not measured.
+        noise_floor: difference between the original and itself in another dtype; None if it was not measured.
         num_samples: number of compared pairs.
         higher_is_better: direction of `metric`.
         verdict: "noise": within the noise floor; "no difference seen": not significant; else "better" or "worse".
@@ -142,10 +142,10 @@ class Report(Record):
         model, baseline_model: the checkpoint and its original.
         compression: record of the compression.
         evaluation, baseline: evaluation of the checkpoint and of the original.
-        noise: evaluation of the original in another arithmetic.
+        noise: evaluation of the original in another dtype.
         comparisons: comparisons of model and original, computed from the three above; the first is the headline.
         fidelity: distance of the model's next-token distributions from the original's.
-        noise_fidelity: distance of the original in another arithmetic from the original.
+        noise_fidelity: distance of the original in another dtype from the original.
         behaviour: decision margins and texts, on the original's answers to chat prompts.
         sensitivity: sensitivity by layer and fused group.
         benchmark, baseline_benchmark: speed and memory of both models.

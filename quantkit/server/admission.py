@@ -137,7 +137,7 @@ def _check_counts(body: bytes, most_values: int) -> None:
     """Refuse JSON with more values than any valid request has.
 
     Raises:
-        RequestError: there are more values.
+        RequestError: the JSON has more values.
     """
     limits = {b"[{": (_MOST_CONTAINERS, "lists and objects"), b":": (_MOST_ENTRIES, "entries of objects")}
     limits[b","] = (most_values, "values")

@@ -117,7 +117,7 @@ def planned_bytes(model: str | None, recipe: str | Path) -> int:
         plan = estimate(model, recipe=recipe)
     except InputError:
         return 0  # the command itself reports the error
-    # The original twice: as it is, and in another arithmetic for the noise floor.
+    # The original twice: as it is, and in another dtype for the noise floor.
     run = 2 * plan.weights[0].size.memory_bytes + plan.weights[-1].size.memory_bytes
     return _PROGRAM_BYTES + max(run, sum((plan.compression or {}).values()))
 

@@ -292,9 +292,7 @@ class LayerContext:
             self._put(name, weight, record)
 
     def round_plainly(self, name: str, weight: Tensor) -> None:
-        """Replace the codes of a linear by those of its unquantized weight (N, K), rounded to nearest in
-        full ranges.
-        """
+        """Replace the codes of a linear: round its unquantized weight (N, K) to nearest in full ranges."""
         before = self.chosen.quantized.pop(name)
         self.weight(name).copy_(weight)
         self.chosen.ranges[name] = affine.minmax_parameters(weight, self.grid(name))
@@ -354,7 +352,9 @@ class LayerContext:
         return torch.cat([affine.largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
     def sharing(self, name: str) -> list[str]:
-        """Return linears that share a tensor scale: those of one set and module with one scheme, which engines fuse."""
+        """Return the linears that share a tensor scale with this one: engines fuse linears of one set, module and
+        scheme.
+        """
         module, scheme = name.rpartition(".")[0], self.schemes[name].weight
         inside = [other for other in self._set(name).linears if other.rpartition(".")[0] == module]
         return [other for other in inside if other in self.schemes and self.schemes[other].weight == scheme]

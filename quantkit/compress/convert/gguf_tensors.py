@@ -200,7 +200,7 @@ def _rotary(model: ModelDescription) -> dict[str, Any]:
 
 
 def _rope(model: ModelDescription) -> RopeConfig:
-    """Return the rotary settings of layers with full attention; llama.cpp derives those of the others."""
+    """Return the rotary settings of layers with full attention; llama.cpp derives those of layers with a window."""
     length = model.entries.count("max_position_embeddings")
     return read_rope(model.entries, model.family.rope, model.head_dim, length, local=False)
 

@@ -65,7 +65,9 @@ class Source:
         return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the modules to convert together: those of each decoder layer, then the others under the name ""."""
+        """Yield the modules to convert together: all modules of one decoder layer, layer by layer; then all other
+        modules, under the name "".
+        """
         layers: dict[str, list[str]] = {}
         for module in self.modules:
             match = _LAYER.match(f"{module}.")
@@ -81,7 +83,7 @@ def open_source(path: Path) -> Source:
     Args:
         path: directory of the checkpoint, or a GGUF file.
     Raises:
-        ModelError, CheckpointError: it is not a checkpoint, is damaged, or has an unknown format.
+        ModelError, CheckpointError: the directory holds no checkpoint, a damaged one, or one of an unknown format.
         SchemeError: the format is known, but quantkit cannot decode this variant.
     """
     reader = CheckpointReader(path)

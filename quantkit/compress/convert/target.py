@@ -126,7 +126,7 @@ def refuse_reordered(source: Source, module: str, format_: Format) -> bool:
     """Whether the groups of a linear are in another order than its inputs.
 
     Raises:
-        SchemeError: they are, and the format cannot store the order.
+        SchemeError: the groups are in another order, which the format cannot store.
     """
     reordered = source.is_reordered(module)
     if reordered and not format_.holds_group_index:

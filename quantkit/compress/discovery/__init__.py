@@ -1,1 +1,1 @@
-"""Structure of an undescribed model: layers, fused sets and smoothing pairs, found by running it on random numbers."""
+"""Structure of a model without a family file: layers, sets of linears and smoothing pairs, found by running it."""

@@ -207,7 +207,7 @@ def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCal
     """Check that the layer after these is called as in a run of the whole model.
 
     Raises:
-        ModelError: it is called differently.
+        ModelError: the model calls the layer with other arguments.
     """
     hidden, arguments = skeleton.call_after([compute_with(block) for block in blocks], call.token_ids)
     stepwise = skeleton.arguments(len(blocks), call)
@@ -277,7 +277,7 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
     one.
 
     Raises:
-        ModelError: it receives more.
+        ModelError: the second layer receives more than this output.
     """
     embeddings = hidden.flatten(2)[..., : skeleton.embedding_width]  # of one stream
     expected = copy.deepcopy(skeleton.arguments(1, hidden))  # what is shared between layers may be changed by one

@@ -129,7 +129,7 @@ def check_cache_written(
         config: contents of its config.json.
         records: record of each layer.
     Raises:
-        AuditError: it does not.
+        AuditError: the checkpoint does not match the recipe or the records.
     """
     if recipe.kv_cache is None:
         return

@@ -206,7 +206,7 @@ def check_output(path: Path) -> None:
     """Refuse an output path for reports that is a file, or a directory whose report files are not from quantkit.
 
     Raises:
-        OutputError: it is.
+        OutputError: the path is such a file or directory.
     """
     if path.exists() and not path.is_dir():
         raise OutputError(f"output {path} is a file; give a directory for the report")

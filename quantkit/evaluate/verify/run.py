@@ -1,7 +1,7 @@
 """Run a verification: evaluate both models, compare their distributions, time both, and check the gates.
 
 The checkpoint and its original both run in the bundled runtime, with the same settings except those that belong to the
-compression (KV cache, quantized head, speculation). The original also runs in another arithmetic (another dtype); the
+compression (KV cache, quantized head, speculation). The original also runs in another dtype; the
 resulting changes are noise. Evaluation comes first, and its models are freed before anything is timed.
 """
 
@@ -65,7 +65,7 @@ class VerifyOptions:
     Args:
         evaluation: tasks and texts for both models.
         text: name of the text on which distributions are compared; None = the first text of the evaluation.
-        noise: whether to run the original in another arithmetic too, to measure noise.
+        noise: whether to run the original in another dtype too, to measure noise.
         bench: what to time; None = nothing.
         sensitivity: whether to make a sensitivity map; None = only if an accuracy gate fails.
         engine: keywords of `LLM` for both models; KV cache, KV budget, head and speculation apply only to the

@@ -1,10 +1,9 @@
-"""Compare two evaluations item by item: what changed, its significance, and how much a change of arithmetic alone would
+"""Compare two evaluations item by item: what changed, its significance, and how much a change of dtype alone would
 cause.
 
-The noise floor of a number is the change of the original's result when it computes in another arithmetic: the observed
-change, or the change that so many changed items would cause by chance if gains and losses were equally likely,
-whichever
-is larger. A difference within the noise floor is called noise, whatever its p-value, in both directions: a recovery of
+The noise floor of a number is the change of the original's result when it computes in another dtype: the observed
+change, or the change that as many changed items would cause by chance, whichever is larger. By chance means that gains
+and losses are equally likely. A difference within the noise floor is called noise, whatever its p-value, in both directions: a recovery of
 101 % may be noise too.
 """
 
@@ -185,7 +184,7 @@ def _paired(value: TaskResult, baseline: TaskResult) -> Pairs | None:
 
 
 def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
-    """Return the noise floor of the mean over tasks; None if a task was not evaluated in another arithmetic."""
+    """Return the noise floor of the mean over tasks; None if a task was not evaluated in another dtype."""
     known = [pairs for pairs in tasks if pairs is not None]
     if not known or len(known) < len(tasks):
         return None

@@ -191,7 +191,7 @@ class Moments:
     signed: bool = False
 
     def difference_variance(self, _difference: float) -> float:
-        """Return the variance of the mean difference; it does not depend on the difference."""
+        """Return the variance of the mean difference; the same for every assumed difference."""
         return self.ratio_variance(1.0)
 
     def ratio_variance(self, ratio: float) -> float:

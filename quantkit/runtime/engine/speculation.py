@@ -183,7 +183,7 @@ def check_states(target: bool, draft: bool) -> None:
     Args:
         target, draft: whether each model keeps such a state.
     Raises:
-        RequestError: one of them does.
+        RequestError: the model or the draft model keeps a state.
     """
     if target or draft:
         raise RequestError(
