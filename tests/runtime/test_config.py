@@ -160,7 +160,7 @@ BAD = [
     ({"rope_scaling": 4.0}, "RoPE entries are a float"),
     ({"rope_theta": 0}, "rope_theta is 0.0 .* rope_theta must be above 0"),
     ({"rope_theta": -1.0, "rope_scaling": {"type": "longrope"}}, "rope_theta is -1.0 .* rope_theta must be above 0"),
-    ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor 1e\+308 from 0 to 1"),
+    ({"partial_rotary_factor": 1e308}, r"partial_rotary_factor is 1e\+308; .* must be from 0 to 1"),
     (
         {"rope_scaling": {"type": "longrope", "factor": 2, "original_max_position_embeddings": 1, "short_factor": 3}},
         "short_factor is a int, not a list",

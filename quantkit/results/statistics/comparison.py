@@ -3,8 +3,8 @@ cause.
 
 The noise floor of a number is the change of the original's result when it computes in another dtype: the larger of the
 observed change and the change that as many changed items would cause by chance if gains and losses were equally
-likely. A difference within the noise floor is called noise, whatever its p-value, in both directions: a recovery of 101 %
-may be noise too.
+likely. A difference within the noise floor is called noise, whatever its p-value, in both directions: a recovery of
+101 % may be noise too.
 """
 
 import math

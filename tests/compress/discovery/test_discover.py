@@ -338,7 +338,7 @@ def test_layers_that_do_not_run_one_after_another_are_found_by_their_modules(tmp
         patch.setattr(GlmAttention, "forward", forward)
         discovered = discover(CheckpointReader(model))
         assert discovered.obstacle == "RuntimeError: a kernel is not there"
-        assert "they do not run by themselves (RuntimeError" in discovered.summary
+        assert "the layers cannot run one after another (RuntimeError" in discovered.summary
         linears = {name for group in discovered.family.linear_sets for name in group.linears}
         assert {"self_attn.q_proj", "mlp.gate_up_proj", "mlp.down_proj"} < linears
         run(model, "rtn-int8", tmp_path / "out")
