@@ -205,7 +205,7 @@ def questions_for(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, in
         left_out = {"left out": "perplexity through decode, which vLLM does not support"}
     texts_of_suite = {text.text: available_text(text.text, options.data) for text in kept}
     kept = tuple(text.model_copy(update={"text": texts_of_suite[text.text]}) for text in kept)
-    missing = [name for name, found in texts_of_suite.items() if found != name]
+    missing = [name for name, text in texts_of_suite.items() if text != name]
     if missing:
         left_out["text"] = f"{GENERAL}, because {', '.join(missing)} is in no --data folder; --text FILE reads your own"
     asked = Asked(
