@@ -3,19 +3,23 @@
 llama.cpp reorders rows of queries and keys, and adds one to the norms of some models; this module undoes both.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from gguf import GGMLQuantizationType as Block
 from torch import Tensor
 
 from quantkit.checkpoints.encoded import EncodedInfo, Read
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.errors import CheckpointError
-from quantkit.formats._gguf_blocks import PLAIN, dequantize_blocks
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType as Block
 
 # A step decodes about so many values, which take 4 bytes each before they are rounded.
 _STEP_VALUES = 1 << 22
@@ -55,6 +59,8 @@ class BlocksInfo(EncodedInfo):
         Raises:
             CheckpointError: some values are not finite.
         """
+        from quantkit.formats._gguf_blocks import PLAIN, dequantize_blocks  # the gguf package: only for its files
+
         if self.block is None:
             return raw
         width = self.shape[:-1] if self.transposed else self.shape[1:]

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.encoded import EncodedInfo
-from quantkit.checkpoints.folder import CONFIG_NAME
-from quantkit.checkpoints.gguf import open_gguf
+from quantkit.checkpoints.folder import CONFIG_NAME, gguf_model
 from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, located
@@ -46,7 +45,7 @@ def open_dense(path: Path) -> CheckpointReader:
     """
     reader = CheckpointReader(path)
     if is_gguf(reader.path):
-        tensors = open_gguf(reader.path).tensors(codes=False)
+        tensors = gguf_model(reader.path).tensors(codes=False)
         return reader.view(tensors, _without_section(reader.config), _note(GGUF, tensors, _value_dtype(reader.config)))
     described = recognise(_with_section(reader.config), str(reader.path / CONFIG_NAME))
     if described is None:

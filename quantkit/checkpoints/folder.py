@@ -73,7 +73,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if is_gguf(folder):
-        return dict(_gguf(folder).config)
+        return dict(gguf_model(folder).config)
     if path.is_file():
         config = read_object(path, ModelError)
         beside = folder / _MODELOPT_NAME
@@ -125,7 +125,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
         CheckpointError: a file is missing, truncated, inconsistent, or does not match the index.
     """
     if is_gguf(folder):
-        model = _gguf(folder)
+        model = gguf_model(folder)
         return model.tensors(codes=True), model.files, None
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if index.is_file():
@@ -148,7 +148,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the files with a checkpoint's tensors; with an index, also listed files that are missing."""
     index = folder / INDEX_NAME
     if is_gguf(folder):
-        return list(_gguf(folder).files)
+        return list(gguf_model(folder).files)
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     return [folder / name for name in sorted(set(_read_weight_map(index).values()))]
@@ -182,7 +182,7 @@ def text_folder(path: Path) -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _made_folder(path: Path, _time: int) -> Path:
-    texts, made_by = _gguf(path).text_files(), os.getpid()
+    texts, made_by = gguf_model(path).text_files(), os.getpid()
     parent = tempfile.mkdtemp(prefix="quantkit-")
     # A forked child leaves it to the process that made it.
     atexit.register(lambda: shutil.rmtree(parent, ignore_errors=True) if os.getpid() == made_by else None)
@@ -193,8 +193,10 @@ def _made_folder(path: Path, _time: int) -> Path:
     return folder
 
 
-def _gguf(path: Path) -> "GGUFModel":
-    from quantkit.checkpoints.gguf import open_gguf  # it needs torch, which planning does without for folders
+def gguf_model(path: Path) -> "GGUFModel":
+    """Read the headers of a GGUF file; see `GGUFModel`."""
+    # It needs torch and the gguf package, which planning and reading a folder do without.
+    from quantkit.checkpoints.gguf import open_gguf
 
     return open_gguf(path)
 

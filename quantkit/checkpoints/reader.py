@@ -20,8 +20,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.blocks import BlocksInfo
 from quantkit.checkpoints.encoded import EncodedInfo
-from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
-from quantkit.checkpoints.gguf import open_gguf
+from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, gguf_model, read_config_file
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
 from quantkit.formats import is_gguf
@@ -59,7 +58,7 @@ class CheckpointReader:
         tensors, self.files, self._index = find_tensors(self.path)
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
-        if is_gguf(self.path) and (note := open_gguf(self.path).note):
+        if is_gguf(self.path) and (note := gguf_model(self.path).note):
             self.notes = (note,)
         self._stamps = {path: _stamp(path) for path in self._sources()}
         self._digests: dict[str, str] = {}  # shared with views

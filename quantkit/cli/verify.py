@@ -58,6 +58,11 @@ def verify_options(
     )
 
 
+def report_folder(checkpoint: Path) -> Path:
+    """Return the default folder of a report: the checkpoint, or a folder beside a GGUF file."""
+    return checkpoint if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.stem}-report")
+
+
 def finish(
     output_to: Output, report: Report, files: Mapping[str, Path], problem: str, entries: Mapping[str, Any] | None = None
 ) -> None:
@@ -172,7 +177,12 @@ def verify_result(
 @click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed and gates.")
 @click.argument("checkpoint")
 @click.option("--baseline", metavar="MODEL", help="The original model.  [default: the one it was made from]")
-@click.option("-o", "--output", metavar="DIR", help="Folder for the report and the model card.  [default: CHECKPOINT]")
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    help="Folder for the report and the model card.  [default: CHECKPOINT; of FILE.gguf: FILE-report]",
+)
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
 @click.option(
     "--sensitivity/--no-sensitivity",
@@ -221,7 +231,7 @@ def command(
     options = verify_options(**what)
     check_options(options)
     pair = check_pair(checkpoint, baseline, gates)
-    folder = pair.path if output is None else Path(output)
+    folder = report_folder(pair.path) if output is None else Path(output)
     check_output(folder)
     report = verify_pair(pair, options, progress=output_to.tell)
     files, problem = write_report(report, folder) if is_writer() else ({}, "")

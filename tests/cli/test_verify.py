@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from quantkit.cli.verify import report_folder
 from quantkit.report.files import read_report
 from tests import fake_vllm
 from tests.helpers import make_model
@@ -131,3 +132,10 @@ def test_what_cannot_be_proven_is_refused_before_compressing(run, tmp_path, monk
     code, _, err = run("quantize", "--recipe", "rtn-int4", "--gate", "kl<=5", "-o", tmp_path / "out")
     assert code == 2
     assert "no effect without --verify" in err
+
+
+def test_a_report_goes_into_the_checkpoint_or_beside_a_file(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert report_folder(tmp_path) == tmp_path
+    assert report_folder(file) == tmp_path / "model-report"

@@ -58,7 +58,7 @@ def test_a_view_is_the_same_whichever_way_it_is_read(tmp_path):
     source = make_model(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
     reader = rotated(source)
     assert "lm_head.weight" in reader and reader.config["tie_word_embeddings"] is False
-    assert any("its own weights add 0.0 MB" in note for note in reader.notes)
+    assert any("separate weights for it add 0.0 MB" in note for note in reader.notes)
     for name in reader.names:
         whole = reader.tensor(name)
         assert whole.dtype == reader.info(name).dtype and tuple(whole.shape) == reader.info(name).shape

@@ -228,7 +228,7 @@ def test_an_unknown_task_and_unreachable_items():
     with pytest.raises(DataError, match=r"unknown task 'demo_fact' \(did you mean 'demo_facts'\?\)"):
         one("demo_fact")
     with pytest.raises(
-        DataError, match=r"task 'piqa': its items cannot be fetched .*pass --data DIR .*piqa/validation"
+        DataError, match=r"task 'piqa': its items cannot be downloaded .*pass --data DIR .*piqa/validation"
     ):
         one("piqa")
 

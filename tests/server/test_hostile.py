@@ -167,7 +167,7 @@ def test_idle_connections_give_way_to_new_ones(checkpoint):
             server.terminate()
         said = server.stderr.read()
     assert said.count("\n") == 1, said
-    assert said.startswith("ending")
+    assert said.startswith("shutting down")
 
 
 @pytest.mark.parametrize("number", [-1, 10**6, 10**30])

@@ -166,7 +166,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny_llama, tmp_path, text_file, monke
 
 def test_a_scale_that_is_not_the_calibrated_one_is_caught(tiny_llama, tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(stage, "cache_tensors", lambda name, *scales, by_head: {f"{name}.k_scale": torch.ones(1)})
-    with pytest.raises(AuditError, match=r"k_scale is \[1.0\], calibrated was"):
+    with pytest.raises(AuditError, match=r"k_scale is \[1.0\], but the calibrated one is"):
         quantize(tiny_llama, tmp_path / "out", text_file)
     with pytest.raises(AuditError, match="zero, negative or not finite"):
         stage.check_scales({"k_scale": torch.zeros(1)})
