@@ -177,12 +177,7 @@ def verify_result(
 @click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed and gates.")
 @click.argument("checkpoint")
 @click.option("--baseline", metavar="MODEL", help="The original model.  [default: the one it was made from]")
-@click.option(
-    "-o",
-    "--output",
-    metavar="DIR",
-    help="Folder for the report and the model card.  [default: CHECKPOINT; of FILE.gguf: FILE-report]",
-)
+@click.option("-o", "--output", metavar="DIR", help="Report and model card.  [default: CHECKPOINT or FILE-report]")
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
 @click.option(
     "--sensitivity/--no-sensitivity",
