@@ -188,7 +188,7 @@ def _divided(divisors: list[float], theta: float, where: str) -> dict[str, Any]:
         rope = read_rope(entries, Family().rope, 2 * len(divisors), original, local=False)
         if all(abs(one - two) <= 1e-4 * two for one, two in zip(divisors, llama3_divisors(rope), strict=True)):
             return scaling
-    raise ModelError(f"{where}: rope_freqs.weight holds divisors of no scaling that is supported (llama3)")
+    raise ModelError(f"{where}: the divisors in rope_freqs.weight match no supported RoPE scaling (supported: llama3)")
 
 
 def _special(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:

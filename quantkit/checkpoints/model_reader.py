@@ -255,7 +255,9 @@ class ModelReader(CheckpointReader):
         self.names = tuple(sorted(name for name in self._tensors if name not in copied))
 
     def _convert(self, family: Family) -> set[str]:
-        """Add the converted tensors to the view; return the names of those that are copied in their stored form."""
+        """Add the converted tensors to the view; return the names of those that are not written, because
+        the stored tensors that they come from are copied instead.
+        """
         copied: set[str] = set()
         for conversion in family.stored_names.conversions if family.stored_names else ():
             if not all(name in self._tensors for name in conversion.sources):

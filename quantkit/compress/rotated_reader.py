@@ -114,7 +114,8 @@ class RotatedReader(ModelReader):
         name = f"{self._family.layers}.0.{self._family.parts.qkv[-1]}.weight"
         if name in self._tensors and self.info(name).shape[0] % width:
             raise ModelError(
-                f"{self.path}: {name} has {self.info(name).shape[0]} rows, not heads of {width}; correct config.json"
+                f"{self.path}: {name} has {self.info(name).shape[0]} rows, not a multiple of the head width {width}; "
+                "correct config.json"
             )
         return width
 

@@ -46,7 +46,7 @@ class Decision:
         at: its position in the answer.
         kind: a key of `DECISIONS`.
         same: tokens that mean the same decision, the one in the answer among them.
-        against: whether the decision was against these tokens, none of which is in the answer.
+        against: if true, the answer decided against the tokens in `same` and holds none of them.
     """
 
     at: int

@@ -336,7 +336,9 @@ def _load_foreign(names: list[str], options: EvaluationOptions) -> list[Any]:
     for name in names:
         if name not in manager.all_tasks:
             hint = suggestion(name, [*ours, "demo", *manager.all_tasks])
-            raise DataError(f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's, docs/evaluate.md ours")
+            raise DataError(
+                f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's tasks, docs/evaluate.md ours"
+            )
     return [task for name in names for task in _load(manager, name, ours)]
 
 

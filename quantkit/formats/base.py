@@ -221,7 +221,7 @@ class Format(ABC):
         scheme = self.recognise(config)
         if scheme is None:
             if self.keeps_codes and linears:
-                raise AuditError("config.json does not describe the format it was written in")
+                raise AuditError("config.json does not describe the format in which the checkpoint was written")
             return
         for name, linear in linears.items():
             if scheme.find(name) != linear:

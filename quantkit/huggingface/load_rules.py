@@ -175,7 +175,7 @@ class HfLoader:
 
         Args:
             tensors: tensors of the checkpoint, by name.
-            sample: returns a tensor by name, or one of the same kind.
+            sample: returns the tensor with this name, or another one of the same kind in its place.
             decoded: returns, for a quantized module, its weight's name in an unquantized checkpoint and the decoded
                 sample.
         Raises:

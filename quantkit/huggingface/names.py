@@ -97,7 +97,7 @@ class Renaming:
 
         Args:
             target: name of the first resulting tensor.
-            sources: destinations of the stored tensors by name in files, all with this target.
+            sources: stored tensors by their names in the files, each with its destination, which has this target.
             tensors: the stored tensors by name in files.
         Returns:
             Tensors by name in the model.

@@ -44,7 +44,7 @@ class Skeleton:
         dtype: dtype of loaded weights.
         device: device of loaded layers.
     Raises:
-        ModelError: transformers cannot build the model, or it has no decoder layers at the family's name for them.
+        ModelError: transformers cannot build the model, or the model has no decoder layers under the family's name.
     """
 
     def __init__(self, reader: CheckpointReader, family: Family, dtype: torch.dtype, device: torch.device) -> None:
@@ -346,7 +346,7 @@ class Skeleton:
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, **call.inputs)
 
     def _record_ids(self, token_ids: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """Record the calls of the layers for token ids (B, T); of embedding tables only their rows are read."""
+        """Record the calls of the layers for token ids (B, T), with only their rows of the embedding tables."""
         names = self.family
         backbone = self._model.get_submodule(names.backbone)
         tables = {

@@ -49,7 +49,7 @@ def proc_bytes(file: str, key: str) -> int | None:
 
 @contextlib.contextmanager
 def importing(library: str) -> Iterator[None]:
-    """Import a large library in this context without garbage collection, and exclude its objects from later ones.
+    """Import a large library in this context without collecting garbage; later collections skip its objects.
 
     Such an import creates a million permanent objects, and searching them takes over a second of CPU time. Only
     programs should call this, not libraries.

@@ -92,7 +92,7 @@ class AttentionShape:
 
     @property
     def past_tokens(self) -> int:
-        """Number of last tokens that later compressed entries still need."""
+        """Number of most recent tokens that must be kept because future compressed entries include them."""
         return max(0, self.series * self.ratio - 1)
 
     @property

@@ -107,8 +107,8 @@ def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DT
 def _round_float(values: Tensor, dtype: DType) -> Tensor:
     """Round values to a float type in place, ties to even; values must be in its range, and zeros lose their sign.
 
-    Adding a power of two whose last bit has the type's spacing makes float32 round as the type does. This is several
-    times faster than a cast.
+    Adding and subtracting a number so large that float32's last mantissa bit equals the type's spacing rounds as the
+    type does. This is several times faster than a cast.
     """
     if dtype.spacing is None:
         return values
@@ -263,7 +263,7 @@ def _signs(scheme: WeightScheme) -> tuple[float, ...]:
 def _group_errors(
     groups: Tensor, tried: Ranges, scheme: WeightScheme, weights: Tensor | None, gram: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yield the (R, G) rounding errors of `groups` (R, G, g) for each range of (F, R, G) and each sign of its scale."""
+    """Yield the (R, G) rounding errors of `groups` (R, G, g) for each of F tried ranges and each sign of its scale."""
     dtype = scheme.dtype
     # A search spends its time here: each line is one pass over the numbers, in reused memory.
     nearest, error = torch.empty_like(groups), torch.empty_like(groups)

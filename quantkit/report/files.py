@@ -273,7 +273,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Lock the directory inside the block, so that files of two reports are not mixed."""
+    """Hold a lock on the directory during the `with` block, so that the files of two reports are not mixed."""
     # The directory itself is locked, so that no lock file stays in a checkpoint.
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -198,7 +198,7 @@ def length_table(comparisons: Sequence[Comparison]) -> Table | None:
 
 
 def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None) -> Table | None:
-    """Create the table of distances to the original, and of the original in another dtype to itself."""
+    """Create the table of the model's distances from the original, next to those of the original in another dtype."""
     if fidelity is None:
         return None
     kinds: tuple[tuple[str, Callable[[FidelityResult], str]], ...] = (

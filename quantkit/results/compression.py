@@ -121,7 +121,7 @@ class CalibrationRecord(Record):
         num_samples: number of sequences.
         num_tokens: number of tokens in all sequences, including image tokens.
         num_with_images: number of sequences with images.
-        num_held_out: further tokens that calibration does not use and errors are measured on.
+        num_held_out: number of further tokens that are kept out of calibration and used to measure errors.
     """
 
     num_samples: int

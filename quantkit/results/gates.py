@@ -251,7 +251,9 @@ def parse_gate(text: str) -> Gate:
 
 
 def behaviour_gates(report: Report) -> list[str]:
-    """Return gates about behaviour that fit any recipe: about decisions that the original takes often and clearly."""
+    """Return behaviour gates that suit any recipe: on the loop rate, and on each decision that the original makes often
+    and by a clear margin.
+    """
     if report.behaviour is None:
         return []
     clear = [m.kind for m in report.behaviour.margins if m.num_prompts >= MIN_PROMPTS and m.baseline >= CLEAR_NATS]

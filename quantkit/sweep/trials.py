@@ -289,5 +289,5 @@ def _run(
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this child with its parent; otherwise it would write where the next attempt writes."""
+    """Have the kernel kill this child when its parent dies: an orphan would write where the next attempt writes."""
     _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)

@@ -103,5 +103,5 @@ def test_what_cannot_be_rotated_is_refused(tmp_path, family, reason):
 def test_a_width_of_heads_that_is_none_is_refused(tmp_path, width):
     source = make_model(tmp_path / "source")
     edit_config(source, head_dim=width)
-    with pytest.raises(ModelError, match=r"head_dim is|not heads of 5"):
+    with pytest.raises(ModelError, match=r"head_dim is|not a multiple of the head width 5"):
         rotated(source)

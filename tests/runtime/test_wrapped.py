@@ -63,5 +63,5 @@ def test_the_engine_runs_it_and_other_names_are_left_to_transformers(tmp_path, f
     assert texts == [item.token_ids for item in other.generate(SEQUENCES, greedy)]
     (source / "model.safetensors").unlink()
     save_file({"language_model.model.norm.weight": torch.ones(64)}, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(NotNative, match=r"Qwen3_5ForConditionalGeneration with other names than model\.language_model"):
+    with pytest.raises(NotNative, match=r"ForConditionalGeneration whose tensors are not named model\.language_model"):
         load_model(source, backend="native")

@@ -175,7 +175,7 @@ class CrossErrors(NamedTuple):
     Args:
         mean: (K, K) E, the mean of (o - x) x', where o is the original model's input; or (N_i, K) W_i E for each linear
             i.
-        halves: (R, K) S W E for each half of the tokens; their sum is that of all tokens. S (R, N) combines outputs.
+        halves: (R, K) S W E of each half of the tokens; they add up to S W E of all tokens. S (R, N) combines outputs.
     """
 
     mean: Tensor | tuple[Tensor, ...]

@@ -27,8 +27,8 @@ class Target:
 
     Args:
         format: format on disk.
-        linears: scheme of each linear to write: that of the source, or the same codes with zero points of 0 for formats
-            that always have zero points.
+        linears: scheme of each linear to write: that of the source, with zero points (all 0) added if the format always
+            stores them.
         ignored: full names of the unquantized linears.
         group_order: whether the groups of some linear are in another order than its inputs.
     """

@@ -64,7 +64,7 @@ def find_model_layout(model: Any) -> tuple[Family, str]:
             family = Family(backbone=_backbone(model, layers), layers=layers, embedding=embedding, head=head)
             return replace(family, final_norm=_final_norm(model, layers, set()), native=False), "; ".join(reasons)
     why = "; ".join(reasons) or "it has no list of modules with linears next to its embedding"
-    raise ModelError(f"{kind}: no decoder layers found that hidden states pass through ({why})")
+    raise ModelError(f"{kind}: found no decoder layers through which hidden states pass ({why})")
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:

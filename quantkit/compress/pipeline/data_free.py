@@ -1,9 +1,9 @@
 """Run recipes without calibration data: round linears directly from the source's tensors, several at once, without
 building layers.
 
-One thread rounds each linear, so the result does not depend on the number of threads. A layer's file is written while
-the next layer's linears are rounded. Layers are recorded in order, so an interrupted run can resume. Several processes
-take layers in turns, and each writes the files of its own layers.
+Each linear is rounded by a single thread, so the result does not depend on the number of threads. A layer's file is
+written while the next layer's linears are rounded. Layers are recorded in order, so an interrupted run can resume.
+Several processes take layers in turns, and each writes the files of its own layers.
 """
 
 import time

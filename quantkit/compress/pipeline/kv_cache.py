@@ -138,7 +138,7 @@ def check_cache_written(
     for index, record in enumerate(records):
         kept = record.kv_cache
         if kept is None or schemes is None or schemes[index] != scheme_from_dict(kept.scheme):
-            raise AuditError(f"config.json describes another KV cache for {record.name} than was chosen")
+            raise AuditError(f"{record.name}: the KV cache in config.json differs from the one that was chosen")
         for side, scales in (("k", kept.key_scale), ("v", kept.value_scale)):
             names = [n for n in reader.names if n.startswith(f"{record.name}.") and n.endswith(f".{side}_scale")]
             stored = [value for name in names for value in reader.tensor(name).flatten().tolist()]

@@ -157,7 +157,7 @@ def check_loads(
     *,
     experts: bool = True,
 ) -> str:
-    """Check that transformers loads a finished checkpoint: all names and shapes, and decoded samples.
+    """Check that transformers loads a finished checkpoint with the right names, shapes and, for some tensors, values.
 
     Args:
         folder: the checkpoint.

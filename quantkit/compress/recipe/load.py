@@ -245,7 +245,7 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
     if override.weights is None:
         return {"modules": modules, **(kept or {"skip": True})}
     if document.weights is None:
-        raise RecipeError(f"overrides[{index}].weights: changes 'weights', which the recipe does not have")
+        raise RecipeError(f"overrides[{index}].weights changes the recipe's 'weights', but the recipe has none")
     return {"modules": modules, "weights": numbers.changed_weights(document.weights, override.weights), **kept}
 
 

@@ -107,8 +107,8 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
         )
     if key.is_fixed != value.is_fixed or (key.is_fixed and key.granularity != value.granularity):
         raise RecipeError(
-            f"kv_cache: keys are {key.describe()} and values {value.describe()}, but both or neither must have fixed "
-            "scales, of the same granularity; set kv_cache.granularity for both"
+            f"kv_cache: keys are {key.describe()} and values {value.describe()}; either both or neither must have "
+            "fixed scales, and both the same granularity; set kv_cache.granularity for both"
         )
     scheme = KVScheme(key=key, value=value, rotation=section.rotation)
     return CacheGoal(scheme=scheme, outliers=section.outliers == "detect", remedy=section.remedy, clip=section.clip)

@@ -156,8 +156,8 @@ def _layer_type(read: ConfigReader, index: int) -> str:
 
 
 def _compressor(name: str, width: int, attention: AttentionShape, hidden: int, vectors: Vectors) -> Sizes:
-    """Return the tensors that compress tokens: two projections, a bias per slot and a norm. Overlapping entries (csa)
-    need two series of each.
+    """Return the tensors that compress tokens: two projections, a bias per slot and a norm. For
+    overlapping entries (csa), projections and biases are twice as wide.
     """
     vectors[f"self_attn.{name}.position_bias"] = (attention.ratio, attention.series * width)
     vectors[f"self_attn.{name}.kv_norm.weight"] = (width,)

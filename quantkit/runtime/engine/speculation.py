@@ -233,7 +233,7 @@ class _Ngrams:
         self._num_read = max(self._num_read, len(ids) - 1)
 
     def continuation(self, ids: list[int], sizes: range, count: int) -> list[int]:
-        """Return the tokens that followed the previous match; repeat them if they reach the sequence's end."""
+        """Return the `count` tokens that followed the last n-gram before; repeat them in a cycle if they are fewer."""
         for size in sizes:
             end = self._ends.get(tuple(ids[-size:])) if size < len(ids) else None
             if end is not None:

@@ -180,7 +180,7 @@ def read_model_config(reader: CheckpointReader) -> ModelConfig:
     """
     family, config = find_language_model(reader.config)
     if config is not reader.config and f"{family.embedding}.weight" not in reader:
-        raise NotNative(f"{reader.config['architectures'][0]} with other names than {family.backbone}")
+        raise NotNative(f"{reader.config['architectures'][0]} whose tensors are not named {family.backbone}.*")
     return read_config(config, family)
 
 

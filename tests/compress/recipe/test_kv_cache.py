@@ -63,7 +63,7 @@ REFUSED = [
     ({"kv_cache": {"dtype": "fp8"}, "activations": {"dtype": "fp8"}}, "activations: has no effect without 'weights'"),
     (
         {"kv_cache": {"dtype": "fp8"}, "overrides": [{"modules": "*", "weights": {"dtype": "int8"}}]},
-        "overrides\\[0\\].weights: changes 'weights', which the recipe does not have",
+        "overrides\\[0\\].weights changes the recipe's 'weights', but the recipe has none",
     ),
     (
         {"kv_cache": {"dtype": "int8", "outliers": "off"}, "calibration": {"samples": 4}},
