@@ -171,6 +171,7 @@ def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
     With a quantized cache, every token takes the decode path: within a prompt the newest keys and values are not
     quantized, which would hide the error of the cache.
     """
+    forget(llm)  # or each batch fills further pages of the cache, for nothing
     size = min(max(map(len, windows)), llm.engine.config.token_budget)
     return llm.score(windows, chunk_size=size if llm.kv_type in UNQUANTIZED else 1)
 

@@ -40,7 +40,8 @@ class EvaluationOptions:
     texts: tuple[str, ...] = setting((), "Measure the perplexity of this text; repeatable.", flag="--text FILE")
     text_tokens: int | str = setting(
         DEFAULT_TEXT_TOKENS,
-        "Number of tokens of --text to score, from its beginning, in whole windows; all = the whole text.",
+        "Number of tokens of --text to score, from its beginning, in whole windows; all = the whole text. `verify` "
+        "compares distributions on at most 8k of them.",
         flag="--text-tokens N|all",
         kind=str,
         shown="20k",

@@ -23,7 +23,7 @@ from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decisions import compare_behaviour
 from quantkit.evaluate.engine import Evaluated, load_llm, other_arithmetic
-from quantkit.evaluate.fidelity import TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
+from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import (
     answer_prompts,
@@ -38,7 +38,7 @@ from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_na
 from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
 from quantkit.quantities import dtype_name
-from quantkit.results import BehaviourResult, EvaluationResult, Report
+from quantkit.results import BehaviourResult, EvaluationResult, FidelityResult, Report
 from quantkit.results.gates import behaviour_gates, evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
@@ -50,6 +50,7 @@ OF_THE_COMPRESSION = (
     *("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate"),
     *("kv_cache_dtype", "speculative_config", "quantization"),
 )
+_NOISE_SHARE = 4  # a quarter of the text shows how large noise is
 BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
 
 
@@ -168,30 +169,36 @@ class _Verification:
         (path, engine), (source, plain) = self.sides
         self.progress("loading the original")
         original = load_llm(str(source), **plain)
+        check_items(original, self.options.evaluation)
         self.progress("loading the checkpoint")
         llm = load_llm(str(path), **engine)
-        check_items(original, self.options.evaluation)
         data, text, note = _find_text(original, self.options)
-        windows = fixed_windows(original, text)
-        subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
-        self.progress(subject)
-        distances = fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
+        windows = fixed_windows(original, text, max_tokens=_fidelity_tokens(self.options))
+        distances = self._distances(llm, original, windows, data)
         behaviour, traces, of_prompts = self._behaviour(llm, original)
         count = 3 if self.options.noise else 2
         baseline = self._evaluate(original, f"original (1 of {count})", traces[0])
         ours = self._evaluate(llm, f"checkpoint (2 of {count})", traces[1])
-        noise = noise_fidelity = None
-        if self.options.noise:
-            dtype = other_arithmetic(dtype_name(original.model.dtype))
-            self.progress(f"noise: the original again, in {dtype}")
-            other = load_llm(str(source), **{**plain, "dtype": dtype})
-            noise = self._evaluate(other, f"original in {dtype} (3 of 3)", behaviour=False)
-            noise_fidelity = fidelity(other, original, windows, data=data)
+        noise, noise_fidelity = self._noise(original, windows, data) if self.options.noise else (None, None)
         answers = {"evaluation": ours, "baseline": baseline, "noise": noise}
         notes = (*of_prompts, *llm.notes)
         distances_fields = {"fidelity": distances, "noise_fidelity": noise_fidelity, "behaviour": behaviour}
         report = self._report(note, notes, **answers, **distances_fields)
         return self._with_sensitivity(llm, original, windows, report), text
+
+    def _distances(self, llm: LLM, original: LLM, windows: Windows, data: str) -> FidelityResult:
+        subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
+        self.progress(subject)
+        return fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
+
+    def _noise(self, original: LLM, windows: Windows, data: str) -> tuple[EvaluationResult | None, FidelityResult]:
+        """Evaluate the original in another dtype; its distributions on part of the text. That model is then freed."""
+        source, plain = self.sides[1]
+        dtype = other_arithmetic(dtype_name(original.model.dtype))
+        self.progress(f"noise: the original again, in {dtype}")
+        other = load_llm(str(source), **{**plain, "dtype": dtype})
+        noise = self._evaluate(other, f"original in {dtype} (3 of 3)", behaviour=False)
+        return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
         """Build the report of these results and check the accuracy gates, which decide whether a sensitivity map is
@@ -283,7 +290,7 @@ class _Verification:
             with VllmLLM(path, options=vllm, **settings) as llm:
                 if not text:
                     text.extend(_find_text(llm, self.options))
-                    text.append(fixed_windows(llm, text[1]))
+                    text.append(fixed_windows(llm, text[1], max_tokens=_fidelity_tokens(self.options)))
                 reading = read_top(llm, text[-1])
                 return self._evaluate(llm, name, behaviour=behaviour), reading
 
@@ -331,6 +338,12 @@ class _Verification:
         ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
         diagnosis = diagnose(ours, target.cost, theirs)
         return replace(report, benchmark=ours, baseline_benchmark=theirs, diagnosis=diagnosis)
+
+
+def _fidelity_tokens(options: VerifyOptions) -> int:
+    """Number of tokens on which distributions are compared: fewer than usual if perplexity reads fewer, too."""
+    asked = options.evaluation.text_tokens
+    return MAX_TOKENS if asked == "all" else min(MAX_TOKENS, int(asked))
 
 
 def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:

@@ -80,6 +80,9 @@ def test_models_are_counted_and_a_text_that_is_read_in_part_is_noted(models):
     assert f"Perplexity of {text.data} covers only {text.part}." in made.notes
     for name in ("original (1 of 3)", "checkpoint (2 of 3)", "(3 of 3)"):
         assert any(f"{name}: perplexity of" in line for line in said)
+    assert sum(line.startswith("distributions on ") and line.endswith(" tokens") for line in said) == 2  # and noise
+    assert made.fidelity.num_tokens == 256  # whole windows, so one
+    assert made.noise_fidelity.num_tokens == made.fidelity.num_tokens  # a quarter of one window is the window
 
 
 def test_it_survives_the_file(report, tmp_path):
