@@ -6,7 +6,8 @@ exceptions. Clean-up of spaces is off, because it would rewrite text already sho
 tokenizers replace a run of bytes, not each byte.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 TextOf = Callable[[list[int]], str]
@@ -17,12 +18,24 @@ _BROKEN = "\ufffd"
 _WINDOW, _CONTEXT = 16, 4
 
 
-def decoder(tokenizer: Any) -> TextOf:
-    """Return a function that decodes token ids with a transformers tokenizer: skips special tokens, keeps spaces."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # the same thing without 30 us of dispatch
-        return lambda ids: backend.decode(ids, skip_special_tokens=True)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decoder(tokenizer: Any, shown: Collection[int] = ()) -> TextOf:
+    """Return a function that decodes token ids with a transformers tokenizer: skips special tokens, keeps spaces.
+
+    Args:
+        tokenizer: the tokenizer.
+        shown: special tokens that are not skipped.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # does the same thing without 30 us of dispatch
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
+    if not shown:
+        return lambda ids: decode(ids, skip_special_tokens=True)
+    hidden = set(special_tokens(tokenizer).values()) - set(shown)
+    return lambda ids: decode([token for token in ids if token not in hidden], skip_special_tokens=False)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the id of each special token, which decoding skips."""
+    return {str(each): token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
 
 
 class Detokenizer:

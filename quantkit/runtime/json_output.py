@@ -1,4 +1,4 @@
-"""Output constrained to a JSON schema: llguidance decides which tokens may come next.
+"""Output constrained to a JSON schema or a grammar: llguidance decides which tokens may come next.
 
 Source: https://github.com/guidance-ai/llguidance
 """
@@ -15,21 +15,26 @@ from quantkit.errors import RequestError, first_line
 from quantkit.safety.child import python
 
 # Between JSON's parts: room for indentation, and no more, since models that are forced may write blanks without end.
-_WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}
+WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}
 
 _MOST_CHARACTERS = 1 << 18
 _MOST_KEPT = 64
 _TRIAL_SECONDS, _TRIAL_BYTES = 1, 1 << 30
-# Compiles the schema on its stdin for a vocabulary of bytes: what takes long does not depend on the vocabulary.
+# Compiles the schema or grammar on its stdin for a vocabulary of bytes: what takes long does not depend on the
+# vocabulary.
 _TRIAL = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
 resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 import llguidance
-schema, overrides = json.load(sys.stdin)
+kind, text, overrides = json.load(sys.stdin)
+matchers = llguidance.LLMatcher
 try:
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+    if kind == "grammar":
+        grammar = matchers.grammar_from_lark(text)
+    else:
+        grammar = matchers.grammar_from_json_schema(text, overrides=overrides)
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
     matcher.compute_bitmask()
 except ValueError:
@@ -40,10 +45,10 @@ Array = np.ndarray[Any, Any]
 
 
 class JsonConstraint:
-    """Progress of one request through its schema. *Mutable*.
+    """Progress of one request through its schema or grammar. *Mutable*.
 
     Args:
-        matcher: llguidance's matcher at the start of the schema.
+        matcher: llguidance's matcher at the start of it.
         vocab_size: number of logits per row.
     """
 
@@ -71,12 +76,12 @@ class JsonConstraint:
 
 
 class JsonSchemas:
-    """Compiler of schemas into constraints for one tokenizer. Thread-safe. *Mutable*: caches recent schemas.
+    """Compiler of schemas and grammars into constraints for one tokenizer. Thread-safe. *Mutable*: caches recent ones.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
         vocab_size: number of logits per row.
-        eos_ids: end tokens, one of which follows the complete JSON.
+        eos_ids: end tokens, one of which follows the complete text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
@@ -85,32 +90,35 @@ class JsonSchemas:
         self._vocabulary: Any = None
         self._compiled, self._tried = lru_cache(_MOST_KEPT)(self._compile), lru_cache(_MOST_KEPT)(self._try)
 
-    def start(self, schema: str) -> JsonConstraint:
+    def start(self, kind: str, text: str) -> JsonConstraint:
         """Return the constraint of a new request.
 
         Args:
-            schema: JSON text.
+            kind: what the text is, `json_schema` or `grammar`.
+            text: a JSON schema as JSON, or a grammar in llguidance's dialect of Lark.
         Raises:
-            RequestError: the schema is invalid or unsupported, or llguidance is missing.
+            RequestError: the schema or grammar is invalid or unsupported, or llguidance is missing.
         """
-        return JsonConstraint(self._compiled(schema).deep_copy(), self._vocab_size)
+        return JsonConstraint(self._compiled(kind, text).deep_copy(), self._vocab_size)
 
-    def try_out(self, schema: str) -> None:
-        """Compile a client's schema, first in a child process because llguidance has no time or memory limit.
+    def try_out(self, kind: str, text: str, of_bytes: str | None = None) -> None:
+        """Compile a client's schema or grammar, first in a child process because llguidance has no time or memory
+        limit.
 
+        Args:
+            kind, text: see `start`.
+            of_bytes: the same grammar without ids of tokens, which the child does not know; None = `text` has none.
         Raises:
-            RequestError: compiling takes too long or too much memory, or `start` refuses the schema.
+            RequestError: compiling takes too long or too much memory, or `start` refuses the text.
         """
-        if len(schema) > _MOST_CHARACTERS:
-            raise RequestError(
-                f"json_schema has {len(schema)} characters, over the limit of {_MOST_CHARACTERS}; shorten it"
-            )
-        self._tried(schema)
-        self.start(schema)
+        if len(text) > _MOST_CHARACTERS:
+            raise RequestError(f"{kind} has {len(text)} characters, over the limit of {_MOST_CHARACTERS}; shorten it")
+        self._tried(kind, text if of_bytes is None else of_bytes)
+        self.start(kind, text)
 
-    def _try(self, schema: str) -> None:
+    def _try(self, kind: str, schema: str) -> None:
         code = _TRIAL.replace("SECONDS", str(_TRIAL_SECONDS)).replace("BYTES", str(_TRIAL_BYTES))
-        text = json.dumps([schema, _WHITESPACE])
+        text = json.dumps([kind, schema, WHITESPACE])
         try:
             # More seconds than the processor's: a child waits for its turn where all cores compute.
             child = subprocess.run(
@@ -121,27 +129,30 @@ class JsonSchemas:
             is_quick = False
         if not is_quick:
             raise RequestError(
-                f"json_schema is too complex: compiling it takes more than {_TRIAL_SECONDS} s or {_TRIAL_BYTES >> 30} "
+                f"{kind} is too complex: compiling it takes more than {_TRIAL_SECONDS} s or {_TRIAL_BYTES >> 30} "
                 "GiB; remove costly parts, such as a large multipleOf"
             )
 
-    def _compile(self, schema: str) -> Any:
-        """Return llguidance's matcher at the start of a schema."""
+    def _compile(self, kind: str, text: str) -> Any:
+        """Return llguidance's matcher at the start of a schema or grammar."""
         try:
             import llguidance
             import llguidance.hf
         except ModuleNotFoundError:
-            raise RequestError("json_schema needs llguidance; pip install 'quantkit[serve]'") from None
+            raise RequestError(f"{kind} needs llguidance; pip install 'quantkit[serve]'") from None
         try:
             with self._lock:
                 if self._vocabulary is None:
                     # Looks at every token: a second for the largest vocabularies, once.
                     eos = list(self._eos_ids) or None
                     self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, eos_token=eos)
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_WHITESPACE)
+            if kind == "grammar":
+                grammar = llguidance.LLMatcher.grammar_from_lark(text)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
             matcher = llguidance.LLMatcher(self._vocabulary, grammar)
             if problem := matcher.get_error():
                 raise ValueError(problem)
         except Exception as error:  # whatever it raises on a schema or a tokenizer that it does not understand
-            raise RequestError(f"json_schema is not supported: {first_line(error)}") from None
+            raise RequestError(f"{kind} is not supported: {first_line(error)}") from None
         return matcher

@@ -1,4 +1,4 @@
-"""Choice of each request's tokens from logits: penalties, sampling parameters, log-probabilities.
+"""Choice of each request's tokens from logits: biases, penalties, sampling parameters, log-probabilities.
 
 `kernels.reference.sampling` chooses the tokens on any device. This module gives each row its random key, a function of
 (seed, position). So a request's random numbers do not depend on the batch, chunks, preemption or device. A draft model
@@ -54,6 +54,25 @@ def apply_penalties(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
     return logits.index_put((where, tokens), values)
 
 
+def apply_bias(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
+    """Return logits (R, V) plus each request's `logit_bias`; the same tensor if no request has one.
+
+    Args:
+        logits: (R, V) float32; not modified.
+        rows: the sequence of each row, and how many of its drafts precede the token.
+    """
+    biases = [(row, bias) for row, (sequence, _) in enumerate(rows) if (bias := sequence.params.logit_bias)]
+    if not biases:
+        return logits
+    where, tokens, values = send(
+        logits.device,
+        np.repeat([row for row, _ in biases], [len(bias) for _, bias in biases]),
+        np.array([token for _, bias in biases for token in bias]),
+        np.array([value for _, bias in biases for value in bias.values()], dtype=np.float32),
+    )
+    return logits.index_put((where, tokens), values, accumulate=True)
+
+
 # Rows to sample: a sequence, and how many of its drafts come before the token.
 Rows = list[tuple[Sequence, int]]
 
@@ -75,12 +94,12 @@ def choose_tokens(logits: Tensor, rows: Rows) -> Tensor:
     """
     if any(sequence.constraint is not None for sequence, _ in rows):
         logits = _constrained(logits, rows)
-    logits = apply_penalties(logits, rows)
+    logits = apply_penalties(apply_bias(logits, rows), rows)
     return reference.choose(logits, [draw_of(row) if row[0].params.temperature > 0 else None for row in rows])
 
 
 def _constrained(logits: Tensor, rows: Rows) -> Tensor:
-    """Return a copy of the logits that excludes the tokens forbidden by each row's schema."""
+    """Return a copy of the logits that excludes the tokens forbidden by each row's schema or grammar."""
     chosen = [(row, s.constraint.allowed(s.drafts[:ahead])) for row, (s, ahead) in enumerate(rows) if s.constraint]
     index, allowed = send(logits.device, np.array([row for row, _ in chosen]), np.stack([mask for _, mask in chosen]))
     values = logits.clone()
@@ -109,7 +128,7 @@ def derived_seed(seed: int, number: int) -> int:
 
 
 def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None] | None:
-    """Return log-probabilities before penalties for the rows whose request wants them; None if none does.
+    """Return log-probabilities before biases and penalties for the rows whose request wants them; None if none does.
 
     Args:
         logits: (R, V) float32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 # A penalty beyond it leaves nothing to choose, and would make logits over a cold temperature infinite.
 _MOST_PENALTY = 1000.0
+_MOST_BIAS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,10 @@ class SamplingParams:
         seed: None = derived from the engine's seed and the request's number.
         stop: one stop text or several; the output ends before the first one.
         stop_token_ids: tokens that end the output, in addition to the model's own.
+        logit_bias: added to the logits of tokens, by token id; -100 excludes a token in practice, 100 forces it.
         json_schema: JSON text; the output is JSON of this schema unless it is cut off by its length.
+        grammar: like `json_schema`, but a grammar in llguidance's dialect of Lark.
+        shown_tokens: special tokens that are part of the text; other special tokens are left out of it.
         logprobs: return log-probabilities of the chosen token and of this many likeliest tokens; None = none.
         scoring: what to score in the prompt itself; None = nothing.
     Raises:
@@ -95,7 +99,10 @@ class SamplingParams:
     stop: str | Iterable[str] = setting((), "End the text before this stop text; repeatable.", flag="--stop TEXT")
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = setting(False, "Continue after the end-of-text token.", flag="--ignore-eos")
+    logit_bias: Mapping[int, float] | None = None
     json_schema: str | None = None
+    grammar: str | None = None
+    shown_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
     scoring: PromptScoring | None = None
 
@@ -117,14 +124,21 @@ class SamplingParams:
             _check_number(name, getattr(self, name), f"from {-most:g} to {most:g}", lambda x: abs(x) <= most)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; give True or False")
-        if self.json_schema is not None and self.ignore_eos:
+        if self.json_schema is not None and self.grammar is not None:
+            raise RequestError("json_schema and grammar are both given; give one of them")
+        if (constraint := self.constraint) is not None and self.ignore_eos:
+            what = "JSON" if constraint[0] == "json_schema" else "text of the grammar"
             raise RequestError(
-                "ignore_eos does not work with json_schema, whose output ends with the JSON; leave one of them out"
+                f"ignore_eos does not work with {constraint[0]}, whose output ends with the {what}; leave one of them "
+                "out"
             )
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
         texts = _listed("stop", texts, "a text or a list of texts", _is_text, "a text, not empty")
         ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids", _is_integer, "a number")
-        # As tuples: a caller's list could still be changed after it was checked.
+        # Copies: a caller's list could still be changed after it was checked.
         object.__setattr__(self, "stop", texts)
         object.__setattr__(self, "stop_token_ids", ids)
 
@@ -132,6 +146,13 @@ class SamplingParams:
     def stop_texts(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """Which of `json_schema` and `grammar` is given, and its text; None = neither."""
+        if self.json_schema is not None:
+            return "json_schema", self.json_schema
+        return None if self.grammar is None else ("grammar", self.grammar)
 
     @property
     def has_penalties(self) -> bool:
@@ -240,6 +261,16 @@ def _check_number(name: str, value: Any, condition: str, valid: Callable[[float]
     good = (_is_integer(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
     if not good or not valid(value):
         raise RequestError(f"{name} is {shorten(value)}; it must be {condition}")
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias is {shorten(bias)} ({type(bias).__name__}); map token ids to numbers")
+    for token, value in bias.items():
+        if not _is_integer(token):
+            raise RequestError(f"logit_bias holds the key {shorten(token)}; every key must be a token id")
+        condition = f"from {-_MOST_BIAS:g} to {_MOST_BIAS:g}"
+        _check_number(f"logit_bias of token {token}", value, condition, lambda x: abs(x) <= _MOST_BIAS)
 
 
 def _listed(name: str, value: Any, expected: str, valid: Callable[[Any], bool], every: str) -> tuple[Any, ...]:

@@ -39,7 +39,9 @@ _NAMES = {
     "max_length": "max_model_len",
     "max_sequences": "max_num_seqs",
 }
-_DRAWN = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+_DRAWN = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias"
+)  # fmt: skip
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
@@ -172,7 +174,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         return StepOutput(request_id=request.id, token_ids=tokens, text=part.text, completion=completion)
 
     def _sampling(self, params: SamplingParams) -> Any:
-        for name in ("logprobs", "json_schema", "scoring"):
+        for name in ("logprobs", "json_schema", "grammar", "scoring"):
             if getattr(params, name) is not None:
                 raise RequestError(f"{name} is not supported with vLLM; leave it out")
         return self._params(

@@ -31,6 +31,7 @@ class Dialect:
         template: texts that all stand in a chat template of this dialect.
         start: first marker of an answer that calls tools; empty = the dialect has no tool calls.
         begin, end: markers around one call; an empty `end` = up to the next call or the end of the answer.
+        stop: marker behind the last call; empty = none.
         call: pattern with the groups `name` and `arguments`; None = JSON with these keys, or a list of it.
         parameter: pattern with the groups `name` and `value` of one argument; None = the arguments are a JSON object.
         thinking: markers around thinking; two empty texts = none.
@@ -42,6 +43,7 @@ class Dialect:
     start: str = ""
     begin: str = ""
     end: str = ""
+    stop: str = ""
     call: str | None = None
     parameter: str | None = None
     thinking: tuple[str, str] = ("", "")
@@ -53,8 +55,8 @@ class Dialect:
         An answer without markers that is nothing but the JSON of a call counts as a call.
         """
         if bare := self._bare(text):
-            return self._read(bare[1], None)
-        return [call for body in self._bodies(text) for call in self._read(body, self.call)]
+            return self.read_json(bare[1])
+        return [call for body in self._bodies(text) for call in ([None] if body is None else self.read(body))]
 
     def call_spans(self, text: str) -> list[tuple[int, int]]:
         """Return where the tool calls of an answer begin and end, the first with the marker of all calls."""
@@ -88,16 +90,22 @@ class Dialect:
             # A marker that is the beginning of the JSON belongs to it.
             yield (self.begin if self.begin.startswith("{") else "") + body if end else None
 
-    def _read(self, body: str | None, pattern: str | None) -> list[Call | None]:
+    def read_json(self, body: str) -> list[Call | None]:
+        """Read the JSON of a call, or a list of it; None for each call that is malformed."""
         try:
-            if body is None:
-                return [None]
-            if pattern is None:
-                # The reader and its limits are for objects, and a list of calls is none.
-                read = parse_object(f'{{"calls": {body}}}', self.name, DataError)
-                calls = read["calls"] if isinstance(read["calls"], list) else [read["calls"]]
-                return [_json_call(each) for each in calls if len(read) == 1] or [None]
-            match = re.fullmatch(pattern, body.strip(), re.DOTALL)
+            # The reader and its limits are for objects, and a list of calls is none.
+            read = parse_object(f'{{"calls": {body}}}', self.name, DataError)
+            calls = read["calls"] if isinstance(read["calls"], list) else [read["calls"]]
+            return [_json_call(each) for each in calls if len(read) == 1] or [None]
+        except DataError:
+            return [None]
+
+    def read(self, body: str) -> list[Call | None]:
+        """Read what stands between the markers of a call, see `read_json`."""
+        if self.call is None:
+            return self.read_json(body)
+        try:
+            match = re.fullmatch(self.call, body.strip(), re.DOTALL)
             if match is None:
                 return [None]
             return [(match["name"].strip(), self._arguments(match["arguments"]))]
@@ -108,6 +116,8 @@ class Dialect:
         if self.parameter is None:
             return parse_object(text, self.name, DataError)
         given = re.finditer(self.parameter, text, re.DOTALL)
+        if re.sub(self.parameter, "", text, flags=re.DOTALL).strip():
+            raise DataError(f"{self.name}: there is text besides the arguments")
         return {each["name"].strip(): _value(each["value"]) for each in given}
 
 
@@ -150,6 +160,7 @@ def _load(path: Path) -> Dialect:
         start=markers.get("start", markers.get("begin", "")),
         begin=markers.get("begin", ""),
         end=markers.get("end", ""),
+        stop=markers.get("stop", ""),
         call=data.get("call"),
         parameter=data.get("parameter"),
         thinking=(thinking.get("begin", ""), thinking.get("end", "")),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from operator import index
 from typing import Any
@@ -37,6 +38,8 @@ from quantkit.runtime.model.model import Model
 from quantkit.runtime.sampling import Rows, derived_seed, log_probabilities, sample, select_rows
 from quantkit.runtime.sequence import Sequence, TokenHistory
 from quantkit.runtime.types import FinishReason, SamplingParams, StepOutput, TokenLogprob
+
+_DECODERS = 16  # one is made for each set of special tokens that requests show
 
 
 class Engine:
@@ -86,7 +89,7 @@ class Engine:
         self.capacity = self._limits.num_tokens
         self._eos_ids = frozenset(model.eos_ids)
         self._proposer = proposer
-        self._decode = None if tokenizer is None else decoder(tokenizer)
+        self._decode = None if tokenizer is None else lru_cache(_DECODERS)(partial(decoder, tokenizer))
         self.schemas = JsonSchemas(tokenizer, model.vocab_size, tuple(model.eos_ids))
         self._requests: dict[int, Sequence] = {}
         self._failed: list[StepOutput] = []
@@ -123,7 +126,7 @@ class Engine:
         ids = self.check(prompt_ids, params)
         number = self._num_added
         self._num_added += 1
-        decode = None if params.max_tokens == 0 else self._decode
+        decode = None if params.max_tokens == 0 or self._decode is None else self._decode(params.shown_tokens)
         sequence = Sequence(
             id=number,
             ids=ids,
@@ -135,7 +138,7 @@ class Engine:
             arrived=time.perf_counter() if arrived_s is None else arrived_s,
             text=None if decode is None else TextStream(decode, ids, params.stop_texts),
             history=TokenHistory(ids) if params.has_penalties else None,
-            constraint=None if params.json_schema is None else self.schemas.start(params.json_schema),
+            constraint=None if params.constraint is None else self.schemas.start(*params.constraint),
             scores=None if params.scoring is None else empty_scores(params.scoring, len(ids), self.model.vocab_size),
         )
         self._requests[number] = sequence
@@ -166,10 +169,11 @@ class Engine:
         if min(given) < 0 or max(given) >= self.model.vocab_size:
             wrong = min(given) if min(given) < 0 else max(given)
             raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
-        if outside := [token for token in params.stop_token_ids if not 0 <= token < self.model.vocab_size]:
-            raise RequestError(f"stop_token_ids holds {outside[0]}; the model knows 0 to {self.model.vocab_size - 1}")
-        if params.json_schema is not None:
-            self.schemas.start(params.json_schema)
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            if outside := [token for token in tokens if not 0 <= token < self.model.vocab_size]:
+                raise RequestError(f"{name} holds {outside[0]}; the model knows 0 to {self.model.vocab_size - 1}")
+        if params.constraint is not None:
+            self.schemas.start(*params.constraint)
         if params.stop_texts and self._decode is None:
             raise RequestError("stop texts need a tokenizer, and this engine has none; use stop_token_ids")
         return ids
