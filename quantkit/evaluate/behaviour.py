@@ -128,7 +128,7 @@ def make_plan(
                 f"{len(ids)} tokens and an answer of {max_tokens} exceed {llm.capacity}, the most it can hold"
             )
             continue
-        began = bool(dialect.thinking[0]) and text.rstrip().endswith(dialect.thinking[0])
+        began = dialect.begins_thinking(text)
         questions.append(Question(number=number, prompt=prompt, ids=tuple(ids), is_thinking=began))
     if not questions:
         raise DataError(f"{llm.path} can take none of the prompts of {name}: {reasons[-1]}")

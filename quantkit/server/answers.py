@@ -3,14 +3,17 @@
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 from quantkit.runtime.detokenizer import Detokenizer, decoder
+from quantkit.runtime.dialects.answer_parser import AnswerParser, Parts
+from quantkit.runtime.dialects.dialect import Call
 from quantkit.runtime.types import Completion, StepOutput, TokenLogprob
-from quantkit.server.schemas import ChatRequest, CompletionRequest
+from quantkit.server.conversations import ChatRequest
+from quantkit.server.schemas import CompletionRequest
 
 
 class Vocabulary:
@@ -81,17 +84,18 @@ class Head:
         return before + choices[:-3], choices[-1:] + behind
 
 
-def usage(completions: Iterable[Completion], new_tokens: int | None = None) -> Json:
+def usage(completions: Mapping[int, Completion], num_samples: int, new_tokens: int | None = None) -> Json:
     """Return the token counts of a request.
 
     Args:
-        completions: completions of all its prompts.
+        completions: completions of all its prompts, by index.
+        num_samples: number of completions of each prompt, whose tokens count once.
         new_tokens: number of new tokens shown; None = all.
     """
-    several = list(completions)
-    prompt = sum(len(each.prompt_token_ids) for each in several)
-    new = sum(len(each.token_ids) for each in several) if new_tokens is None else new_tokens
-    cached = sum(each.timing.cached_tokens for each in several)
+    first = [each for index, each in completions.items() if index % num_samples == 0]
+    prompt = sum(len(each.prompt_token_ids) for each in first)
+    new = sum(len(each.token_ids) for each in completions.values()) if new_tokens is None else new_tokens
+    cached = sum(each.timing.cached_tokens for each in first)
     return {**counts(prompt, new), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
@@ -177,15 +181,16 @@ class Shape(Protocol):
     """Format of an answer. *Mutable*: a part may depend on earlier parts."""
 
     head: Head
+    num_samples: int
 
     def first(self) -> list[Json]:
         """Return the choices to send before the first token."""
 
     def part(self, index: int, output: StepOutput) -> Json | None:
-        """Return the choice with what a step added to a prompt; None if there is nothing to show."""
+        """Return the choice with what a step added to an answer; None if there is nothing to show."""
 
     def whole(self, index: int, completion: Completion) -> Json:
-        """Return the choice of a finished prompt."""
+        """Return the choice of a finished answer."""
 
 
 class TextShape:
@@ -193,7 +198,7 @@ class TextShape:
 
     Args:
         ask: the request.
-        prompts: with `echo`, text and tokens to repeat before the answers.
+        prompts: text and tokens of the prompt of each answer; the text is empty without `echo`.
         vocabulary: vocabulary of the model.
         model: name of the served model.
     """
@@ -201,7 +206,7 @@ class TextShape:
     def __init__(
         self, ask: CompletionRequest, prompts: Sequence[tuple[str, Sequence[int]]], vocabulary: Vocabulary, model: str
     ) -> None:
-        self.head = Head(kind="text_completion", model=model, prefix="cmpl")
+        self.head, self.num_samples = Head(kind="text_completion", model=model, prefix="cmpl"), ask.n
         self._ask, self._prompts = ask, prompts
         self._logprobs: list[TextLogprobs] = []
         if ask.logprobs is not None:
@@ -236,32 +241,75 @@ class ChatShape:
 
     Args:
         ask: the request.
+        parsers: parser of each of the `n` answers.
         vocabulary: vocabulary of the model.
         model: name of the served model.
     """
 
-    def __init__(self, ask: ChatRequest, vocabulary: Vocabulary, model: str) -> None:
+    def __init__(self, ask: ChatRequest, parsers: Sequence[AnswerParser], vocabulary: Vocabulary, model: str) -> None:
         self.head = Head(kind=f"chat.completion{'.chunk' * ask.stream}", model=model, prefix="chatcmpl")
+        self.num_samples = ask.n
         self._wants_logprobs, self._vocabulary = ask.logprobs, vocabulary
+        self._parsers, self._num_calls = parsers, [0] * ask.n
+        self._most_calls = None if ask.parallel_tool_calls else 1
 
     def first(self) -> list[Json]:
         """Return the role of the speaker."""
-        return [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for index in range(self.num_samples)
+        ]
 
     def part(self, index: int, output: StepOutput) -> Json | None:
         """See `Shape`."""
-        reason = None if output.completion is None else output.completion.finish_reason
+        parser = self._parsers[index]
+        parts = parser.push(output.text)
+        if output.completion is not None:
+            parts += parser.end()
+        first = self._num_calls[index]
+        delta = self._fields(index, parts)
+        for number, call in enumerate(delta.get("tool_calls", ()), first):
+            call["index"] = number
         logprobs = chat_logprobs(self._vocabulary, output.logprobs) if output.logprobs else None
-        if not (output.text or reason or logprobs):
+        reason = self._reason(index, output.completion)
+        if not (delta or reason or logprobs):
             return None
-        delta = {"content": output.text} if output.text or logprobs else {}
+        if logprobs and not delta:
+            delta = {"content": ""}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, index: int, completion: Completion) -> Json:
         """See `Shape`."""
         logprobs = chat_logprobs(self._vocabulary, completion.logprobs or ()) if self._wants_logprobs else None
-        message = {"role": "assistant", "content": completion.text}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        fields = self._fields(index, self._parsers[index].parse(completion.text))
+        message = {"role": "assistant", "content": None if "tool_calls" in fields else "", **fields}
+        reason = self._reason(index, completion)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _fields(self, index: int, parts: Parts) -> Json:
+        """Return what there is of an answer as fields of a message."""
+        calls = parts.calls if self._most_calls is None else parts.calls[: self._most_calls - self._num_calls[index]]
+        self._num_calls[index] += len(calls)
+        named = {
+            "reasoning_content": parts.thinking,
+            "content": parts.content,
+            "tool_calls": [_tool_call(call) for call in calls],
+        }
+        return {name: value for name, value in named.items() if value}
+
+    def _reason(self, index: int, completion: Completion | None) -> str | None:
+        if completion is None:
+            return None
+        has_called = completion.finish_reason == "stop" and self._num_calls[index]
+        return "tool_calls" if has_called else completion.finish_reason
+
+
+def _tool_call(call: Call) -> Json:
+    """Return a tool call with a new id, of 9 letters and digits because Mistral's templates take no other."""
+    name, arguments = call
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
 def _text(index: int, text: str, logprobs: Json | None = None, reason: str | None = None) -> Json:

@@ -4,7 +4,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,24 +17,26 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quantkit.errors import QuantkitError, RequestError
+from quantkit.runtime.detokenizer import special_tokens
+from quantkit.runtime.dialects.dialect import find_dialect
+from quantkit.runtime.types import SamplingParams
 from quantkit.server import answers
 from quantkit.server.admission import Asked, Bodies, Doorkeeper, Run
 from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
 from quantkit.server.bridge import Bridge, Mailbox
+from quantkit.server.conversations import ChatRequest, Message, TokenizeRequest
 from quantkit.server.metrics import Metrics
 from quantkit.server.schemas import (
-    ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Message,
     Refused,
     Sampling,
     Schema,
     StreamOptions,
-    TokenizeRequest,
     openapi_document,
 )
 from quantkit.server.streams import EventStream, whole_answer
+from quantkit.server.tool_calls import AnswerFormat
 
 # Tokenizing so many characters takes about a millisecond; more is done beside the event loop.
 _SHORT_TEXT = 4096
@@ -159,11 +161,12 @@ class Server:
             if ask.stream and ask.echo and ask.logprobs is not None:
                 raise Refused("echo with logprobs cannot be streamed; set stream to false", "echo")
             vocabulary = self.vocabulary  # first: without a tokenizer nothing is to be computed
-            self.bridge.check_capacity(len(ask.prompts))
+            self.bridge.check_capacity(len(ask.prompts), ask.n)
             prompts = await self._encoded(ask.prompts, run)
             texts = await run(partial(self._shown, ask.prompts)) if ask.echo else [""] * len(prompts)
-            mailbox = self.bridge.submit([(ids, ask.params_for(len(ids))) for ids in prompts])
-        shape = TextShape(ask, list(zip(texts, prompts, strict=True)), vocabulary, self.name)
+            mailbox = self.bridge.submit([(ids, ask.samples(ask.params_for(len(ids)))) for ids in prompts])
+        asked = [pair for pair in zip(texts, prompts, strict=True) for _ in range(ask.n)]
+        shape = TextShape(ask, asked, vocabulary, self.name)
         num_prompt = sum(len(ids) for ids in prompts)
         return await self._answer(request, ask, mailbox, shape, num_prompt, hidden=ask.max_tokens == 0)
 
@@ -172,18 +175,49 @@ class Server:
         async with self._opened(request, ChatRequest) as (ask, run):
             params = ask.chat_params()
             self._check_variables(ask.chat_template_kwargs)
-            self.bridge.check_capacity(1)
-            ids = await run(partial(self._encoded_chat, ask.messages, ask.variables, self._most_tokens))
-            if params.json_schema is not None:
-                await self.bodies.try_out(partial(self.bridge.engine.schemas.try_out, params.json_schema))
-            mailbox = self.bridge.submit([(self._bounded(ids), params)])
-        return await self._answer(request, ask, mailbox, ChatShape(ask, self.vocabulary, self.name), len(ids))
+            self.bridge.check_capacity(1, ask.n)
+            text, ids = await run(partial(self._encoded_chat, ask.messages, ask.variables, self._most_tokens))
+            tokenizer = self.bridge.llm.need_tokenizer()
+            form = AnswerFormat.of(ask, find_dialect(str(tokenizer.chat_template)), text)
+            shown = frozenset(form.marker_tokens(self._special_tokens).values())
+            params = await self._constrained(replace(params, shown_tokens=shown), form)
+            mailbox = self.bridge.submit([(self._bounded(ids), ask.samples(params))])
+        shape = ChatShape(ask, [form.parser() for _ in range(ask.n)], self.vocabulary, self.name)
+        return await self._answer(request, ask, mailbox, shape, len(ids))
 
-    def _encoded_chat(self, messages: list[Message], variables: Mapping[str, Any], most: int) -> list[int]:
+    @cached_property
+    def _special_tokens(self) -> Mapping[str, int]:
+        return special_tokens(self.bridge.llm.need_tokenizer())
+
+    async def _constrained(self, params: SamplingParams, form: AnswerFormat) -> SamplingParams:
+        """Return the parameters with the grammar of an answer that must call a tool, after trying out schemas.
+
+        Raises:
+            Refused: the tools' parameters cannot be followed.
+            RequestError: the schema of the response format cannot be followed.
+        """
+        try_out = self.bridge.engine.schemas.try_out
+        if params.json_schema is not None:
+            await self.bodies.try_out(partial(try_out, "json_schema", params.json_schema))
+        tokenizer = self.bridge.llm.need_tokenizer()
+        added = {str(each): token for token, each in tokenizer.added_tokens_decoder.items()}
+        if (grammar := form.grammar(form.marker_tokens(added))) is None:
+            return params
+        try:
+            await self.bodies.try_out(partial(try_out, "grammar", grammar, form.grammar({})))
+        except Refused:
+            raise
+        except RequestError as error:
+            raise Refused(f"the parameters of tools cannot be followed: {error}", "tools") from None
+        return replace(params, grammar=grammar)
+
+    def _encoded_chat(self, messages: list[Message], variables: Mapping[str, Any], most: int) -> tuple[str, list[int]]:
+        """Return a conversation in the chat template, and its tokens."""
         llm = self.bridge.llm
-        text = llm.chat_text([message.plain() for message in messages], **variables)
+        as_text = any(message.tool_calls for message in messages) and llm.takes_text_arguments
+        text = llm.chat_text([message.plain(text_arguments=as_text) for message in messages], **variables)
         llm.check_length(text, most)
-        return llm.encode_filled(text)
+        return text, llm.encode_filled(text)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         """Refuse template variables whose names the server reserves for itself.
@@ -201,7 +235,7 @@ class Server:
         async with self._opened(request, TokenizeRequest) as (ask, run):
             most = max(_SHOWN_TOKENS, self.bridge.engine.capacity)
             if ask.messages is not None:
-                ids = await run(partial(self._encoded_chat, ask.messages, {}, most))
+                _, ids = await run(partial(self._encoded_chat, ask.messages, {}, most))
             else:
                 ids = await run(partial(self._encoded_text, ask.prompt or "", most))
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.bridge.engine.capacity})

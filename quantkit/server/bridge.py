@@ -35,11 +35,11 @@ class ClientGone(Exception):
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """Outputs for the prompts of one HTTP request. *Mutable*; read on the asyncio side only.
+    """Outputs for the answers of one HTTP request. *Mutable*; read on the asyncio side only.
 
     Args:
-        num_open: prompts that have not ended.
-        numbers: number of each prompt in the engine, by index; used by the computing thread only.
+        num_open: answers that have not ended.
+        numbers: number of each answer in the engine, by index; used by the computing thread only.
     """
 
     num_open: int = 0
@@ -50,11 +50,11 @@ class Mailbox:
 
     @property
     def is_done(self) -> bool:
-        """Whether all prompts have ended and all outputs have been read."""
+        """Whether all answers have ended and all outputs have been read."""
         return not self.num_open and not self._news
 
     def put(self, index: int, output: StepOutput) -> None:
-        """Store an output of a prompt until it is read."""
+        """Store an output of an answer until it is read."""
         self.num_open -= output.completion is not None
         self._news.append((index, output))
         self._wake.set()
@@ -65,7 +65,7 @@ class Mailbox:
         self._wake.set()
 
     async def read(self) -> list[News]:
-        """Wait for outputs and return all of them, each with the index of its prompt.
+        """Wait for outputs and return all of them, each with the index of its answer.
 
         Raises:
             ClientGone: see `close`.
@@ -78,6 +78,25 @@ class Mailbox:
         return news
 
 
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """An answer that is to be computed.
+
+    Args:
+        mailbox: where its outputs go.
+        index: its index in the request.
+        ids: tokens of the prompt.
+        params: sampling parameters.
+        arrived_s: when the request arrived.
+    """
+
+    mailbox: Mailbox
+    index: int
+    ids: list[int]
+    params: SamplingParams
+    arrived_s: float
+
+
 class Bridge:
     """The computing thread and its queue. *Mutable*.
 
@@ -87,8 +106,8 @@ class Bridge:
         say: called with each line for the operator.
     Attributes:
         failure: exception that ended the thread, such as a model that cannot be loaded; None = none.
-        num_open: prompts that have not ended.
-        most_open: maximum number of prompts that may be open, waiting ones included.
+        num_open: answers that have not ended.
+        most_open: maximum number of answers that may be open, waiting ones included.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int, say: Callable[[str], None]) -> None:
@@ -101,6 +120,8 @@ class Bridge:
         self._say = say
         self._engine: Engine | None = None
         self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # by number in the engine; the computing thread's
+        # By number of an answer: further ones to its prompt, which begin once they can share its pages.
+        self._followers: dict[int, list[Addition]] = {}
         self._actions = SimpleQueue[Callable[[Engine], object]]()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -137,43 +158,59 @@ class Bridge:
         if self._thread.is_alive():
             self._thread.join()
 
-    def check_capacity(self, count: int) -> None:
+    def check_capacity(self, num_prompts: int, num_samples: int = 1) -> None:
         """Refuse prompts if there is no room for them now.
 
         Args:
-            count: number of prompts in one request.
+            num_prompts: number of prompts in one request.
+            num_samples: number of answers to each prompt.
         Raises:
-            RequestError: there are more prompts than ever fit at once, or too many requests are waiting.
+            RequestError: there are more answers than ever fit at once, or too many requests are waiting.
         """
+        count = num_prompts * num_samples
         if count > self.most_open:
-            raise RequestError(f"prompt holds {count} prompts; this server accepts at most {self.most_open} at once")
+            what = f"{num_prompts} prompts" + (f" with {num_samples} answers each" if num_samples > 1 else "")
+            raise RequestError(f"the request holds {what}; this server accepts at most {self.most_open} at once")
         if self.num_open + count > self.most_open:
             num_waiting = max(count, self.num_open - self.llm.config.max_sequences)
             retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
             text = f"{self.num_open} requests are running or waiting, which is the limit; try again later"
             raise Refused(text, status=429, retry_after=retry_s)
 
-    def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Mailbox:
+    def submit(self, prompts: Sequence[tuple[list[int], Sequence[SamplingParams]]]) -> Mailbox:
         """Queue all prompts, or none.
 
         Args:
-            prompts: tokens and sampling parameters of each prompt.
+            prompts: tokens of each prompt, and the sampling parameters of each answer to it: as many for all prompts,
+                which differ in their seeds only.
         Raises:
             RequestError: see `Engine.add` and `check_capacity`.
         """
-        self.check_capacity(len(prompts))
-        for ids, params in prompts:
-            self.engine.check(ids, params)
-        mailbox, arrived_s = Mailbox(num_open=len(prompts)), time.perf_counter()
-        self.num_open += len(prompts)
+        num_samples = len(prompts[0][1])
+        self.check_capacity(len(prompts), num_samples)
+        for ids, several in prompts:
+            self.engine.check(ids, several[0])
+        mailbox, arrived_s = Mailbox(num_open=len(prompts) * num_samples), time.perf_counter()
+        self.num_open += mailbox.num_open
 
         def add(engine: Engine) -> None:
-            for index, (ids, params) in enumerate(prompts):
-                number = mailbox.numbers[index] = engine.add(ids, params, arrived_s)
-                self._mailboxes[number] = mailbox, index
+            for at, (ids, several) in enumerate(prompts):
+                first, *others = (
+                    Addition(mailbox, at * num_samples + number, ids, params, arrived_s)
+                    for number, params in enumerate(several)
+                )
+                number = self._enter(engine, first)
+                if others:
+                    self._followers[number] = others
 
         self._actions.put(add)
         return mailbox
+
+    def _enter(self, engine: Engine, new: Addition) -> int:
+        """Add an answer to the engine; return its number."""
+        number = new.mailbox.numbers[new.index] = engine.add(new.ids, new.params, new.arrived_s)
+        self._mailboxes[number] = new.mailbox, new.index
+        return number
 
     def cancel(self, mailbox: Mailbox) -> None:
         """Cancel the rest of an HTTP request; its pages are free before the next step."""
@@ -184,6 +221,7 @@ class Bridge:
 
         def cancel(engine: Engine) -> None:
             for number in mailbox.numbers.values():
+                self._followers.pop(number, None)
                 if self._mailboxes.pop(number, None):
                     engine.cancel(number)
 
@@ -220,6 +258,8 @@ class Bridge:
             entry = self._mailboxes.pop(number, None) if output.completion else self._mailboxes.get(number)
             if entry is not None:
                 news.append((*entry, output))
+            for follower in self._followers.pop(number, ()):
+                self._enter(engine, follower)
         if news:
             self._tell(self._deliver, news)
 

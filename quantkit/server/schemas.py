@@ -5,8 +5,9 @@ whereas quantkit's command line is greedy.
 Source: https://platform.openai.com/docs/api-reference
 """
 
-import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -24,11 +25,12 @@ from pydantic_core import PydanticCustomError
 
 import quantkit
 from quantkit.errors import RequestError
+from quantkit.runtime.sampling import derived_seed
 from quantkit.runtime.types import PromptScoring, SamplingParams
 from quantkit.safety.untrusted import shorten
 
-MOST_PROMPTS, MOST_STOPS, MOST_LOGPROBS, MOST_MESSAGES = 1024, 64, 20, 4096
-MOST_PARTS, MOST_TOOLS = 1024, 1024
+MOST_PROMPTS, MOST_STOPS, MOST_LOGPROBS = 1024, 64, 20
+MOST_SAMPLES, MOST_BIASES = 16, 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -38,6 +40,17 @@ def _check_ids(value: Any) -> Any:
         index = next(index for index, item in enumerate(value) if type(item) in wrong)
         text = "token {index} should be a valid integer, not {given}"
         raise PydanticCustomError("no_integer", text, {"index": index, "given": shorten(value[index])})  # type: ignore[misc]
+    return value
+
+
+def _check_biases(value: Any) -> Any:
+    """Refuse too many biases, and keys that are no token ids, with one error."""
+    if isinstance(value, dict):
+        if len(value) > MOST_BIASES:
+            text = "it should have at most {most} entries, not {count}"
+            raise PydanticCustomError("many_biases", text, {"most": MOST_BIASES, "count": len(value)})  # type: ignore[misc]
+        if wrong := [key for key in value if not re.fullmatch("0|[1-9][0-9]{0,9}", key)]:
+            raise PydanticCustomError("no_token", "{given} is not a token id", {"given": shorten(wrong[0])})  # type: ignore[misc]
     return value
 
 
@@ -54,6 +67,7 @@ _KINDS |= dict.fromkeys((int, float, bool), "token ids")
 Ids = Annotated[list[int], BeforeValidator(_check_ids)]
 Text = Annotated[str, Field(max_length=1 << 22)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_check_biases)]
 Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=MOST_STOPS)]
 
 
@@ -114,7 +128,8 @@ class Sampling(Schema):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = Field(1, description="Number of answers to each prompt.")
+    logit_bias: Biases | None = Field(None, description="Added to the logits of tokens, by token id.")
     user: str | None = Field(None, description="Not used.")
 
     def params(self, **given: Any) -> SamplingParams:
@@ -131,10 +146,23 @@ class Sampling(Schema):
             )
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
         own = {name: getattr(self, name) for name in (*names, "stop", "stop_token_ids", "ignore_eos")}
+        if self.logit_bias:
+            own["logit_bias"] = {int(token): value for token, value in self.logit_bias.items()}
         try:
             return SamplingParams(**own, top_k=None if self.top_k in (-1, 0) else self.top_k, **given)
         except RequestError as error:
             raise Refused(str(error), str(error).split()[0]) from None
+
+    def samples(self, params: SamplingParams) -> list[SamplingParams]:
+        """Return the parameters of each of the `n` answers to a prompt.
+
+        With a seed, the first answer has this seed and is the one that `n` = 1 gives; the others have seeds derived
+        from it.
+        """
+        if self.seed is None:
+            return [params] * self.n
+        seeds = [derived_seed(self.seed, number) & ((1 << 63) - 1) for number in range(1, self.n)]
+        return [params, *(replace(params, seed=seed) for seed in seeds)]
 
 
 class CompletionRequest(Sampling):
@@ -177,106 +205,6 @@ class CompletionRequest(Sampling):
             return SamplingParams(max_tokens=1)
         scoring = PromptScoring(num_tokens=num_prompt - 1, top=self.logprobs or 0) if scores else None
         return self.params(max_tokens=count, logprobs=self.logprobs, scoring=scoring)
-
-
-class Message(BaseModel):
-    """A message of a conversation. Unknown fields are passed to the chat template."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Annotated[str, Field(min_length=1, max_length=100)]
-    content: Text | Annotated[list["TextPart"], Field(max_length=MOST_PARTS)] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message as templates expect it, with its content as one text."""
-        parts = self.content if isinstance(self.content, list) else None
-        content = self.content if parts is None else "".join(part.text for part in parts)
-        return {**(self.model_extra or {}), "role": self.role, "content": content}
-
-
-class TextPart(Schema):
-    """A part of a message; only text is supported."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class JsonSchema(Schema):
-    """A named JSON schema."""
-
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool = Field(True, description="Not used: answers always follow the schema.")
-
-
-class ResponseFormat(Schema):
-    """Format of an answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_what_it_names(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("give the field json_schema together with type json_schema")
-        return self
-
-    @property
-    def schema_text(self) -> str | None:
-        """Return the JSON schema of the answer as text; None for plain text."""
-        if self.json_schema is not None:
-            return json.dumps(self.json_schema.schema_)
-        return '{"type": "object"}' if self.type == "json_object" else None
-
-
-class ChatRequest(Sampling):
-    """A request to answer a conversation."""
-
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = Field(
-        None, description="Passed to the chat template."
-    )
-    tool_choice: Literal["auto", "none"] | None = None
-    response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
-
-    def chat_params(self) -> SamplingParams:
-        """Return the sampling parameters; see `params`."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise Refused("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise Refused(
-                "max_tokens and max_completion_tokens are the same setting; give only one of them", "max_tokens"
-            )
-        count = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if count == 0:
-            raise Refused("max_tokens is 0; give at least 1", "max_tokens")
-        schema = None if self.response_format is None else self.response_format.schema_text
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.params(max_tokens=count, json_schema=schema, logprobs=logprobs)
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template, besides the messages."""
-        return {**self.chat_template_kwargs, **({"tools": self.tools} if self.tools else {})}
-
-
-class TokenizeRequest(Schema):
-    """A request for the tokens of a text, or of a conversation in the model's template."""
-
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
 
 
 class DetokenizeRequest(Schema):

@@ -69,7 +69,8 @@ async def whole_answer(
     if any(completion.finish_reason == "error" for completion in done.values()):
         return JSONResponse(FAILED, status_code=500)
     choices = [shape.whole(index, done[index]) for index in sorted(done)]
-    return JSONResponse(shape.head.around(choices, usage=usage(done.values(), 0 if hidden else None)))
+    counted = usage(done, shape.num_samples, 0 if hidden else None)
+    return JSONResponse(shape.head.around(choices, usage=counted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,14 @@ class EventStream:
                 await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        shape, done, options = self.shape, list[Completion](), self.options
+        shape, done, options = self.shape, dict[int, Completion](), self.options
         num_new, frame = 0, self._frame(0)
         # With the first news: what comes before them would pass for a first token.
         body = b"".join(framed(frame, choice) for choice in shape.first())
         while not self.mailbox.is_done:
             for index, output in await self.mailbox.read():
                 if output.completion is not None:
-                    done.append(output.completion)
+                    done[index] = output.completion
                     self.on_end(output.completion)
                     if output.completion.finish_reason == "error":
                         body += event(FAILED)
@@ -128,7 +129,7 @@ class EventStream:
                 yield body
                 body = b""
         if options.include_usage:
-            yield event(shape.head.around([], usage=usage(done, 0 if self.hidden else None)))
+            yield event(shape.head.around([], usage=usage(done, shape.num_samples, 0 if self.hidden else None)))
 
     def _frame(self, num_new: int) -> tuple[bytes, bytes]:
         """Return the bytes around a choice after `num_new` new tokens."""

@@ -19,12 +19,7 @@ def parser(name: str, **options) -> AnswerParser:
 
 
 def in_pieces(one: AnswerParser, pieces: list[str]) -> Parts:
-    parts = [*map(one.push, pieces), one.end()]
-    return Parts(
-        thinking="".join(part.thinking for part in parts),
-        content="".join(part.content for part in parts),
-        calls=[call for part in parts for call in part.calls],
-    )
+    return sum([*map(one.push, pieces), one.end()], Parts())
 
 
 def answers(name: str) -> list[str]:
@@ -32,9 +27,9 @@ def answers(name: str) -> list[str]:
     dialect = dialects()[name]
     (begin, end), call = dialect.thinking, dialect.example
     texts = [
-        "", " \n", "No call at all, < 5 [and] {so on}.", f"  {BARE}", f"```json\n{BARE}\n```\nAs you see.", f"{BARE}\n{BARE}",
-        BARE.replace("weather", "weather_now"), BARE.replace("weather", "other"), BARE[:-3], f"Well: {BARE}",
-        '{"name": "weather"} is an object', f"``` python\n{BARE}",
+        "", " \n", "No call at all, < 5 [and] {so on}.", f"  {BARE}", f"```json\n{BARE}\n```\nAs you see.",
+        f"{BARE}\n{BARE}", BARE.replace("weather", "weather_now"), BARE.replace("weather", "other"), BARE[:-3],
+        f"Well: {BARE}", '{"name": "weather"} is an object', f"``` python\n{BARE}",
     ]  # fmt: skip
     if call:
         cut = [call[:size] for size in range(3, len(call), 9)]

@@ -9,16 +9,20 @@ import pytest
 pytest.importorskip("starlette")
 
 from quantkit.results import RequestTiming
+from quantkit.runtime.dialects.answer_parser import AnswerParser
+from quantkit.runtime.dialects.dialect import find_dialect
 from quantkit.runtime.types import Completion, StepOutput
 from quantkit.server.answers import ChatShape
 from quantkit.server.bridge import Mailbox
-from quantkit.server.schemas import ChatRequest, StreamOptions
+from quantkit.server.conversations import ChatRequest
+from quantkit.server.schemas import StreamOptions
 from quantkit.server.streams import EventStream
 
 
 def chat(mailbox, ended):
     """Parts of the answer to a conversation."""
-    shape = ChatShape(ChatRequest(messages=[{"role": "user", "content": "Hi"}], stream=True), None, "tiny")
+    ask = ChatRequest(messages=[{"role": "user", "content": "Hi"}], stream=True)
+    shape = ChatShape(ask, [AnswerParser(find_dialect(None))], None, "tiny")
     options = StreamOptions(include_usage=True)
     return EventStream(None, mailbox, shape, ended.append, options, 1, hidden=False)._events()
 

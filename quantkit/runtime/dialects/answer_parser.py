@@ -33,6 +33,13 @@ class Parts:
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
+    def __add__(self, other: "Parts") -> "Parts":
+        return Parts(
+            thinking=self.thinking + other.thinking,
+            content=self.content + other.content,
+            calls=self.calls + other.calls,
+        )
+
 
 class AnswerParser:
     """Parser of one answer. *Mutable*.
@@ -89,12 +96,7 @@ class AnswerParser:
 
     def parse(self, text: str) -> Parts:
         """Return the parts of a whole answer."""
-        parts, rest = self.push(text), self.end()
-        return Parts(
-            thinking=parts.thinking + rest.thinking,
-            content=parts.content + rest.content,
-            calls=parts.calls + rest.calls,
-        )
+        return self.push(text) + self.end()
 
     def _read(self, is_last: bool) -> Parts:
         self._parts = Parts()

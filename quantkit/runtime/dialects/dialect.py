@@ -83,6 +83,10 @@ class Dialect:
             return text.partition(end)[2]
         return "" if begin and (is_thinking or text.lstrip().startswith(begin)) else text
 
+    def begins_thinking(self, prompt: str) -> bool:
+        """Whether a prompt in the chat template has begun the thinking."""
+        return bool(self.thinking[0]) and prompt.rstrip().endswith(self.thinking[0])
+
     def _bodies(self, text: str) -> Iterator[str | None]:
         """What stands between the markers of each call; None where the end is missing."""
         for rest in text.split(self.begin)[1:] if self.begin else ():

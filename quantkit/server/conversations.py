@@ -1,0 +1,232 @@
+"""Bodies of chat requests: messages, tools and the format of the answer.
+
+Source: https://platform.openai.com/docs/api-reference/chat
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from quantkit.errors import RequestError
+from quantkit.runtime.types import SamplingParams
+from quantkit.safety.untrusted import parse_object
+from quantkit.server.schemas import MOST_LOGPROBS, Refused, Sampling, Schema, Text
+
+MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_CALLS = 4096, 1024, 1024, 1024
+
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_./-]{1,128}$")]
+Json = dict[str, Any]
+
+
+class _Open(BaseModel):
+    """A strict model that keeps unknown fields, which are for the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Function(_Open):
+    name: ToolName
+    parameters: Json | None = None
+
+
+class _Tool(_Open):
+    type: Literal["function"]
+    function: _Function
+
+
+class _CalledFunction(_Open):
+    name: Text
+    arguments: Text | Json | None = None
+
+
+class _ToolCall(_Open):
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
+def _check_tool(tool: Json) -> Json:
+    """Check a tool, and return it as it came: its order of keys is visible in the prompt."""
+    kind = (_Tool.model_validate(tool).function.parameters or {}).get("type", "object")
+    if kind != "object":
+        raise PydanticCustomError("no_object", "the type of function.parameters should be 'object'")
+    return tool
+
+
+def _check_call(call: Json) -> Json:
+    """Check a tool call of an earlier answer, and return it as it came."""
+    _ToolCall.model_validate(call)
+    try:
+        _arguments(call)
+    except RequestError as error:
+        raise PydanticCustomError("no_arguments", "{text}", {"text": str(error)}) from None  # type: ignore[misc]
+    return call
+
+
+def _arguments(call: Json) -> Json:
+    """Return the arguments of a tool call as an object."""
+    given = call["function"].get("arguments") or {}
+    return parse_object(given, "function.arguments", RequestError) if isinstance(given, str) else given
+
+
+class Message(_Open):
+    """A message of a conversation. Unknown fields, such as `reasoning_content`, are passed to the chat template."""
+
+    role: Annotated[str, Field(min_length=1, max_length=100)]
+    content: Text | Annotated[list["TextPart"], Field(max_length=MOST_PARTS)] | None = None
+    tool_calls: Annotated[list[Annotated[Json, AfterValidator(_check_call)]], Field(max_length=MOST_CALLS)] | None = (
+        Field(None, description="Calls of an earlier answer, as the server gave them.")
+    )
+
+    def plain(self, *, text_arguments: bool = False) -> Json:
+        """Return the message as templates expect it, with its content as one text.
+
+        Args:
+            text_arguments: whether the template expects the arguments of tool calls as JSON text, not as an object.
+        """
+        parts = self.content if isinstance(self.content, list) else None
+        content = self.content if parts is None else "".join(part.text for part in parts)
+        further = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if self.tool_calls:
+            further["tool_calls"] = [_plain_call(call, text_arguments) for call in self.tool_calls]
+        return {**further, "role": self.role, "content": content}
+
+
+def _plain_call(call: Json, text_arguments: bool) -> Json:
+    arguments: Any = _arguments(call)
+    if text_arguments:
+        given = call["function"].get("arguments")
+        arguments = given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+class TextPart(Schema):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class JsonSchema(Schema):
+    """A named JSON schema."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool = Field(True, description="Not used: answers always follow the schema.")
+
+
+class ResponseFormat(Schema):
+    """Format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_names(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("give the field json_schema together with type json_schema")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """Return the JSON schema of the answer as text; None for plain text."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return '{"type": "object"}' if self.type == "json_object" else None
+
+
+class NamedFunction(Schema):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedTool(Schema):
+    """The function that an answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Sampling):
+    """A request to answer a conversation."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: Annotated[list[Annotated[Json, AfterValidator(_check_tool)]], Field(max_length=MOST_TOOLS)] | None = Field(
+        None, description="Functions that the answer may call; passed to the chat template."
+    )
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
+        None, description="With `required` or a function, the answer is calls that follow the tools' schemas."
+    )
+    parallel_tool_calls: bool = Field(True, description="False = at most one call.")
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
+
+    def chat_params(self) -> SamplingParams:
+        """Return the sampling parameters; see `params`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise Refused(
+                "max_tokens and max_completion_tokens are the same setting; give only one of them", "max_tokens"
+            )
+        count = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if count == 0:
+            raise Refused("max_tokens is 0; give at least 1", "max_tokens")
+        schema = None if self.response_format is None else self.response_format.schema_text
+        if self.forced_tools is not None:
+            for field, is_given in (("response_format", schema is not None), ("ignore_eos", self.ignore_eos)):
+                if is_given:
+                    raise Refused(f"{field} does not work with a tool_choice that forces a call", field)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.params(max_tokens=count, json_schema=schema, logprobs=logprobs)
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Return the names of the functions that the answer may call; none with `tool_choice` = none."""
+        if self.tool_choice == "none":
+            return ()
+        return tuple(tool["function"]["name"] for tool in self.tools or ())
+
+    @property
+    def forced_tools(self) -> dict[str, Json] | None:
+        """Return the parameters of the functions one of which must be called, by name; None = no call is needed.
+
+        Raises:
+            Refused: there are no tools, or not the named one.
+        """
+        if self.tool_choice in (None, "auto", "none"):
+            return None
+        tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools or ()}
+        if not isinstance(self.tool_choice, NamedTool):
+            if not tools:
+                raise Refused("tool_choice is 'required' without tools; give tools", "tool_choice")
+            return tools
+        name = self.tool_choice.function.name
+        if name not in tools:
+            raise Refused(f"tool_choice names the function {name!r}, which is not among the tools", "tool_choice")
+        return {name: tools[name]}
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template, besides the messages."""
+        return {**self.chat_template_kwargs, **({"tools": self.tools} if self.tools else {})}
+
+
+class TokenizeRequest(Schema):
+    """A request for the tokens of a text, or of a conversation in the model's template."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
