@@ -251,7 +251,7 @@ class ChatShape:
         self.num_samples = ask.n
         self._wants_logprobs, self._vocabulary = ask.logprobs, vocabulary
         self._parsers, self._num_calls = parsers, [0] * ask.n
-        self._most_calls = None if ask.parallel_tool_calls else 1
+        self._most_calls = 1 if ask.parallel_tool_calls is False else None
 
     def first(self) -> list[Json]:
         """Return the role of the speaker."""

@@ -163,7 +163,10 @@ class ChatRequest(Sampling):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
         None, description="With `required` or a function, the answer is calls that follow the tools' schemas."
     )
-    parallel_tool_calls: bool = Field(True, description="False = at most one call.")
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="False = at most one call. None = as many as the model writes, but one where tool_choice forces it.",
+    )
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
 

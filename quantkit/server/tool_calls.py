@@ -27,7 +27,7 @@ class AnswerFormat:
         is_thinking: whether the prompt has begun the thinking.
         tools: names of the tools that the answer may call.
         forced: parameters of the tools one of which the answer must call; None = no call is needed.
-        several: whether the answer may have several calls.
+        several: whether an answer that must call a tool may have several calls.
     """
 
     dialect: Dialect
@@ -52,7 +52,7 @@ class AnswerFormat:
             is_thinking=not is_json and dialect.begins_thinking(prompt),
             tools=() if is_json else ask.tool_names,
             forced=ask.forced_tools,
-            several=ask.parallel_tool_calls,
+            several=ask.parallel_tool_calls is True and ask.tool_choice == "required",
         )
 
     def parser(self) -> AnswerParser:
@@ -78,7 +78,7 @@ class AnswerFormat:
     def grammar(self, tokens: Mapping[str, int]) -> str | None:
         """Return llguidance's grammar of an answer that must call a tool; None if no call is needed.
 
-        Where each call has markers of its own there may be several calls.
+        There may be several calls only where each has markers of its own.
 
         Args:
             tokens: ids of the tokens that are written as tokens, not as the characters of their text.
