@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from quantkit.errors import RequestError
 from quantkit.kernels.reference import sampling
-from quantkit.runtime.sampling import apply_penalties, draw_of, log_probabilities, sample
+from quantkit.runtime.sampling import apply_bias, apply_penalties, draw_of, log_probabilities, sample
 from quantkit.runtime.sequence import Sequence, TokenHistory
 from quantkit.runtime.types import SamplingParams
 
@@ -39,6 +40,39 @@ def expected_kept(logits, params):
             kept.append(i)
         before += math.exp(scaled[i] - scaled[order[0]]) / total
     return {i for i in kept if math.exp(scaled[i] - scaled[order[0]]) >= params.min_p}
+
+
+def test_biases_are_added_to_their_rows():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 20)
+    biases = [{3: 2.5, 7: -100}, None, {0: 1}]
+    rows = [(sequence(SamplingParams(logit_bias=bias)), 0) for bias in biases]
+    expected = logits.clone()
+    for row, bias in enumerate(biases):
+        for token, value in (bias or {}).items():
+            expected[row, token] += value
+    kept = logits.clone()
+    assert torch.equal(apply_bias(logits, rows), expected)
+    assert torch.equal(logits, kept)
+    assert apply_bias(logits, rows[1:2]) is logits
+
+
+def test_a_bias_comes_before_penalties_and_cannot_lift_a_constraint():
+    class OnlyFive:
+        def allowed(self, drafts):
+            return torch.arange(20).eq(5).numpy()
+
+    logits = torch.zeros(2, 20)
+    params = SamplingParams(logit_bias={1: 10, 2: 6}, repetition_penalty=2.0)
+    rows = [(sequence(params, ids=(1, 3, 4)), 0), (sequence(params), 0)]
+    rows[1][0].constraint = OnlyFive()
+    assert sample(logits, rows) == [2, 5]
+
+
+@pytest.mark.parametrize("bias", [[1], {"1": 2.0}, {1: 101}, {1: float("nan")}, {True: 1.0}])
+def test_a_bias_that_is_none_is_refused(bias):
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams(logit_bias=bias)
 
 
 FILTERS = [

@@ -18,6 +18,17 @@ def chat(**fields):
     return CHAT, {"messages": [USER], "max_tokens": 2, **fields}
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def tool(**fields):
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+def called(arguments):
+    return {"role": "assistant", "tool_calls": [{"id": "1", **tool(arguments=arguments)}]}
+
+
 def raw(body: str | bytes, path=TEXT):
     return path, body if isinstance(body, bytes) else body.encode()
 
@@ -73,10 +84,20 @@ TABLE = {
     "10,000 stops": (*text(stop=["a"] * 10_000), 400, "stop", "at most 64"),
     "a stop that is a number": (*text(stop=[1]), 400, "stop", "string"),
     "a stop token that is a text": (*text(stop_token_ids=["a"]), 400, "stop_token_ids", "integer"),
-    "several answers": (*text(n=2), 400, "n", "this server supports only 1"),
+    "no answers": (*text(n=0), 400, "n", "greater than or equal to 1"),
+    "too many answers": (*text(n=17), 400, "n", "less than or equal to 16"),
+    "too many answers to many prompts": (*text(prompt=["a"] * 5, n=16), 400, None, "5 prompts with 16 answers each"),
     "best of several": (*text(best_of=3), 400, "best_of", "this server supports only 1"),
     "a suffix": (*text(suffix="x"), 400, "suffix", "not supported"),
-    "a bias": (*text(logit_bias={"1": 2}), 400, "logit_bias", "not supported"),
+    "a bias of what is no token": (*text(logit_bias={"a": 2}), 400, "logit_bias", "'a' is not a token id"),
+    "a bias of a token below 0": (*text(logit_bias={"-1": 2}), 400, "logit_bias", "not a token id"),
+    "a bias of a token out of range": (*text(logit_bias={"99999": 2}), 400, None, "logit_bias holds 99999"),
+    "a bias that is too large": (*text(logit_bias={"5": 101}), 400, "logit_bias", "less than or equal to 100"),
+    "a bias that is a text": (*text(logit_bias={"5": "1"}), 400, "logit_bias", "valid number"),
+    "a bias that is not a number": (*raw('{"prompt": "a", "logit_bias": {"5": NaN}}'), 400, "logit_bias", "nan"),
+    "too many biases": (
+        *text(logit_bias={str(token): 1 for token in range(2000)}), 400, "logit_bias", "at most 1024 entries"
+    ),
     "a field that nobody knows": (*text(tempratur=1), 400, "tempratur", "not supported"),
     "too many log-probabilities": (*text(logprobs=21), 400, "logprobs", "20"),
     "log-probabilities as truth": (*text(logprobs=True), 400, "logprobs", "integer"),
@@ -104,7 +125,34 @@ TABLE = {
     ),
     "log-probabilities without being asked": (*chat(top_logprobs=2), 400, "top_logprobs", "without logprobs"),
     "two numbers of tokens": (*chat(max_completion_tokens=2), 400, "max_tokens", "one of them"),
-    "a tool that must be called": (*chat(tool_choice="required"), 400, "tool_choice", "'auto' or 'none'"),
+    "a call of no tool": (*chat(tool_choice="required"), 400, "tool_choice", "without tools"),
+    "a choice that nobody knows": (*chat(tools=[TOOL], tool_choice="any"), 400, "tool_choice", "'required'"),
+    "a function that is no tool": (
+        *chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice",
+        "'g', which is not among the tools",
+    ),
+    "a forced call in another format": (
+        *chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}), 400, "response_format",
+        "does not work with a tool_choice",
+    ),
+    "a forced call without an end": (
+        *chat(tools=[TOOL], tool_choice="required", ignore_eos=True), 400, "ignore_eos", "tool_choice"
+    ),
+    "parameters that cannot be followed": (
+        *chat(tools=[tool(parameters={"properties": {"a": {"type": "fruit"}}})], tool_choice="required"), 400, "tools",
+        "cannot be followed",
+    ),
+    "parameters that are no object": (*chat(tools=[tool(parameters={"type": "string"})]), 400, "tools", "'object'"),
+    "a tool without a name": (*chat(tools=[{"type": "function", "function": {}}]), 400, "tools", "name is missing"),
+    "a tool of another kind": (*chat(tools=[{"type": "custom"}]), 400, "tools", "tools"),
+    "a name with a quote": (*chat(tools=[tool(name='a"b')]), 400, "tools", "pattern"),
+    "a call in the history that is none": (*chat(messages=[USER, called(5)]), 400, "messages", "arguments"),
+    "a call with half its arguments": (*chat(messages=[USER, called('{"a":')]), 400, "messages", "not valid JSON"),
+    "a call with a list of arguments": (*chat(messages=[USER, called("[1]")]), 400, "messages", "a JSON list"),
+    "too many calls": (
+        *chat(messages=[USER, {**called("{}"), "tool_calls": called("{}")["tool_calls"] * 1100}]), 400, "messages",
+        "at most 1024",
+    ),
     "a role that the template refuses": (*chat(messages=[{"role": "judge"}]), 400, None, "no judge here"),
     "a form that is unknown": (*chat(response_format={"type": "xml"}), 400, "response_format", "json_schema"),
     "a schema that is missing": (*chat(response_format={"type": "json_schema"}), 400, "response_format", "together"),
@@ -144,6 +192,10 @@ GOOD = {
     "what clients say about themselves": text(user="me", stream=False, n=1, best_of=1),
     "a conversation of one text part": chat(messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]),
     "a variable of the template": chat(chat_template_kwargs={"enable_thinking": False}),
+    "several answers": text(n=2, temperature=0),
+    "a bias": text(logit_bias={"1": 2, "5": -100}),
+    "tools and a choice that forces nothing": chat(tools=[tool(strict=True)], tool_choice="auto"),
+    "a call without arguments": chat(messages=[USER, called(""), {"role": "tool", "content": "1"}]),
     "a message with fields of its own": chat(messages=[{**USER, "name": "Ann"}]),
 }
 

@@ -179,12 +179,77 @@ def test_asynchronous_clients_share_the_batch(served, llm):
     assert asyncio.run(all_of_them()) == [each.text for each in expected]
 
 
+def test_several_answers_are_reproducible(client, llm):
+    """The first has the seed itself, the others seeds of their own; also in a stream, and to several prompts."""
+    asked = {"model": "tiny", "prompt": [PROMPT, "Two"], "max_tokens": 12, "n": 3, "seed": 5}
+    answer = client.completions.create(**asked)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert len(set(texts)) == 6
+    alone = llm.generate([PROMPT, "Two"], SamplingParams(max_tokens=12, temperature=1.0, seed=5))
+    assert [texts[0], texts[3]] == [each.text for each in alone]
+    assert answer.usage.prompt_tokens == sum(len(each.prompt_token_ids) for each in alone)
+    assert answer.usage.completion_tokens == 6 * 12
+    parts = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    joined = [""] * 6
+    for part in parts:
+        for choice in part.choices:
+            joined[choice.index] += choice.text
+    assert joined == texts
+    assert parts[-1].usage.prompt_tokens == answer.usage.prompt_tokens
+    assert parts[-1].usage.completion_tokens == 72
+
+
+def test_several_answers_share_the_prompt(client, served):
+    messages = [{"role": "user", "content": "How many apples has the fox of Rome? " * 8}]
+    stats = served.llm.stats()
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, n=4, seed=1)
+    page = served.bridge.engine.config.page_size
+    shared = (answer.usage.prompt_tokens - 1) // page * page
+    assert shared > 200
+    assert served.llm.stats()["prefix_hit_tokens"] - stats["prefix_hit_tokens"] >= 3 * shared
+    roles = [
+        choice
+        for part in client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=5, n=4, seed=1, stream=True
+        )
+        for choice in part.choices
+    ]
+    assert sorted(choice.index for choice in roles if choice.delta.role) == [0, 1, 2, 3]
+    for index, whole in enumerate(answer.choices):
+        text = "".join(choice.delta.content or "" for choice in roles if choice.index == index)
+        assert text == whole.message.content
+
+
+def test_a_client_that_leaves_takes_all_its_answers_along(client, served):
+    from tests.server.conftest import wait_until
+
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.05).completions.create(model="tiny", prompt="a", max_tokens=480, n=6)
+    wait_until(lambda: served.bridge.num_open == 0)
+    wait_until(lambda: not served.bridge.engine.has_work)
+    assert not served.bridge._followers
+
+
+def test_a_bias_forces_and_excludes_tokens(client, llm):
+    forced = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, logit_bias={"40": 100})
+    assert forced.choices[0].text == llm.tokenizer.decode([40] * 5)
+    free = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].token_ids
+    banned = {str(token): -100 for token in free}
+    other = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0, logit_bias=banned)
+    expected = llm.generate(
+        PROMPT, SamplingParams(max_tokens=9, logit_bias={int(token): value for token, value in banned.items()})
+    )[0]
+    assert other.choices[0].text == expected.text
+    assert not set(expected.token_ids) & set(free)
+
+
 def test_errors_have_openais_classes(client, served):
     with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here; use 'tiny'"):
         client.completions.create(model="gpt-4", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported") as caught:
-        client.completions.create(model="tiny", prompt="a", logit_bias={"5": 1})
-    assert caught.value.param == "logit_bias"
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported") as caught:
+        client.completions.create(model="tiny", prompt="a", suffix="b")
+    assert caught.value.param == "suffix"
     with pytest.raises(openai.BadRequestError, match=r"at most 512|512 tokens"):
         client.completions.create(model="tiny", prompt="a" * 600, max_tokens=1)
 
