@@ -63,7 +63,8 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
 
     Args:
         renderer: a tokenizer or processor of transformers that has a template.
-        messages: [{"role": "user", "content": "..."}, ...].
+        messages: [{"role": "user", "content": "..."}, ...]; not modified. The arguments of tool calls may be an object
+            or its JSON: the template gets what it expects.
         options: further variables for the template.
     Raises:
         TimeoutError: the template takes too much time or memory.
@@ -79,6 +80,8 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
         if not ends_well(work, seconds=_CHAT_S, num_bytes=_CHAT_BYTES):
             raise TimeoutError(f"it takes more than {_CHAT_S:.0f} s or {_CHAT_BYTES >> 20} MiB")
         _TRIED_TEMPLATES[renderer] = template
+    if any(message.get("tool_calls") for message in messages):
+        messages = _with_arguments(messages, as_text=_takes_text(renderer))
     text = str(render(list(messages)))
     given = len(repr((messages, options)))
     if len(text) > _CHAT_CHARACTERS + _CHAT_GROWTH * given:  # minutes of a tokenizer's time
@@ -87,6 +90,60 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
 
 
 _TRIED_TEMPLATES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def _with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[Mapping[str, Any]]:
+    """Return messages whose tool calls have their arguments as JSON text, or as objects."""
+    return [
+        {**message, "tool_calls": [_with_argument(call, as_text) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_argument(call: Any, as_text: bool) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or (isinstance(given, str) == as_text and given):
+        return call
+    if as_text:
+        arguments: Any = json.dumps(given or {}, ensure_ascii=False)
+    else:
+        try:
+            arguments = json.loads(given or "{}") if isinstance(given, str) or given is None else given
+        except (ValueError, RecursionError):  # for the template to show as it is
+            return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _takes_text(renderer: Any) -> bool:
+    """Whether a chat template expects the arguments of tool calls as JSON text.
+
+    Most templates write an object as JSON themselves. Some append the arguments to a text: they fail on an object, or
+    show it as Python does.
+    """
+    template = str(renderer.chat_template)
+    known, answer = _TEXT_TEMPLATES.get(renderer, ("", False))
+    if known != template:
+        as_object = _with_call(renderer, {"probed": 1})
+        is_shown = as_object is not None and "{'probed': 1}" not in as_object
+        answer = not is_shown and _with_call(renderer, '{"probed": 1}') is not None
+        _TEXT_TEMPLATES[renderer] = template, answer
+    return answer
+
+
+def _with_call(renderer: Any, arguments: Any) -> str | None:
+    """Return a conversation with a tool call in a chat template; None if the template fails on it."""
+    call = {"id": "123456789", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    try:
+        return str(renderer.apply_chat_template([_TURNS[0], answer], tokenize=False))
+    except Exception:  # templates raise whatever their author chose
+        return None
+
+
+_TEXT_TEMPLATES: WeakKeyDictionary[Any, tuple[str, bool]] = WeakKeyDictionary()
 
 
 def _try_template(render: Any, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> None:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,27 +99,6 @@ class Prompts:
             return render_chat(tokenizer, messages, **{"add_generation_prompt": True, **variables})
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-
-    @cached_property
-    def takes_text_arguments(self) -> bool:
-        """Whether the chat template expects the arguments of tool calls in the conversation as JSON text.
-
-        Most templates write an object as JSON themselves. Some append the arguments to a text: they fail on an object,
-        or show it as Python does.
-        """
-        as_object = self._with_call({"probed": 1})
-        if as_object is not None and "{'probed': 1}" not in as_object:
-            return False
-        return self._with_call('{"probed": 1}') is not None
-
-    def _with_call(self, arguments: Any) -> str | None:
-        """Return a conversation with a tool call; None if the chat template fails on it."""
-        call = {"id": "123456789", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-        try:
-            return self.chat_text([{"role": "user", "content": "Hi"}, answer], add_generation_prompt=False)
-        except RequestError:
-            return None
 
     def _tokenized(self, text: str, **options: bool) -> list[int]:
         tokenizer = self.need_tokenizer()

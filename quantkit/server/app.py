@@ -214,8 +214,7 @@ class Server:
     def _encoded_chat(self, messages: list[Message], variables: Mapping[str, Any], most: int) -> tuple[str, list[int]]:
         """Return a conversation in the chat template, and its tokens."""
         llm = self.bridge.llm
-        as_text = any(message.tool_calls for message in messages) and llm.takes_text_arguments
-        text = llm.chat_text([message.plain(text_arguments=as_text) for message in messages], **variables)
+        text = llm.chat_text([message.plain() for message in messages], **variables)
         llm.check_length(text, most)
         return text, llm.encode_filled(text)
 

@@ -57,17 +57,12 @@ def _check_tool(tool: Json) -> Json:
 def _check_call(call: Json) -> Json:
     """Check a tool call of an earlier answer, and return it as it came."""
     _ToolCall.model_validate(call)
-    try:
-        _arguments(call)
-    except RequestError as error:
-        raise PydanticCustomError("no_arguments", "{text}", {"text": str(error)}) from None  # type: ignore[misc]
+    if isinstance(given := call["function"].get("arguments"), str) and given:
+        try:
+            parse_object(given, "function.arguments", RequestError)
+        except RequestError as error:
+            raise PydanticCustomError("no_arguments", "{text}", {"text": str(error)}) from None  # type: ignore[misc]
     return call
-
-
-def _arguments(call: Json) -> Json:
-    """Return the arguments of a tool call as an object."""
-    given = call["function"].get("arguments") or {}
-    return parse_object(given, "function.arguments", RequestError) if isinstance(given, str) else given
 
 
 class Message(_Open):
@@ -79,26 +74,14 @@ class Message(_Open):
         Field(None, description="Calls of an earlier answer, as the server gave them.")
     )
 
-    def plain(self, *, text_arguments: bool = False) -> Json:
-        """Return the message as templates expect it, with its content as one text.
-
-        Args:
-            text_arguments: whether the template expects the arguments of tool calls as JSON text, not as an object.
-        """
+    def plain(self) -> Json:
+        """Return the message as templates expect it, with its content as one text."""
         parts = self.content if isinstance(self.content, list) else None
         content = self.content if parts is None else "".join(part.text for part in parts)
         further = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         if self.tool_calls:
-            further["tool_calls"] = [_plain_call(call, text_arguments) for call in self.tool_calls]
+            further["tool_calls"] = self.tool_calls
         return {**further, "role": self.role, "content": content}
-
-
-def _plain_call(call: Json, text_arguments: bool) -> Json:
-    arguments: Any = _arguments(call)
-    if text_arguments:
-        given = call["function"].get("arguments")
-        arguments = given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 class TextPart(Schema):
@@ -165,7 +148,7 @@ class ChatRequest(Sampling):
     )
     parallel_tool_calls: bool | None = Field(
         None,
-        description="False = at most one call. None = as many as the model writes, but one where tool_choice forces it.",
+        description="False = at most one call. None = as many as the model writes, and one where tool_choice forces it",
     )
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")

@@ -265,17 +265,13 @@ HISTORY = (
 def test_calls_of_the_history_reach_the_template(served, monkeypatch, write, expected, given):
     tokenizer = served.llm.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", HISTORY.replace("ARGUMENTS", write))
-    monkeypatch.delitem(served.llm.__dict__, "takes_text_arguments", raising=False)
     call = {"id": "abc", "type": "function", "function": {"name": "weather", "arguments": given}}
     messages = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm.", "refusal": None},
         {"role": "tool", "tool_call_id": "abc", "content": "-3"},
     ]
-    try:
-        status, answer = served.ask("/tokenize", {"messages": messages})
-    finally:
-        served.llm.__dict__.pop("takes_text_arguments", None)
+    status, answer = served.ask("/tokenize", {"messages": messages})
     assert status == 200, answer
     shown = tokenizer.decode(answer["tokens"])
     if isinstance(given, dict):  # text is made of it only where the template needs some

@@ -16,7 +16,7 @@ from quantkit.checkpoints.tokenizer import render_chat
 from quantkit.compress.calibration.images import ImageSamples, read_records
 from quantkit.errors import DataError, first_line
 from quantkit.results import CalibrationRecord
-from quantkit.safety.untrusted import MAX_TEXT_BYTES, read_text
+from quantkit.safety.untrusted import MAX_TEXT_BYTES, read_text, shorten
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -73,6 +73,14 @@ class Samples:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A conversation, and the tools that its template shows; None = none."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+
 NO_TEXT = Samples(token_ids=(), warnings=(), digest="")
 
 
@@ -83,8 +91,8 @@ def load_samples(
     """Read, tokenize and draw calibration samples; the same arguments give the same samples.
 
     Args:
-        data: a .txt file (documents separated by blank lines), a .jsonl file (`text`, `messages` or `input_ids` per
-            line), or the name of a hub data set with or without the prefix `hub:`.
+        data: a .txt file (documents separated by blank lines), a .jsonl file (`text`, `messages` with or without
+            `tools`, or `input_ids` per line), or the name of a hub data set with or without the prefix `hub:`.
         tokenizer: a transformers tokenizer.
         samples: maximum number of samples.
         sequence_length: maximum number of tokens per sample, including BOS.
@@ -166,7 +174,7 @@ def _tokenize(
     for record in records:
         if isinstance(record, str):
             texts.append(record)
-        elif record and isinstance(record[0], dict):
+        elif isinstance(record, _Chat):
             whole.append(_chat_ids(record, tokenizer, where)[:length])
         elif record:
             whole.append(list(record)[:length])
@@ -202,12 +210,12 @@ def _windows(
     return [window for window in windows if len(window) > len(prefix) + 1]
 
 
-def _chat_ids(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> list[int]:
-    if any(isinstance(part, dict) and part.get("type") == "image" for turn in messages for part in _parts(turn)):
+def _chat_ids(chat: _Chat, tokenizer: Any, where: str) -> list[int]:
+    if any(isinstance(part, dict) and part.get("type") == "image" for turn in chat.messages for part in _parts(turn)):
         # A tokenizer would leave a mark in the place of the image, and the model never see one.
         raise DataError(f"calibration data {where}: a chat contains images; give this data as calibration.images")
     try:
-        text = render_chat(tokenizer, messages)
+        text = render_chat(tokenizer, chat.messages, **({} if chat.tools is None else {"tools": chat.tools}))
     except Exception as error:  # templates raise whatever their author chose
         raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
     # Special tokens are the template's business; adding them here would double the BOS token.
@@ -254,8 +262,22 @@ def _content(record: dict[str, Any], field: str, where: str) -> Any:
     for key in (field, "messages", "conversations", "input_ids", "text"):
         value = record.get(key)
         if isinstance(value, str) or (isinstance(value, list) and value):
+            if isinstance(value, list) and isinstance(value[0], dict):
+                return _Chat(value, _tools(record.get("tools"), where))
             return value
     raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; it has: {', '.join(record)}")
+
+
+def _tools(given: Any, where: str) -> list[Any] | None:
+    """Return the tools of a chat record, which data sets also keep as JSON text; None = none."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "[]")
+        except (ValueError, RecursionError):
+            raise DataError(f"{where}: 'tools' is not valid JSON") from None
+    if given is not None and not isinstance(given, list):
+        raise DataError(f"{where}: 'tools' is {shorten(given)}; give a list of tools")
+    return given or None
 
 
 def _read_file(path: Path) -> str:

@@ -72,6 +72,31 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
     assert any("duplicates" in warning for warning in samples.warnings)
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_chat_keeps_its_tools_calls_and_thinking(tmp_path, tokenizer, as_text):
+    path = tmp_path / "chat.jsonl"
+    tools = [{"type": "function", "function": {"name": "count"}}]
+    call = {"type": "function", "function": {"name": "count", "arguments": '{"of": "apples"}'}}
+    chat = [
+        {"role": "user", "content": "How many apples?"},
+        {"role": "assistant", "content": "", "reasoning_content": "Count them.", "tool_calls": [call]},
+        {"role": "tool", "content": "12"},
+    ]
+    record = {"messages": chat, "tools": json.dumps(tools) if as_text else tools}
+    path.write_text("\n".join(json.dumps(record) for _ in range(3)))
+    tokenizer.chat_template = (
+        "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
+        "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    try:
+        samples = load(path, tokenizer)
+    finally:
+        tokenizer.chat_template = None
+    expected = '[count]<user>How many apples?<assistant>(Count them.){"of": "apples"}<tool>12'
+    assert tokenizer.decode(samples.token_ids[0]) == expected
+
+
 def test_the_linter_says_nothing_about_good_data(tokenizer):
     good = [[0, *[5 + (i * j) % 200 for j in range(255)]] for i in range(1, 33)]
     assert lint(good, 32, 256, tokenizer) == ()
@@ -100,6 +125,8 @@ def test_the_linter_finds_what_is_wrong(tokenizer):
         ("ids.jsonl", '{"input_ids": [0, 5, 999]}', "token id 999 is outside the model's vocabulary of 260"),
         ("negative.jsonl", '{"input_ids": [0, -5, 9]}', "token id -5 is outside"),
         ("words.jsonl", '{"input_ids": ["a", "b"]}', "must be whole numbers"),
+        ("tools.jsonl", '{"messages": [{"role": "user", "content": "a"}], "tools": {"a": 1}}', "give a list of tools"),
+        ("half.jsonl", '{"messages": [{"role": "user", "content": "a"}], "tools": "[{"}', "'tools' is not valid JSON"),
         ("one.jsonl", '{"input_ids": [0]}', "contains no usable text"),
     ],
 )
