@@ -76,11 +76,11 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
 def test_a_chat_keeps_its_tools_calls_and_thinking(tmp_path, tokenizer, as_text):
     path = tmp_path / "chat.jsonl"
     tools = [{"type": "function", "function": {"name": "count"}}]
-    call = {"type": "function", "function": {"name": "count", "arguments": '{"of": "apples"}'}}
+    call = {"type": "function", "function": {"name": "count", "arguments": '{"of": "a"}'}}
     chat = [
-        {"role": "user", "content": "How many apples?"},
-        {"role": "assistant", "content": "", "reasoning_content": "Count them.", "tool_calls": [call]},
-        {"role": "tool", "content": "12"},
+        {"role": "user", "content": "How?"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
     ]
     record = {"messages": chat, "tools": json.dumps(tools) if as_text else tools}
     path.write_text("\n".join(json.dumps(record) for _ in range(3)))
@@ -93,7 +93,7 @@ def test_a_chat_keeps_its_tools_calls_and_thinking(tmp_path, tokenizer, as_text)
         samples = load(path, tokenizer)
     finally:
         tokenizer.chat_template = None
-    expected = '[count]<user>How many apples?<assistant>(Count them.){"of": "apples"}<tool>12'
+    expected = '[count]<user>How?<assistant>(Hm.){"of": "a"}<tool>1'
     assert tokenizer.decode(samples.token_ids[0]) == expected
 
 
