@@ -26,11 +26,11 @@ def decoder(tokenizer: Any, shown: Collection[int] = ()) -> TextOf:
         shown: special tokens that are not skipped.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)  # does the same thing without 30 us of dispatch
-    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
+    text_of = partial(tokenizer.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
     if not shown:
-        return lambda ids: decode(ids, skip_special_tokens=True)
+        return lambda ids: text_of(ids, skip_special_tokens=True)
     hidden = set(special_tokens(tokenizer).values()) - set(shown)
-    return lambda ids: decode([token for token in ids if token not in hidden], skip_special_tokens=False)
+    return lambda ids: text_of([token for token in ids if token not in hidden], skip_special_tokens=False)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:

@@ -48,6 +48,7 @@ COSTLY = {
         f'{{"messages": [{{"role": "user", "content": {MANY}}}]}}'.encode(),
         "lists and",
     ),
+    "biases": (TEXT, b'{"prompt": "a", "logit_bias": {' + b'"5": 1,' * 1_000_000 + b'"6": 1}}', "entries"),
     "enum": (CHAT, schema({"enum": [str(number) for number in range(500_000)]}), "values"),
     "a long text": (TEXT, prompt(json.dumps("word, " * 660_000)), "tokens"),
     "many texts": (TEXT, prompt(json.dumps(["words of a prompt " * 200] * 1024)), "1024 prompts"),
@@ -83,6 +84,17 @@ def test_a_schema_that_takes_long_holds_nobody_up(served):
     status, message = answered_beside_health(served, CHAT, body)
     assert status == 400
     assert "json_schema is too complex" in message
+
+
+def test_tools_that_take_long_hold_nobody_up(served):
+    age = {"type": "number", "multipleOf": 999_983, "minimum": 0, "maximum": 10**9}
+    function = {"name": "f", "parameters": {"properties": {"age": age}, "required": ["age"]}}
+    tools = [{"type": "function", "function": function}]
+    body = json.dumps({"messages": HELLO, "max_tokens": 2, "tools": tools, "tool_choice": "required"}).encode()
+    status, message = answered_beside_health(served, CHAT, body)
+    assert status == 400
+    assert "grammar is too complex" in message
+    assert served.ask(CHAT, json.loads(body) | {"tool_choice": "auto"})[0] == 200
 
 
 def test_marks_inside_texts_are_no_values(served):

@@ -136,15 +136,15 @@ class AnswerParser:
         return bool(marker)
 
     def _read_content(self, is_last: bool) -> bool:
-        if self._maybe_bare and (found := self._read_bare(is_last)) is not None:
-            return found
+        if self._maybe_bare and (goes_on := self._read_bare(is_last)) is not None:
+            return goes_on
         markers = self._markers + ((self._dialect.stop,) if self._num_calls and self._dialect.stop else ())
-        found_at = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
-        if not found_at:
+        places = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
+        if not places:
             size = 0 if is_last else _overlap(self._held, markers)
             self._say(len(self._held) - size)
             return False
-        at, marker = min(found_at)
+        at, marker = min(places)
         self._say(at)
         if marker == self._dialect.stop:
             self._held = self._held[len(marker) :]
