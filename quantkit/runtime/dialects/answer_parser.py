@@ -139,12 +139,12 @@ class AnswerParser:
         if self._maybe_bare and (goes_on := self._read_bare(is_last)) is not None:
             return goes_on
         markers = self._markers + ((self._dialect.stop,) if self._num_calls and self._dialect.stop else ())
-        places = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
-        if not places:
+        starts = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
+        if not starts:
             size = 0 if is_last else _overlap(self._held, markers)
             self._say(len(self._held) - size)
             return False
-        at, marker = min(places)
+        at, marker = min(starts)
         self._say(at)
         if marker == self._dialect.stop:
             self._held = self._held[len(marker) :]
