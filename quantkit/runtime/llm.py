@@ -238,6 +238,7 @@ class LLM(Prompts):
             "GPU kernels": describe_kernels(model.device) if gpu.is_used(model.device) else None,
             "threads": self._threads,
             "CUDA graphs": engine.runner.graph_status,
+            "decode steps": engine.runner.program_status,
         }
         if (eviction := engine.eviction) is not None:
             policy, evicted = engine.config.kv_policy or policies.DEFAULT, counts["kv_evicted_pages"]

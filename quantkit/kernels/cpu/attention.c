@@ -5,26 +5,11 @@
    scores, online softmax, dequantize the values, add. Scales never touch the values themselves: those of a token multiply
    scores and weights, those of a channel multiply the query once per page. Where the CPU can, models in bf16 ("half")
    multiply codes, queries and weights in bf16, which holds codes exactly, and add in float32; all else is float32. */
+#include "attention.h"
 #include "attention_tiles.h"
 #include "kv_half.h"
 
 enum { ROWS = 32 };
-
-typedef struct {
-    double scale, softcap; /* softcap 0: none */
-    int64_t window;        /* 0: none */
-} attention_options;
-
-typedef struct {
-    const kv_layer *layer;
-    const kv_batch *batch;
-    const uint8_t *query, *key, *value;
-    uint8_t *out;
-    int64_t query_stride, key_stride, value_stride; /* from token to token, in elements */
-    int64_t query_heads, group, window;
-    float scale, softcap;
-    int type;
-} attention;
 
 typedef struct {
     int64_t sequence, start, first, count; /* new tokens first .. first + count of the sequence, which start at `start` */
@@ -361,6 +346,12 @@ static int64_t cut_tasks(const attention *a, task **tasks, double *work) {
     return count;
 }
 
+int kv_attend_token(const attention *a, int64_t sequence, int64_t head) {
+    task t = {sequence, sequence, 0, 1};
+    kv_new_states states = {a->layer, a->batch, a->key, a->value, a->key_stride, a->value_stride, a->type};
+    return run_task(a, &t, head) || kv_store_head(&states, sequence, sequence, head);
+}
+
 /* Below this many query-key pairs times channels, waking a second thread costs more than it saves. */
 #define PARALLEL_WORK 2e6
 
@@ -382,5 +373,6 @@ QK_EXPORT int qk_attend(const kv_layer *layer, const kv_batch *batch, const atte
 #pragma omp parallel for schedule(dynamic) num_threads(used) if (used > 1) reduction(| : failed)
     for (int64_t i = 0; i < count; i++)
         failed |= run_task(&a, &tasks[i / layer->heads], i % layer->heads);
-    return failed || kv_store(layer, batch, key, value, key_stride, value_stride, type, threads);
+    kv_new_states states = {layer, batch, key, value, key_stride, value_stride, type};
+    return failed || kv_store(&states, threads);
 }

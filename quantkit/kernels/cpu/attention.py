@@ -40,7 +40,9 @@ class _Layer(Structure):
     )
 
 
-class _Batch(Structure):
+class Batch(Structure):
+    """`kv_batch` of kv.h."""
+
     _fields_ = (
         *[(name, c_void_p) for name in ("page_table", "query_lengths", "context_lengths", "residual_rows")],
         ("sequences", c_int64),
@@ -68,7 +70,7 @@ def _prepare(batch: ForwardBatch) -> Any:
         count = len(batch.query_lengths)
         queries = (c_int64 * count)(*batch.query_lengths)
         contexts = (c_int64 * count)(*batch.context_lengths)
-        structure = _Batch(
+        structure = Batch(
             page_table=table.data_ptr(),
             query_lengths=addressof(queries),
             context_lengths=addressof(contexts),
@@ -93,14 +95,23 @@ def is_available(views: KVViews) -> bool:
     return views.pool.is_cpu and cpu.library() is not None
 
 
+def options_structure(options: AttentionOptions) -> Structure:
+    """Return what C reads of the options: scale, softcap and window."""
+    return _Options(scale=options.scale, softcap=options.softcap or 0.0, window=options.window or 0)
+
+
 class NativeAttention:
-    """Attention of one layer in C; see `ops.attention.Stepwise`."""
+    """Attention of one layer in C; see `ops.attention.Stepwise`.
+
+    Attributes:
+        structure: `kv_layer` of kv.h.
+    """
 
     def __init__(self, views: KVViews) -> None:
         self._attend = _function()
         self._plain = TorchAttention(views)
-        self._structure = _layer(views)  # which points into what the plain version holds
-        self._layer = byref(self._structure)
+        self.structure = _layer(views)  # which points into what the plain version holds
+        self._layer = byref(self.structure)
         self._options: AttentionOptions | None = None  # those of the last call, as a layer's never change
         self._options_pointer: Any = None
 
@@ -110,8 +121,7 @@ class NativeAttention:
         if kind is None or not query.dtype == key.dtype == value.dtype:
             return self._plain(states, batch, options)
         if options is not self._options:
-            structure = _Options(scale=options.scale, softcap=options.softcap or 0.0, window=options.window or 0)
-            self._options, self._options_pointer = options, byref(structure)
+            self._options, self._options_pointer = options, byref(options_structure(options))
         query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
         out = torch.empty_like(query)
         failed = self._attend(

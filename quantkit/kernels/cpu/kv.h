@@ -26,9 +26,18 @@ typedef struct {
     int64_t sequences, table_stride;
 } kv_batch;
 
-/* Put the keys and values of this step into the pool and the residual windows (kv_store.c). Returns 0, or 1 when memory is out. */
-int kv_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value, int64_t key_stride,
-             int64_t value_stride, int type, int threads);
+typedef struct {
+    const kv_layer *layer;
+    const kv_batch *batch;
+    const uint8_t *key, *value;
+    int64_t key_stride, value_stride; /* from token to token, in elements */
+    int type;
+} kv_new_states;
+
+/* Put the keys and values of this step into the pool and the residual windows (kv_store.c); or those of one head of one
+   sequence, whose first new token is `start`. Return 0, or 1 when memory is out. */
+int kv_store(const kv_new_states *s, int threads);
+int kv_store_head(const kv_new_states *s, int64_t sequence, int64_t start, int64_t head);
 
 QK_INLINE int64_t kv_token_bytes(int64_t type, int64_t width) {
     return type == KV_F32 ? width * 4 : type <= KV_F16 ? width * 2 : type == KV_INT4 ? width / 2 : width;

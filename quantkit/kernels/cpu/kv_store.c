@@ -7,14 +7,6 @@
 #define LARGEST 65504.0f
 #define PARALLEL_ELEMENTS (1 << 16)
 
-typedef struct {
-    const kv_layer *layer;
-    const kv_batch *batch;
-    const uint8_t *key, *value;
-    int64_t key_stride, value_stride; /* from token to token, in elements */
-    int type;
-} store;
-
 /* An fp16 scale not below the given one, and never zero; as a float. */
 QK_INLINE __m512 round_up(__m512 scale) {
     __m512 up = _mm512_add_ps(scale, _mm512_mul_ps(scale, _mm512_set1_ps(HALF_ULP)));
@@ -141,7 +133,7 @@ static void store_token(const kv_layer *layer, const kv_array *array, int64_t pa
 /* ---- keys by channel ---- */
 
 /* Keys of a page, old ones from the residual window and fresh ones as it would keep them, as floats (tokens, stride). */
-static void gather_page(const store *s, int64_t row, int64_t head, int64_t position, int64_t cached,
+static void gather_page(const kv_new_states *s, int64_t row, int64_t head, int64_t position, int64_t cached,
                         const uint8_t *fresh, float *out, int64_t stride) {
     const kv_layer *layer = s->layer;
     int64_t width = layer->key.width, size = qk_state_bytes(s->type), old = qk_max(0, cached - position);
@@ -192,7 +184,7 @@ static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, flo
 }
 
 /* Pages that this step completes into the pool, then the newest keys into the residual window. Returns 1 when memory is out. */
-static int store_channels(const store *s, int64_t sequence, int64_t start, int64_t head) {
+static int store_channels(const kv_new_states *s, int64_t sequence, int64_t start, int64_t head) {
     const kv_layer *layer = s->layer;
     int64_t size = qk_state_bytes(s->type), stride = (layer->key.width + 15) / 16 * 16, tokens = layer->page_size;
     int64_t length = s->batch->context_lengths[sequence], cached = length - s->batch->query_lengths[sequence];
@@ -212,7 +204,7 @@ static int store_channels(const store *s, int64_t sequence, int64_t start, int64
     return 0;
 }
 
-static int store_head(const store *s, int64_t sequence, int64_t start, int64_t head) {
+int kv_store_head(const kv_new_states *s, int64_t sequence, int64_t start, int64_t head) {
     const kv_layer *layer = s->layer;
     int64_t size = qk_state_bytes(s->type), length = s->batch->context_lengths[sequence];
     int64_t new = s->batch->query_lengths[sequence];
@@ -228,16 +220,14 @@ static int store_head(const store *s, int64_t sequence, int64_t start, int64_t h
     return layer->residual ? store_channels(s, sequence, start, head) : 0;
 }
 
-int kv_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value, int64_t key_stride,
-             int64_t value_stride, int type, int threads) {
-    store s = {layer, batch, key, value, key_stride, value_stride, type};
+int kv_store(const kv_new_states *s, int threads) {
     int failed = 0;
-    for (int64_t sequence = 0, start = 0; sequence < batch->sequences; sequence++) {
-        int64_t new = batch->query_lengths[sequence];
-        int used = new * layer->heads * layer->key.width < PARALLEL_ELEMENTS ? 1 : threads;
+    for (int64_t sequence = 0, start = 0; sequence < s->batch->sequences; sequence++) {
+        int64_t new = s->batch->query_lengths[sequence];
+        int used = new * s->layer->heads * s->layer->key.width < PARALLEL_ELEMENTS ? 1 : threads;
 #pragma omp parallel for num_threads(used) if (used > 1) reduction(| : failed)
-        for (int64_t head = 0; head < layer->heads; head++)
-            failed |= store_head(&s, sequence, start, head);
+        for (int64_t head = 0; head < s->layer->heads; head++)
+            failed |= kv_store_head(s, sequence, start, head);
         start += new;
     }
     return failed;

@@ -17,13 +17,13 @@ static const int64_t DIRECT_F32[] = {[QK_BF16] = ALWAYS, [QK_F32] = ALWAYS, [QK_
                                      [QK_F16] = ALWAYS, [QK_FP8] = 18};
 
 typedef struct {
+    const QkProduct *product;
     const QkLinear *linear;
-    const void *x;
+    const void *x;                  /* of the product, or a copy prepared for the loops */
     const float *row_scale, *sums;  /* by token; by token and group; NULL: not needed */
-    void *out;
     int64_t tokens, pairs, stride, groups;
     int64_t width, run, runs_per_group, runs; /* pairs of a group, and of a run: what is summed before it is scaled */
-    int x_is_bf16, out_is_bf16;
+    int x_is_bf16;
 } Job;
 
 /* What the sums of one group, or of a piece of it, are multiplied by. `run` counts the pieces. */
@@ -153,7 +153,7 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
             multiply(job, panel, dense, memory, start, end, token, tokens, main);
         }
     }
-    qk_store_tokens(linear, panel, token, tokens, main, job->row_scale, job->out, job->out_is_bf16);
+    qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
 }
 
 static int run_panels(const Job *job, QkRange range) {
@@ -204,8 +204,10 @@ static int widen_inputs(Job *job) {
 }
 
 /* Inputs as the loops want them: rounded if asked for, an even number per token. */
-static int prepare(Job *job, const void *x, int is_bf16, int activation) {
+static int prepare(Job *job) {
     const QkLinear *linear = job->linear;
+    const void *x = job->product->x;
+    int is_bf16 = job->product->is_bf16, activation = job->product->activation;
     int64_t k = linear->k, padded = job->pairs * 2;
     if (activation != QK_AS_IT_IS) {
         uint16_t *codes = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(job->tokens * padded) * 2);
@@ -229,19 +231,34 @@ static int prepare(Job *job, const void *x, int is_bf16, int activation) {
     return linear->zero || linear->storage == QK_H8 ? sum_inputs(job) : 0;
 }
 
+/* The sizes of a product, and its inputs in the calling thread's memory. Returns 0; 1 when memory is out. */
+static int begin(Job *job, const QkProduct *product) {
+    const QkLinear *linear = product->linear;
+    *job = (Job){.product = product, .linear = linear, .x = product->x, .tokens = product->tokens,
+                 .pairs = (linear->k + 1) / 2, .x_is_bf16 = product->is_bf16};
+    job->stride = job->pairs * 2;
+    job->width = linear->group / 2;
+    job->groups = job->pairs / job->width;
+    int dense = QK_AVX512 && (product->is_bf16 || product->activation) ? QK_BF16 : QK_F32;
+    job->run = qk_min(job->width, TILE_BYTES / PAIR_BYTES[dense]);
+    job->runs_per_group = (job->width + job->run - 1) / job->run;
+    job->runs = job->groups * job->runs_per_group;
+    return prepare(job);
+}
+
+int qk_linear_share(const QkProduct *product, int thread, int threads) {
+    QkRange panels = qk_share(qk_panels(product), thread, threads);
+    Job job;
+    return panels.first < panels.last && (begin(&job, product) || run_panels(&job, panels));
+}
+
 /* x: (tokens, k), out: (tokens, n), both contiguous and both bf16 or both float. Returns 0; 1 when memory is out. */
 QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16, int activation,
                         int threads) {
-    Job job = {.linear = linear, .x = x, .out = out, .tokens = tokens, .pairs = (linear->k + 1) / 2,
-               .x_is_bf16 = is_bf16, .out_is_bf16 = is_bf16};
-    job.stride = job.pairs * 2;
-    job.width = linear->group / 2;
-    job.groups = job.pairs / job.width;
-    job.run = qk_min(job.width, TILE_BYTES / PAIR_BYTES[QK_AVX512 && (is_bf16 || activation) ? QK_BF16 : QK_F32]);
-    job.runs_per_group = (job.width + job.run - 1) / job.run;
-    job.runs = job.groups * job.runs_per_group;
+    QkProduct product = {linear, x, out, linear->n, tokens, is_bf16, activation};
+    Job job;
     if (!tokens) return 0;
-    if (prepare(&job, x, is_bf16, activation)) return 1;
-    threads = qk_threads(linear, tokens, threads);
+    if (begin(&job, &product)) return 1;
+    threads = qk_threads(&product, threads);
     QK_RUN_PANELS(run_panels, &job, threads)
 }

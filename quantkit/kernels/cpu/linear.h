@@ -17,13 +17,13 @@
 
    Scales and zeros are [panel][group][64]. */
 #pragma once
-#include "quantkit.h"
+#include "product.h"
 
 enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_F16, QK_H8, QK_U8 };
 enum { QK_AS_IT_IS, QK_TO_INT8, QK_TO_FP8 };
 enum { QK_SCALE_F32, QK_SCALE_BF16, QK_SCALE_F16 };
 
-typedef struct {
+typedef struct QkLinear {
     const uint8_t *codes;
     const void *scale;    /* NULL: the codes are the values */
     const void *zero;     /* int8 or float; NULL: symmetric */
@@ -33,12 +33,6 @@ typedef struct {
 } QkLinear;
 
 enum { QK_PANEL = 64, QK_ROWS = 256 };  /* outputs of a panel; tokens for which a panel's results are kept at once */
-
-/* Share of a thread, or of a block of tokens: first..last. */
-typedef struct { int64_t first, last; } QkRange;
-QK_INLINE QkRange qk_share(int64_t count, int number, int shares) {
-    return (QkRange){count * number / shares, count * (number + 1) / shares};
-}
 
 /* Without it GCC keeps the sums in memory before and after a loop. */
 #define UNROLL _Pragma("GCC unroll 8")
@@ -70,26 +64,29 @@ QK_INLINE __m512 qk_load_scale(const QkLinear *linear, int64_t index) {
 }
 
 /* Results of a panel for `tokens` tokens from `token` on; row_scale by token, NULL: all are 1. */
-QK_INLINE void qk_store_tokens(const QkLinear *linear, int64_t panel, int64_t token, int64_t tokens,
-                               const float *values, const float *row_scale, void *out, int is_bf16) {
+QK_INLINE void qk_store_tokens(const QkProduct *product, int64_t panel, int64_t token, int64_t tokens,
+                               const float *values, const float *row_scale) {
+    const QkLinear *linear = product->linear;
     int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
     for (int64_t m = 0; m < tokens; m++) {
-        int64_t at = (token + m) * linear->n + panel * QK_PANEL;
+        int64_t at = (token + m) * product->stride + panel * QK_PANEL;
         qk_store_panel(values + QK_PANEL * m, row_scale ? row_scale[token + m] : 1.f,
                        linear->bias ? linear->bias + panel * QK_PANEL : NULL,
-                       (uint8_t *)out + at * (is_bf16 ? 2 : 4), width, is_bf16);
+                       (uint8_t *)product->out + at * (product->is_bf16 ? 2 : 4), width, product->is_bf16);
     }
 }
 
+QK_INLINE int64_t qk_panels(const QkProduct *product) { return (product->linear->n + QK_PANEL - 1) / QK_PANEL; }
+
 /* Threads that a product is worth: no more than there are panels. */
-QK_INLINE int qk_threads(const QkLinear *linear, int64_t tokens, int threads) {
-    int64_t panels = (linear->n + QK_PANEL - 1) / QK_PANEL;
-    return threads > panels || tokens * linear->n * linear->k < QK_PARALLEL_FROM ? 1 : threads;
+QK_INLINE int qk_threads(const QkProduct *product, int threads) {
+    int64_t products = product->tokens * product->linear->n * product->linear->k;
+    return threads > qk_panels(product) || products < QK_PARALLEL_FROM ? 1 : threads;
 }
 
 /* `run` for all panels, each thread its share. Returns 0; 1 when memory is out. */
 #define QK_RUN_PANELS(run, job, threads) \
-    int64_t all_panels = ((job)->linear->n + QK_PANEL - 1) / QK_PANEL; \
+    int64_t all_panels = qk_panels((job)->product); \
     if ((threads) <= 1) return run(job, (QkRange){0, all_panels}); \
     int failed = 0; \
     _Pragma("omp parallel for num_threads(threads) schedule(static, 1) reduction(| : failed)") \

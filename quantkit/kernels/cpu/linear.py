@@ -50,6 +50,9 @@ class NativeLinear(Linear):
         scale: (P, G, 64) float32, bf16 or fp16, or None.
         zero: (P, G, 64) int8 or float32, or None.
         activation: how inputs are quantized.
+    Attributes:
+        address, activation, is_int8: what `program` passes to C: `QkLinear`, a number of linear.h, the kind of kernel.
+        dtype: float32 or bfloat16.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class NativeLinear(Linear):
         padded = None if bias is None else _pad_rows(bias.float()).contiguous()
         self._tensors = (codes, scale, zero, padded)  # kept alive: the descriptor has their addresses
         super().__init__(weight.shape, nbytes(*self._tensors), description)
-        self._dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         addresses = [None if t is None else t.data_ptr() for t in self._tensors]
         kinds = (
             _SCALES.index(torch.float32 if scale is None else scale.dtype),
@@ -79,15 +82,16 @@ class NativeLinear(Linear):
         # Inputs are stored by units, so the only group of a row ends with its last unit.
         group = width // groups if groups > 1 else -(-width // unit) * unit
         self._descriptor = _Descriptor(*addresses, outputs, width, group, storage, *kinds)
-        self._address = ctypes.addressof(self._descriptor)
-        self._kind = int(self._dtype == torch.bfloat16)
-        self._activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
-        name = "qk_linear_int8" if storage == _U8 else "qk_linear"
+        self.address = ctypes.addressof(self._descriptor)
+        self._kind = int(self.dtype == torch.bfloat16)
+        self.activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
+        self.is_int8 = storage == _U8
+        name = "qk_linear_int8" if self.is_int8 else "qk_linear"
         self._multiply = cpu.function(name, *[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3, returns=ctypes.c_int)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype != self._dtype:
-            return self(x.to(self._dtype)).to(x.dtype)
+        if x.dtype != self.dtype:
+            return self(x.to(self.dtype)).to(x.dtype)
         if not x.is_contiguous():
             x = x.contiguous()
         tokens, width = x.shape
@@ -95,7 +99,7 @@ class NativeLinear(Linear):
             raise ValueError(f"inputs of shape {tuple(x.shape)} do not match a weight with {self.in_features} inputs")
         out = x.new_empty((tokens, self.out_features))
         threads = torch.get_num_threads()
-        if self._multiply(self._address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self._activation, threads):
+        if self._multiply(self.address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self.activation, threads):
             raise ResourceError(f"out of memory for the inputs of a linear layer, {tokens} x {self.in_features}")
         return out
 

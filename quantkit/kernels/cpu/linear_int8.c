@@ -7,13 +7,12 @@
 enum { MAX_TOKENS = 6, QUAD_BYTES = 256, TILE_QUADS = 64 };
 
 typedef struct {
+    const QkProduct *product;
     const QkLinear *linear;
-    const int8_t *x;
-    const float *row_scale;
-    const int32_t *sums;  /* of the inputs, [token][group] */
-    void *out;
+    int8_t *x;
+    float *row_scale;
+    int32_t *sums;  /* of the inputs, [token][group] */
     int64_t tokens, quads, groups;
-    int is_bf16;
 } Job;
 
 /* partial[token][64] (+)= w * x over `quads` quads; x has `stride` bytes per token. */
@@ -147,7 +146,6 @@ static void multiply(const Job *job, int64_t panel, int64_t start, int64_t end, 
 }
 
 static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t tokens, float *memory) {
-    const QkLinear *linear = job->linear;
     float *main = memory;
     int32_t *partial = (int32_t *)(memory + QK_ROWS * QK_PANEL);
     memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
@@ -155,7 +153,7 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     int64_t step = tokens <= MAX_TOKENS ? job->quads : TILE_QUADS;
     for (int64_t start = 0; start < job->quads; start += step)
         multiply(job, panel, start, qk_min(job->quads, start + step), token, tokens, partial, main);
-    qk_store_tokens(linear, panel, token, tokens, main, job->row_scale, job->out, job->is_bf16);
+    qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
 }
 
 static int run_panels(const Job *job, QkRange range) {
@@ -173,24 +171,45 @@ static int32_t sum_codes(const int8_t *codes, int64_t count) {
     return sum;
 }
 
+/* Sizes, and memory of the calling thread for the inputs. Returns 0; 1 when memory is out. */
+static int begin(Job *job, const QkProduct *product) {
+    const QkLinear *linear = product->linear;
+    int64_t tokens = product->tokens, quads = (linear->k + 3) / 4;
+    *job = (Job){.product = product, .linear = linear, .tokens = tokens, .quads = quads,
+                 .groups = (quads * 4 + linear->group - 1) / linear->group};
+    job->x = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(tokens * quads * 4));
+    job->row_scale = qk_scratch(QK_SLOT_LINEAR_SCALES, (size_t)tokens * sizeof(float));
+    job->sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(tokens * job->groups) * sizeof(int32_t));
+    return !job->x || !job->row_scale || !job->sums;
+}
+
+static void quantize_token(const Job *job, int64_t m) {
+    const QkProduct *product = job->product;
+    int64_t k = job->linear->k, group = job->linear->group, padded = job->quads * 4;
+    const uint8_t *row = (const uint8_t *)product->x + m * k * (product->is_bf16 ? 2 : 4);
+    job->row_scale[m] = qk_quantize_int8(row, product->is_bf16, k, padded, job->x + m * padded);
+    for (int64_t g = 0; g < job->groups; g++)
+        job->sums[m * job->groups + g] = sum_codes(job->x + m * padded + g * group, qk_min(group, padded - g * group));
+}
+
+int qk_linear_int8_share(const QkProduct *product, int thread, int threads) {
+    QkRange panels = qk_share(qk_panels(product), thread, threads);
+    Job job;
+    if (panels.first == panels.last) return 0;
+    if (begin(&job, product)) return 1;
+    for (int64_t m = 0; m < job.tokens; m++) quantize_token(&job, m);
+    return run_panels(&job, panels);
+}
+
 /* As qk_linear; the input is always rounded to int8. */
 QK_EXPORT int qk_linear_int8(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16,
                              int activation, int threads) {
-    (void)activation;
-    int64_t quads = (linear->k + 3) / 4, padded = quads * 4, groups = (padded + linear->group - 1) / linear->group;
-    int8_t *codes = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(tokens * padded));
-    float *scales = qk_scratch(QK_SLOT_LINEAR_SCALES, (size_t)tokens * sizeof(float));
-    int32_t *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(tokens * groups) * sizeof(int32_t));
-    if (tokens && (!codes || !scales || !sums)) return 1;
-    Job job = {linear, codes, scales, sums, out, tokens, quads, groups, is_bf16};
-    threads = qk_threads(linear, tokens, threads);
+    QkProduct product = {linear, x, out, linear->n, tokens, is_bf16, activation};
+    Job job;
+    if (!tokens) return 0;
+    if (begin(&job, &product)) return 1;
+    threads = qk_threads(&product, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens >= 8)
-    for (int64_t m = 0; m < tokens; m++) {
-        const uint8_t *row = (const uint8_t *)x + m * linear->k * (is_bf16 ? 2 : 4);
-        scales[m] = qk_quantize_int8(row, is_bf16, linear->k, padded, codes + m * padded);
-        for (int64_t g = 0; g < groups; g++)
-            sums[m * groups + g] =
-                sum_codes(codes + m * padded + g * linear->group, qk_min(linear->group, padded - g * linear->group));
-    }
+    for (int64_t m = 0; m < tokens; m++) quantize_token(&job, m);
     QK_RUN_PANELS(run_panels, &job, threads)
 }

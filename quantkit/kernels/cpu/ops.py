@@ -17,7 +17,8 @@ from quantkit.kernels import cpu
 STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Number of each activation dtype in `states.h`."""
 
-_GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
+GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
+"""Number of each gate activation in `small.c`."""
 
 
 @functools.cache
@@ -81,7 +82,7 @@ def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: b
 
 def gated(gate_up: Tensor, activation: str) -> Tensor | None:
     """See `ops.gated`."""
-    call, kind, gate = _functions(), STATE_TYPES.get(gate_up.dtype), _GATES.get(activation)
+    call, kind, gate = _functions(), STATE_TYPES.get(gate_up.dtype), GATES.get(activation)
     if call is None or kind is None or gate is None or not gate_up.is_cpu or not gate_up.is_contiguous():
         return None
     width = gate_up.shape[-1] // 2

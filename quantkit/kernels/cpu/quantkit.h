@@ -27,6 +27,12 @@ void *qk_scratch(int slot, size_t bytes);
 QK_INLINE int64_t qk_min(int64_t a, int64_t b) { return a < b ? a : b; }
 QK_INLINE int64_t qk_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Share of a thread, or of a block of tokens: first..last. */
+typedef struct { int64_t first, last; } QkRange;
+QK_INLINE QkRange qk_share(int64_t count, int number, int shares) {
+    return (QkRange){count * number / shares, count * (number + 1) / shares};
+}
+
 /* A bf16 is the upper half of a float. */
 QK_INLINE float qk_bf16_to_float(uint16_t bits) {
     union { uint32_t u; float f; } value = {(uint32_t)bits << 16};

@@ -1,4 +1,5 @@
 /* Norms, rotation and gated activations: one read, one write, float32 between. See quantkit/kernels/cpu/ops.py. */
+#include "small.h"
 #include "states.h"
 #include "vector_math.h"
 
@@ -29,6 +30,11 @@ QK_INLINE void norm_row(const void *x, const void *weight, void *out, int64_t wi
     }
 }
 
+void qk_norm_row(const void *x, const void *weight, void *out, int64_t width, int type, float eps, float offset) {
+    if (type == QK_F32) norm_row(x, weight, out, width, QK_F32, eps, offset);
+    else norm_row(x, weight, out, width, QK_BF16, eps, offset);
+}
+
 /* x: outer x inner rows with these strides, in elements; out: dense. */
 QK_EXPORT void qk_rms_norm(const void *x, const void *weight, void *out, int64_t outer, int64_t inner, int64_t width,
                            int64_t outer_stride, int64_t inner_stride, double eps, double offset, int type,
@@ -39,10 +45,7 @@ QK_EXPORT void qk_rms_norm(const void *x, const void *weight, void *out, int64_t
     for (int64_t row = 0; row < rows; row++) {
         const char *from = (const char *)x + (row / inner * outer_stride + row % inner * inner_stride) * size;
         char *to = (char *)out + row * width * size;
-        if (type == QK_F32)
-            norm_row(from, weight, to, width, QK_F32, (float)eps, (float)offset);
-        else
-            norm_row(from, weight, to, width, QK_BF16, (float)eps, (float)offset);
+        qk_norm_row(from, weight, to, width, type, (float)eps, (float)offset);
     }
 }
 
@@ -56,6 +59,12 @@ QK_INLINE void add_norm_row(const void *x, const void *residual, const void *wei
     norm_row(total, weight, normed, width, type, eps, offset);
 }
 
+void qk_add_norm_row(const void *x, const void *residual, const void *weight, void *normed, void *total, int64_t width,
+                     int type, float eps, float offset) {
+    if (type == QK_F32) add_norm_row(x, residual, weight, normed, total, width, QK_F32, eps, offset);
+    else add_norm_row(x, residual, weight, normed, total, width, QK_BF16, eps, offset);
+}
+
 /* All dense. */
 QK_EXPORT void qk_add_rms_norm(const void *x, const void *residual, const void *weight, void *normed, void *total,
                                int64_t rows, int64_t width, double eps, double offset, int type, int threads) {
@@ -64,12 +73,8 @@ QK_EXPORT void qk_add_rms_norm(const void *x, const void *residual, const void *
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) {
         int64_t at = row * row_bytes;
-        if (type == QK_F32)
-            add_norm_row((const char *)x + at, (const char *)residual + at, weight, (char *)normed + at,
-                         (char *)total + at, width, QK_F32, (float)eps, (float)offset);
-        else
-            add_norm_row((const char *)x + at, (const char *)residual + at, weight, (char *)normed + at,
-                         (char *)total + at, width, QK_BF16, (float)eps, (float)offset);
+        qk_add_norm_row((const char *)x + at, (const char *)residual + at, weight, (char *)normed + at,
+                        (char *)total + at, width, type, (float)eps, (float)offset);
     }
 }
 
@@ -83,6 +88,11 @@ QK_INLINE void rotate_head(void *states, const float *cos, const float *sin, int
     }
 }
 
+void qk_rotate_head(void *states, const float *cos, const float *sin, int64_t half, int type) {
+    if (type == QK_F32) rotate_head(states, cos, sin, half, QK_F32);
+    else rotate_head(states, cos, sin, half, QK_BF16);
+}
+
 /* Channel i turns with channel i + half; strides in elements, heads of a token lie one after another. */
 QK_EXPORT void qk_rotary(void *query, void *key, const float *cos, const float *sin, int64_t tokens,
                          int64_t query_heads, int64_t key_heads, int64_t head_dim, int64_t query_stride,
@@ -94,10 +104,7 @@ QK_EXPORT void qk_rotary(void *query, void *key, const float *cos, const float *
         for (int64_t head = 0; head < heads; head++) {
             char *at = head < query_heads ? (char *)query + (token * query_stride + head * head_dim) * size
                                           : (char *)key + (token * key_stride + (head - query_heads) * head_dim) * size;
-            if (type == QK_F32)
-                rotate_head(at, cos + token * half, sin + token * half, half, QK_F32);
-            else
-                rotate_head(at, cos + token * half, sin + token * half, half, QK_BF16);
+            qk_rotate_head(at, cos + token * half, sin + token * half, half, type);
         }
 }
 
@@ -115,12 +122,20 @@ QK_INLINE __m512 activate(__m512 x, int kind) {
     return _mm512_fmadd_ps(half, qk_tanh(_mm512_mul_ps(inner, _mm512_set1_ps(0.79788456080286536f))), half);
 }
 
-QK_INLINE void gate_row(const void *gate_up, void *out, int64_t width, int kind, int type) {
-    for (int64_t k = 0; k < width; k += 16) {
-        __mmask16 lanes = qk_lanes(k, width);
+QK_INLINE void gate_row(const void *gate_up, void *out, int64_t width, QkRange columns, int kind, int type) {
+    for (int64_t k = columns.first; k < columns.last; k += 16) {
+        __mmask16 lanes = qk_lanes(k, columns.last);
         __m512 gate = activate(qk_load_state(gate_up, k, type, lanes), kind);
         qk_store_state(out, k, type, lanes, _mm512_mul_ps(gate, qk_load_state(gate_up, k + width, type, lanes)));
     }
+}
+
+void qk_gate_row(const void *gate_up, void *out, int64_t width, QkRange columns, int kind, int type) {
+#define CASE(k) \
+    if (kind == k && type == QK_F32) gate_row(gate_up, out, width, columns, k, QK_F32); \
+    if (kind == k && type == QK_BF16) gate_row(gate_up, out, width, columns, k, QK_BF16);
+    CASE(SILU) CASE(GELU) CASE(GELU_TANH)
+#undef CASE
 }
 
 /* gate_up: rows of 2 x width, out: rows of width, all dense. */
@@ -129,12 +144,7 @@ QK_EXPORT void qk_gated(const void *gate_up, void *out, int64_t rows, int64_t wi
     threads = rows * width * 4 < PARALLEL_ELEMENTS ? 1 : threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) {
-        const char *from = (const char *)gate_up + 2 * row * row_bytes;
-        char *to = (char *)out + row * row_bytes;
-#define CASE(k) \
-    if (kind == k && type == QK_F32) gate_row(from, to, width, k, QK_F32); \
-    if (kind == k && type == QK_BF16) gate_row(from, to, width, k, QK_BF16);
-        CASE(SILU) CASE(GELU) CASE(GELU_TANH)
-#undef CASE
+        qk_gate_row((const char *)gate_up + 2 * row * row_bytes, (char *)out + row * row_bytes, width,
+                    (QkRange){0, width}, kind, type);
     }
 }

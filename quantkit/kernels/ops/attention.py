@@ -29,7 +29,7 @@ class Stepwise:
     """
 
     def __init__(self, inner: Callable[..., Tensor], matrix: Tensor | None = None) -> None:
-        self.inner, self._matrix = inner, matrix
+        self.inner, self.matrix = inner, matrix
 
     def __call__(
         self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
@@ -41,8 +41,8 @@ class Stepwise:
             key, _ = ops.rms_norm(key, norms.key, norms.eps, norms.offset)
         if angles is not None:
             ops.rotary_(query, key, *angles, interleaved=options.interleaved)
-        if self._matrix is not None:
-            query, key = ((one.float() @ self._matrix).to(one.dtype) for one in (query, key))
+        if self.matrix is not None:
+            query, key = ((one.float() @ self.matrix).to(one.dtype) for one in (query, key))
         return self.inner((query, key, value), batch, options)
 
 

@@ -43,6 +43,11 @@ class ScheduledChunk(NamedTuple):
     num_logits: int
 
 
+def is_decode_step(chunks: Sequence[ScheduledChunk]) -> bool:
+    """Whether each sequence gets one token, and all logits are needed."""
+    return all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks)
+
+
 class _Buffer:
     """A NumPy array, and tensors that share the beginning of its memory."""
 

@@ -1,10 +1,11 @@
-"""Execution of scheduled steps: as a captured CUDA graph if possible, otherwise kernel by kernel.
+"""Execution of scheduled steps: as a captured CUDA graph or one native call if possible, otherwise kernel by kernel.
 
-There is one graph per number of sequences and of pages, captured at first use. A decode step of a large model has
-several hundred kernels of a few microseconds each, more than the host can launch in time; a graph is a single launch.
-The host writes all inputs of a step into one buffer and copies it to a fixed device address, so captured launches stay
-valid. Batches are padded to the next size with empty sequences: kernels skip them, and their slots of -1 store nothing.
-Batches with prompts or drafts run kernel by kernel. `model` defines what a step computes.
+`decode_program` has the native call for CPUs; the rest here is about graphs. There is one graph per number of sequences
+and of pages, captured at first use. A decode step of a large model has several hundred kernels of a few microseconds
+each, more than the host can launch in time; a graph is a single launch. The host writes all inputs of a step into one
+buffer and copies it to a fixed device address, so captured launches stay valid. Batches are padded to the next size
+with empty sequences: kernels skip them, and their slots of -1 store nothing. Batches with prompts or drafts run kernel
+by kernel. `model` defines what a step computes.
 """
 
 import os
@@ -22,7 +23,8 @@ from quantkit.kernels.transfer import aligned
 from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, table_width
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, is_decode_step, table_width
+from quantkit.runtime.engine.decode_program import DecodeProgram, Unsupported
 from quantkit.runtime.model.model import Model, NativeModel
 
 
@@ -30,7 +32,8 @@ class Runner:
     """A model, its cache, and the input buffers of its batches.
 
     On a CUDA device, decode steps are captured as graphs where possible; `QUANTKIT_CUDA_GRAPHS=0` disables this, and
-    `QUANTKIT_CUDA_GRAPHS=experts` also captures mixtures of experts.
+    `QUANTKIT_CUDA_GRAPHS=experts` also captures mixtures of experts. On a CPU, decode steps run as one native call
+    where possible; `QUANTKIT_DECODE_PROGRAM=0` disables this.
 
     Args:
         model: to run.
@@ -55,6 +58,10 @@ class Runner:
         self._builder = BatchBuilder(max_sequences=rows, max_pages=max_pages, page_size=size, device=model.device)
         self._graphs: DecodeGraphs | None = None
         self._no_graphs: str | None = None
+        self._program: DecodeProgram | None = None
+        self._no_program: str | None = None
+        if model.device.type == "cpu" and isinstance(model, NativeModel) and cache is not None:
+            self._record(model, cache)
         if model.device.type != "cuda" or not isinstance(model, NativeModel) or cache is None:
             return
         off = os.environ.get("QUANTKIT_CUDA_GRAPHS", "1") == "0"
@@ -64,6 +71,22 @@ class Runner:
             self._graphs = DecodeGraphs(
                 model, cache, self._builder, max_sequences=rows, max_pages=max_pages, max_length=length
             )
+
+    def _record(self, model: NativeModel, cache: KVCache) -> None:
+        if os.environ.get("QUANTKIT_DECODE_PROGRAM", "1") == "0":
+            self._no_program = "QUANTKIT_DECODE_PROGRAM=0"
+            return
+        try:
+            self._program = DecodeProgram(model, cache, self._builder, max_sequences=cache.max_sequences)
+        except Unsupported as error:
+            self._no_program = f"the model has {error}"
+
+    @property
+    def program_status(self) -> str | None:
+        """Describe for users whether decode steps run as one native call; None where that does not apply."""
+        if self._program is not None:
+            return "one native call"
+        return None if self._no_program is None else f"layer by layer: {self._no_program}"
 
     @property
     def graph_status(self) -> str | None:
@@ -82,10 +105,9 @@ class Runner:
         Returns:
             Logits, valid until the next call.
         """
-        if self._graphs is not None:
-            logits = self._graphs.run(chunks, tokens)
-            if logits is not None:
-                return logits
+        fixed = self._graphs or self._program
+        if fixed is not None and (logits := fixed.run(chunks, tokens)) is not None:
+            return logits
         batch = self._builder.build(chunks)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
@@ -161,7 +183,7 @@ class DecodeGraphs:
             Logits of each chunk, valid until the next call; None if this is not a decode step or capturing failed (see
             `failure`).
         """
-        if self.failure is not None or not all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks):
+        if self.failure is not None or not is_decode_step(chunks):
             return None
         count, size = len(chunks), self._cache.page_size
         longest = max(chunk.start - chunk.holder.num_evicted for chunk in chunks) // size + 1

@@ -88,6 +88,8 @@ class NativeModel(Model):
         final_norm: norm before the head.
         head: (R, H) -> (R, V).
         stored_cache: KV cache settings of the checkpoint.
+    Attributes:
+        tables: angles of each rotary embedding.
     """
 
     config: ModelConfig
@@ -100,7 +102,7 @@ class NativeModel(Model):
     stored_cache: StoredCache
 
     def __post_init__(self) -> None:
-        self._tables = [RopeTable(rope, self.device) for rope in self.ropes]
+        self.tables = [RopeTable(rope, self.device) for rope in self.ropes]
         self._embedding_scale = self.config.embedding_scale
         if self.config.family.multipliers.root_embedding:
             # Gemma was trained with the root of its width rounded to the model's dtype.
@@ -118,21 +120,24 @@ class NativeModel(Model):
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
         """See `Model`; needs a cache."""
         assert cache is not None, "a paged model needs a KV cache"
-        x = embedding(batch.token_ids, self.embedding).to(self.dtype)  # (T, H)
-        if self._embedding_scale != 1.0:
-            x = x * self._embedding_scale
+        x = self.embed(batch.token_ids)
         if self.streams is not None:
             x = self.streams.spread(x)
         # Once per step for all layers that share a rotary embedding.
-        angles = [table.gather(batch) for table in self._tables]
+        angles = [table.gather(batch) for table in self.tables]
         pending: Tensor | None = None
         for block in self.blocks:
             x, pending = block(x, pending, batch, cache, None if block.rope is None else angles[block.rope])
         return self._logits(x, pending, batch.logit_rows)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the rows (T, H) of tokens (T,), in the model's dtype and scaled."""
+        x = embedding(token_ids, self.embedding).to(self.dtype)
+        return x if self._embedding_scale == 1.0 else x * self._embedding_scale
+
     def reserve(self, length: int) -> None:
         """Compute tables for positions up to this length now, so that their memory addresses stay fixed."""
-        for table in self._tables:
+        for table in self.tables:
             table.reserve(length)
 
     def why_not_capturable(self, max_length: int) -> str | None:
@@ -145,7 +150,7 @@ class NativeModel(Model):
             return "torch computes the layers that keep a state, launch by launch"
         if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
             return "the host must know which experts are chosen"
-        if any((table.rope.turning_length or max_length) < max_length for table in self._tables):
+        if any((table.rope.turning_length or max_length) < max_length for table in self.tables):
             return "rotary embeddings of long sequences depend on their length"
         return None
 
@@ -158,7 +163,11 @@ class NativeModel(Model):
         if self.streams is not None:
             x = self.streams(x)
         normed, _ = add_and_norm(self.final_norm, x, pending)
-        logits, softcap = self.head(normed).float(), self.config.logits_softcap
+        return self.scaled_logits(self.head(normed))
+
+    def scaled_logits(self, scores: Tensor) -> Tensor:
+        """Return the logits (R, V) float32 for the head's outputs, with the model's factor and softcap."""
+        logits, softcap = scores.float(), self.config.logits_softcap
         if self.config.logits_scale != 1.0:
             logits = logits * self.config.logits_scale
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap

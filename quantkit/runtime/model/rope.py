@@ -86,6 +86,8 @@ class RopeTable:
     Args:
         rope: the rotary embedding.
         device: device of the model.
+    Attributes:
+        cos, sin: (positions, R/2) float32; `reserve` replaces them.
     """
 
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
@@ -105,10 +107,10 @@ class RopeTable:
         longest, limit = max(lengths), self.rope.turning_length
         self.reserve(longest)
         if limit is None or longest <= limit:
-            return self._cos[positions], self._sin[positions]
+            return self.cos[positions], self.sin[positions]
         chunks = torch.split(positions, list(batch.query_lengths))  # type: ignore[no-untyped-call]
         pairs = [
-            (self._cos[chunk], self._sin[chunk]) if length <= limit else angles_at(self.rope, chunk, length)
+            (self.cos[chunk], self.sin[chunk]) if length <= limit else angles_at(self.rope, chunk, length)
             for chunk, length in zip(chunks, lengths, strict=True)
         ]
         cos, sin = zip(*pairs, strict=True)
@@ -120,7 +122,7 @@ class RopeTable:
             # At least doubled: a sequence that grows token by token must not compute a new table in every step.
             self._length = max(length, 2 * self._length)
             # Length 0: the table serves sequences up to the turning length, all with a short one's wavelengths.
-            self._cos, self._sin = angles_at(self.rope, torch.arange(self._length, device=self.device))
+            self.cos, self.sin = angles_at(self.rope, torch.arange(self._length, device=self.device))
 
 
 def angles_at(rope: RopeConfig, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:

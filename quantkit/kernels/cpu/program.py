@@ -1,0 +1,194 @@
+"""A decode step as a list of operations over fixed buffers, which C runs in one call with one team of threads.
+
+The caller records the operations of a model once; `program.c` then runs them for one new token of each sequence. Every
+operation computes what its own function in `kernels.ops`, `linear` and `attention` does, with the same bits: threads
+share the rows, panels, heads or channels of an operation, and a sum never depends on who computes it.
+"""
+
+import functools
+from collections.abc import Sequence
+from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.errors import ResourceError
+from quantkit.kernels import cpu
+from quantkit.kernels.cpu.attention import Batch, NativeAttention, options_structure
+from quantkit.kernels.cpu.linear import NativeLinear
+from quantkit.kernels.cpu.ops import GATES, STATE_TYPES
+from quantkit.kernels.types import AttentionOptions
+
+# Below this many products per linear, threads would wait for each other longer than they compute.
+_PARALLEL_FROM = 1 << 16
+_NORM, _LINEAR, _LINEAR_INT8, _ATTENTION, _GATE = range(5)
+Array = np.ndarray[Any, Any]
+
+
+class _Op(Structure):
+    _fields_ = (
+        ("kind", c_int64),
+        ("meets", c_int64),
+        *[(name, c_void_p) for name in ("what", "x", "residual", "out")],
+        *[(name, c_int64) for name in ("width", "stride", "choice")],
+        ("eps", c_double),
+        ("offset", c_double),
+    )
+
+
+class _Attend(Structure):
+    _fields_ = (
+        *[(name, c_void_p) for name in ("layer", "options", "query_norm", "key_norm", "angles")],
+        ("query_heads", c_int64),
+        ("half", c_int64),
+        ("eps", c_double),
+        ("offset", c_double),
+    )
+
+
+class _Program(Structure):
+    _fields_ = (("ops", c_void_p), ("count", c_int64), ("type", c_int64), ("batch", c_void_p), ("positions", c_void_p))
+
+
+class AngleTable(Structure):
+    """Addresses of cosines and sines by position, (positions, R/2) float32; they may change between steps."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p))
+
+
+@functools.cache
+def _run() -> cpu.Function:
+    return cpu.function("qk_run_program", c_void_p, c_int, returns=c_int)
+
+
+class Program:
+    """Operations of one decode step, recorded in running order.
+
+    Args:
+        rows: maximum number of sequences.
+        dtype: float32 or bfloat16, of all buffers.
+    Attributes:
+        contexts: (rows,) int64, tokens of each sequence in the cache after the step.
+        positions: (rows,) int64, position of each new token in its text.
+        residual_rows: (rows,) int64, see `ForwardBatch`.
+    """
+
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        self.rows, self._dtype = rows, dtype
+        self.contexts, self.positions, self.residual_rows = np.zeros((3, rows), dtype=np.int64)
+        self._ones = np.ones(rows, dtype=np.int64)
+        self._batch = Batch(
+            query_lengths=self._ones.ctypes.data,
+            context_lengths=self.contexts.ctypes.data,
+            residual_rows=self.residual_rows.ctypes.data,
+        )
+        self._ops: list[_Op] = []
+        self._kept: list[object] = []  # what the pointers of operations lead to
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._products = self._num_linears = 0
+        self._program: Any = None
+
+    def buffer(self, name: str, width: int) -> Tensor:
+        """Return the buffer (rows, width) of this name; layers share it."""
+        key = (name, width)
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(self.rows, width, dtype=self._dtype)
+        return self._buffers[key]
+
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor, residual: Tensor | None = None
+    ) -> None:
+        """Record `ops.rms_norm`; `residual` becomes the sum. `out` may be `x`."""
+        # Both norms work by rows, which the same thread computes in both.
+        if self._ops and self._ops[-1].kind == _NORM:
+            self._ops[-1].meets = 0
+        self._kept.append(weight)
+        total = None if residual is None else residual.data_ptr()
+        self._add(_NORM, weight.data_ptr(), x, out, residual=total, width=x.shape[1], eps=eps, offset=offset)
+
+    def linears(self, linears: Sequence[NativeLinear], x: Tensor, out: Tensor) -> None:
+        """Record linears that read the same rows; `out` holds their outputs side by side."""
+        at = 0
+        for linear in linears:
+            self._kept.append(linear)
+            kind = _LINEAR_INT8 if linear.is_int8 else _LINEAR
+            part = out[:, at : at + linear.out_features]
+            meets, at = linear is linears[-1], at + linear.out_features
+            self._add(kind, linear.address, x, part, stride=out.shape[1], choice=linear.activation, meets=meets)
+            self._products += linear.in_features * linear.out_features
+            self._num_linears += 1
+
+    def attention(
+        self,
+        qkv: Tensor,
+        attention: NativeAttention,
+        options: AttentionOptions,
+        angles: AngleTable | None,
+        half: int,
+        num_heads: int,
+        out: Tensor,
+    ) -> None:
+        """Record norm and rotation of queries and keys, which change `qkv`, attention, and storing of keys and values.
+
+        Args:
+            qkv: (rows, (Hq + 2 Hkv) D): all queries, all keys, all values.
+            attention: of the layer.
+            options: of the layer; rotation is never interleaved.
+            angles: of the rotation; None = no rotation.
+            half: R/2.
+            num_heads: Hq.
+            out: (rows, Hq D).
+        """
+        norms, scores = options.norms, options_structure(options)
+        call = _Attend(
+            layer=addressof(attention.structure),
+            options=addressof(scores),
+            query_norm=None if norms is None else norms.query.data_ptr(),
+            key_norm=None if norms is None else norms.key.data_ptr(),
+            angles=None if angles is None else addressof(angles),
+            query_heads=num_heads,
+            half=half,
+            eps=0.0 if norms is None else norms.eps,
+            offset=0.0 if norms is None else norms.offset,
+        )
+        self._kept += [attention, norms, scores, angles, call]
+        self._add(_ATTENTION, addressof(call), qkv, out)
+
+    def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
+        """Record `ops.gated` for an activation in `ops.GATES`."""
+        self._add(_GATE, None, gate_up, out, width=out.shape[1], choice=GATES[activation])
+
+    def _add(self, kind: int, what: int | None, x: Tensor, out: Tensor, *, meets: bool = True, **fields: Any) -> None:
+        self._ops.append(_Op(kind=kind, meets=meets, what=what, x=x.data_ptr(), out=out.data_ptr(), **fields))
+
+    def run(self, count: int, table: Array) -> None:
+        """Run all operations for the first `count` rows. The caller has filled their inputs.
+
+        Args:
+            count: number of sequences.
+            table: (count, P) int32, page numbers of each sequence.
+        Raises:
+            ResourceError: memory for scratch space is out.
+        """
+        if self._program is None:
+            self._program = self._finish()
+        self._batch.page_table = table.ctypes.data
+        self._batch.table_stride = table.strides[0] // 4
+        self._batch.sequences = count
+        is_small = count * self._products < _PARALLEL_FROM * self._num_linears
+        if _run()(self._program, 1 if is_small else torch.get_num_threads()):
+            raise ResourceError("out of memory for the scratch space of a decode step")
+
+    def _finish(self) -> Any:
+        ops = (_Op * len(self._ops))(*self._ops)
+        program = _Program(
+            ops=addressof(ops),
+            count=len(ops),
+            type=STATE_TYPES[self._dtype],
+            batch=addressof(self._batch),
+            positions=self.positions.ctypes.data,
+        )
+        self._kept += [ops, program]
+        return byref(program)

@@ -1,0 +1,198 @@
+"""Decode steps of a CPU as one native call: the model's layers, recorded once as a list of kernel calls.
+
+Between the kernels of a small model, Python takes as long as the kernels themselves. `record` walks a model once and
+notes what `NativeModel.forward` would call; `kernels.cpu.program` then runs all of it in C, with the same bits. It
+covers dense decoders with RMS norms and gated feed-forward layers, and refuses everything else here: their steps run
+layer by layer, as do steps with prompt tokens or drafts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.kernels import cpu
+from quantkit.kernels.cpu.attention import NativeAttention
+from quantkit.kernels.cpu.linear import NativeLinear
+from quantkit.kernels.cpu.ops import GATES, STATE_TYPES
+from quantkit.kernels.cpu.program import AngleTable, Program
+from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.types import Linear
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, is_decode_step
+from quantkit.runtime.model.layers import MLP, Attention, Block, Norm, RMSNorm, SideBySide
+from quantkit.runtime.model.model import NativeModel
+
+
+class Unsupported(Exception):
+    """A model has a part that no program covers; the message is the reason."""
+
+
+class DecodeProgram:
+    """Runs decode steps of a model and its cache; it grows with the largest batch.
+
+    Args:
+        model: to run.
+        cache: KV cache.
+        builder: builder that holds the page table.
+        max_sequences: maximum number of sequences in one batch.
+    Raises:
+        Unsupported: the model has a part that no program covers.
+    """
+
+    def __init__(self, model: NativeModel, cache: KVCache, builder: BatchBuilder, *, max_sequences: int) -> None:
+        self._model, self._cache, self._builder, self._most = model, cache, builder, max_sequences
+        self._prepare(1)
+
+    def _prepare(self, rows: int) -> None:
+        self._angles = [AngleTable() for _ in self._model.tables]
+        self._program, self._stream, self._scores = record(self._model, self._cache, self._angles, rows)
+        self._tokens = np.zeros(rows, dtype=np.int64)
+        self._token_ids = torch.from_numpy(self._tokens)
+
+    def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
+        """Return the logits of a decode step.
+
+        Args:
+            chunks, tokens: see `Runner.step`.
+        Returns:
+            Logits of each chunk, valid until the next call; None if this is not a decode step, or if wavelengths depend
+            on the length of a text.
+        """
+        if not is_decode_step(chunks) or not self._update_angles(1 + max(chunk.start for chunk in chunks)):
+            return None
+        count, size = len(chunks), self._cache.page_size
+        if count > self._program.rows:
+            self._prepare(min(self._most, 1 << (count - 1).bit_length()))
+            self._update_angles(0)
+        program = self._program
+        for index, (holder, new, start, _) in enumerate(chunks):
+            self._tokens[index], program.positions[index] = new[0], start
+            program.contexts[index], program.residual_rows[index] = start - holder.num_evicted + 1, holder.row
+        longest = -(-int(program.contexts[:count].max()) // size)
+        self._stream[:count] = self._model.embed(self._token_ids[:count] if tokens is None else tokens)
+        program.run(count, self._builder.table_of(chunks, longest))
+        return self._model.scaled_logits(self._scores[:count])
+
+    def _update_angles(self, length: int) -> bool:
+        """Let the program read angles of positions below `length`; return whether tables hold them."""
+        for table, addresses in zip(self._model.tables, self._angles, strict=True):
+            if length > (table.rope.turning_length or length):
+                return False
+            table.reserve(length)
+            addresses.cos, addresses.sin = table.cos.data_ptr(), table.sin.data_ptr()
+        return True
+
+
+def record(
+    model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], rows: int
+) -> tuple[Program, Tensor, Tensor]:
+    """Record a decode step of a model.
+
+    Args:
+        model: to run.
+        cache: KV cache.
+        angles: one for each of the model's rotary embeddings; addresses are set before each step.
+        rows: maximum number of sequences.
+    Returns:
+        The program, its input (rows, H), the embeddings, which it overwrites, and its output (rows, V), the scores.
+    Raises:
+        Unsupported: the model has a part that no program covers.
+    """
+    _require(cpu.library() is not None, f"C kernels are {cpu.status()}")
+    _require(model.device.type == "cpu" and model.dtype in STATE_TYPES, f"{model.dtype} on {model.device}")
+    _require(model.streams is None, "several residual streams")
+    recorder = _Recorder(model, cache, angles, Program(rows, model.dtype))
+    pending: Tensor | None = None
+    for block in model.blocks:
+        if not isinstance(block, Block):
+            raise Unsupported("several residual streams")
+        pending = recorder.block(block, pending)
+    return recorder.program, recorder.stream, recorder.head(pending)
+
+
+class _Recorder:
+    """Notes the kernel calls of a model's parts; buffers have the names of the values that they hold."""
+
+    def __init__(self, model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], program: Program) -> None:
+        self._model, self._cache, self._angles, self.program = model, cache, angles, program
+        self.stream = program.buffer("stream", model.embedding.shape[1])
+
+    def block(self, block: Block, pending: Tensor | None) -> Tensor:
+        """Record `Block.__call__`; return the buffer of what is pending afterwards."""
+        _require(not block.parallel, "attention and feed-forward layers side by side")
+        _require(block.scale == 1.0, "a factor on additions to the residual stream")
+        if not isinstance(block.attention, Attention):
+            raise Unsupported("layers without attention, or with attention to latent or recurrent states")
+        if not isinstance(block.mlp, MLP):
+            raise Unsupported("mixtures of experts, or layers without a feed-forward part")
+        entered = self._norm(block.input_norm, self.stream if pending is None else pending, pending is not None)
+        attended = self._attention(block, block.attention, entered)
+        if block.attention_norm is not None:
+            self._norm(block.attention_norm, attended, out=attended)
+        entered = self._norm(block.mlp_norm, attended, True)
+        added = self._mlp(block.mlp, entered)
+        if block.output_norm is not None:
+            self._norm(block.output_norm, added, out=added)
+        return added
+
+    def head(self, pending: Tensor | None) -> Tensor:
+        """Record final norm and head; return the buffer of the scores."""
+        normed = self._norm(self._model.final_norm, self.stream if pending is None else pending, pending is not None)
+        return self._linear(self._model.head, normed, "scores")
+
+    def _attention(self, block: Block, attention: Attention, entered: Tensor) -> Tensor:
+        paged, options = self._cache.attention[attention.layer], attention.options
+        if not isinstance(paged, Stepwise) or not isinstance(paged.inner, NativeAttention) or paged.matrix is not None:
+            raise Unsupported("attention with sinks, or a rotated KV cache")
+        _require(attention.norms is None, "norms over all heads, or after the rotation")
+        _require(not attention.is_gated and attention.clip is None and attention.growth is None, "gated attention")
+        _require(not options.interleaved, "rotation of neighbouring channels")
+        norms = options.norms
+        _require(norms is None or norms.query.dtype == norms.key.dtype == self._model.dtype, "norms in another dtype")
+        qkv = self._linear(attention.qkv, entered, "qkv")
+        attended = self.program.buffer("attended", attention.num_heads * attention.head_dim)
+        angles, half = (None, 0) if block.rope is None else (self._angles[block.rope], self._half(block.rope))
+        self.program.attention(qkv, paged.inner, options, angles, half, attention.num_heads, attended)
+        return self._linear(attention.output, attended, "added")
+
+    def _half(self, rope: int) -> int:
+        return self._model.tables[rope].cos.shape[1]
+
+    def _mlp(self, mlp: MLP, entered: Tensor) -> Tensor:
+        _require(
+            mlp.gated and mlp.curve is None and mlp.activation in GATES, "a feed-forward layer without such a gate"
+        )
+        gate_up = self._linear(mlp.up, entered, "gate and up")
+        opened = self.program.buffer("opened", gate_up.shape[1] // 2)
+        self.program.gate(gate_up, mlp.activation, opened)
+        return self._linear(mlp.down, opened, "added")
+
+    def _norm(self, norm: Norm | None, x: Tensor, adds: bool = False, out: Tensor | None = None) -> Tensor:
+        """Record a norm of x, or of x added to the stream; return the buffer of the result."""
+        if not isinstance(norm, RMSNorm) or norm.weight.shape != (x.shape[1],):
+            raise Unsupported("layers without RMS norms before attention and feed-forward layers")
+        _require(norm.weight.dtype == self._model.dtype and norm.quantization is None, "norms in another dtype")
+        out = self.program.buffer("normed", x.shape[1]) if out is None else out
+        self.program.norm(x, norm.weight, norm.eps, norm.offset, out, self.stream if adds else None)
+        return out
+
+    def _linear(self, linear: Linear, x: Tensor, name: str) -> Tensor:
+        parts = linear.linears if isinstance(linear, SideBySide) else (linear,)
+        natives = [part for part in parts if isinstance(part, NativeLinear) and part.dtype == self._model.dtype]
+        _require(len(natives) == len(parts), f"a linear that no C kernel takes as it is: {linear.description}")
+        out = self.program.buffer(name, linear.out_features)
+        self.program.linears(natives, x, out)
+        return out
+
+
+def _require(condition: bool, reason: str) -> None:
+    """Refuse a model that does not meet a condition.
+
+    Args:
+        condition: what must hold.
+        reason: what the model has, for users.
+    """
+    if not condition:
+        raise Unsupported(reason)
