@@ -11,7 +11,7 @@ from quantkit.kernels.cpu.program import Program
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import PromptScoring, SamplingParams
-from tests.helpers import save_tokenizer
+from tests.helpers import one_of_each, save_tokenizer
 from tests.runtime.helpers import make_loud_model, prompts
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
@@ -48,7 +48,7 @@ def generate(path, on, monkeypatch, *, batch=8, tokens=24, params=None, **settin
     logits, calls = [], []
     with monkeypatch.context() as patch:
         step, run = Runner.step, Program.run
-        patch.setattr(Runner, "step", lambda *arguments: logits.append(step(*arguments)) or logits[-1].clone())
+        patch.setattr(Runner, "step", lambda *arguments: logits.append(step(*arguments).clone()) or logits[-1])
         patch.setattr(Program, "run", lambda *arguments: calls.append(1) or run(*arguments))
         params = params or SamplingParams(max_tokens=tokens, ignore_eos=True)
         done = llm.generate(prompts(*LENGTHS[:batch], vocab_size=250), params)
@@ -70,15 +70,15 @@ def check(path, monkeypatch, **settings):
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "smollm3"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("family", "dtype"), one_of_each(FAMILIES, ("fp32", "bf16", "bf16")))
 def test_families(folder, monkeypatch, family, dtype):
     """Biases, norms of queries and keys, norms after a layer, scaled embeddings, softcaps, windows, no positions."""
     check(folder(family), monkeypatch, dtype=dtype, threads=2)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kv_cache", ["fp16", "bf16", "fp32", "fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("kv_cache", "threads"), one_of_each(("fp16", "int8", "int4", "fp8", "bf16", "fp32", "int8", "int4"), (1, 2, 3))
+)
 def test_caches(folder, monkeypatch, kv_cache, threads):
     """Texts of 24 tokens cross at least one border of a page."""
     check(folder("llama"), monkeypatch, kv_cache=kv_cache, threads=threads, dtype="bf16")
@@ -89,8 +89,9 @@ def test_batches(folder, monkeypatch, batch):
     check(folder("qwen3"), monkeypatch, batch=batch, threads=2, kv_cache="int8")
 
 
-@pytest.mark.parametrize("recipe", ["rtn-int4", "rtn-int8", "w8a8-int8", "fp8-dynamic"])
-@pytest.mark.parametrize("head", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    ("recipe", "head"), one_of_each(("rtn-int4", "rtn-int8", "w8a8-int8", "fp8-dynamic"), (None, "int8", "int4"))
+)
 def test_quantized_weights(folder, monkeypatch, tmp_path, recipe, head):
     settings = {"weights.group_size": 16} if recipe == "rtn-int4" else {}
     quantize(folder("llama"), recipe, tmp_path / "out", overrides=settings)
