@@ -67,7 +67,7 @@ def check(path, monkeypatch, **settings):
     return llm
 
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "smollm3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral", "smollm3"]
 
 
 @pytest.mark.parametrize(("family", "dtype"), one_of_each(FAMILIES, ("fp32", "bf16", "bf16")))
