@@ -79,7 +79,7 @@ class Runner:
         try:
             self._program = DecodeProgram(model, cache, self._builder, max_sequences=cache.max_sequences)
         except Unsupported as error:
-            self._no_program = f"the model has {error}"
+            self._no_program = str(error)
 
     @property
     def program_status(self) -> str | None:
