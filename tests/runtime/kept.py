@@ -62,6 +62,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._step, self.engine.runner.step = self.engine.runner.step, self.step
+        self.engine.runner._program = None  # attention is watched layer by layer
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
         self._evicted: dict[int, int] = {}
         for number, attention in self.engine.runner.cache.attention.items():
