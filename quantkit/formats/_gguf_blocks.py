@@ -2,7 +2,7 @@
 
 The gguf package provides types, sizes, ggml's own rounding and all dequantizing. On CPUs it rounds two to three times
 as fast as torch and gives the same bytes. The package cannot convert codes to blocks and has no K-quant encoders: this
-module does the first, and `_gguf_kquants` the second.
+module does the first, `_gguf_kquants` packs the second, and `numerics.super_blocks` searches their numbers.
 Shapes: N outputs, K inputs, M blocks; the last dimension holds the bytes of a block.
 Source: ggml `src/ggml-common.h`, `src/ggml-quants.c`.
 """
@@ -17,8 +17,10 @@ from gguf import GGMLQuantizationType as Block
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gguf_kquants import pack_q6_k, search_k_quant
+from quantkit.formats._gguf_kquants import pack_blocks, pack_q6_k, round_to_k_blocks
 from quantkit.formats._unpacked import encode_microscaling, fp4_indices
+from quantkit.numerics.dtype import GGML_TYPES
+from quantkit.numerics.super_blocks import collect
 from quantkit.numerics.tensor import QuantizedTensor
 
 PLAIN = {Block.F64: torch.float64, Block.F32: torch.float32, Block.F16: torch.float16, Block.BF16: torch.bfloat16}
@@ -42,7 +44,7 @@ def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = No
 
     Args:
         values: (..., K), any float dtype; K must be a multiple of the block's values.
-        block: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K or Q6_K.
+        block: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, or Q2_K to Q6_K.
         importance: (K,) weight of each input's squared error, for K-quants.
     Returns:
         uint8 bytes in file order; only their order matters, not the shape.
@@ -50,9 +52,9 @@ def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = No
     if block in PLAIN:
         return values.to(PLAIN[block]).contiguous().view(-1).view(torch.uint8)
     single = values.float().contiguous()
-    if block in (Block.Q4_K, Block.Q6_K):
+    if block.name.endswith("_K"):
         weights = None if importance is None else importance.float().expand_as(single).reshape(-1, 256)
-        return search_k_quant(single.view(-1, 256), 4 if block == Block.Q4_K else 6, weights)
+        return round_to_k_blocks(single.view(-1, 256), GGML_TYPES[block.name.lower()], weights)
     return torch.from_numpy(gguf.quantize(single.numpy(), block))
 
 
@@ -93,7 +95,11 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
     """
     if weight.group_index is not None:
         raise SchemeError("gguf cannot store groups in activation order; set steps.gptq.act_order=weight")
-    block, rows = Block[symmetric_block], weight.shape[0]
+    block, rows, dtype = Block[symmetric_block], weight.shape[0], weight.scheme.dtype
+    if dtype.block is not None:
+        assert weight.block_scale is not None, f"{dtype.name} without the scales of its blocks"
+        own = collect(weight.scale, weight.zero_point, weight.block_scale, dtype)
+        return block, pack_blocks(weight.codes.reshape(-1, dtype.block[0]), own, dtype).view(rows, -1)
     if block == Block.MXFP4:
         exponents = encode_microscaling(weight)["weight_scale"].view(-1, 1)
         indices = fp4_indices(weight.codes).view(-1, 32)

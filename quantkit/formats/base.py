@@ -52,6 +52,8 @@ class Format(ABC):
     holds_transposed: ClassVar[bool] = False
     # Whether config.json has an entry for the KV cache, and one that names calibrated scales.
     describes_cache: ClassVar[bool] = True
+    # Whether its readers fuse linears that share their inputs, which then need one scheme.
+    fuses: ClassVar[bool] = True
     holds_cache_scales: ClassVar[bool] = False
     # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
     decode_key: ClassVar[str] = ""

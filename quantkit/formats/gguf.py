@@ -8,11 +8,13 @@
     asymmetric int2, int3         Q4_0   code - zero point
     asymmetric int4 otherwise     Q5_0   code - zero point
     mxfp4                         MXFP4  the same numbers in another order
+    q4_1, q5_1, q2_k to q6_k      the block of that name, with the scales and minimums of its groups
 
 A GGUF file cannot hold an incomplete model, so a run first writes a folder from which it can resume. The folder is in
 the compressed-tensors format, restricted to schemes and float16 scales that fit GGUF blocks; this module defines those
-limits. `quantkit.compress.convert` converts the folder to the file. Blocks are in `_gguf_blocks`, the file in
-`_gguf_file`.
+limits. Linears of ggml's types are stored in it as their blocks, and `quantization_config` lists them beside a section
+of compressed-tensors for the others, under "codes". `quantkit.compress.convert` converts the folder to the file. Blocks
+are in `_gguf_blocks`, the file in `_gguf_file`.
 
 A GGUF file that is read (`quantkit.checkpoints.gguf`) describes itself like a folder: its `quantization_config` lists
 the modules of each ggml type, and the blocks of a linear are one tensor, such as `weight_q4_k`. `_gguf_codes` decodes
@@ -22,6 +24,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,6 +33,7 @@ from torch import Tensor
 from quantkit.errors import SchemeError
 from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, stores_codes
 from quantkit.formats.compressed_tensors import CompressedTensorsFormat
+from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 
     from quantkit.models.family import Family
 
+# Types that matrices can be rounded to without calibration data, by their names in recipes.
+MATRIX_TYPES = ("f32", "f16", "bf16", "q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 _ASYMMETRIC = ("int2", "int3", "int4")
 # ggml's name of the block that holds a symmetric number type.
 _SYMMETRIC = {**dict.fromkeys(_ASYMMETRIC, "Q4_0"), "int5": "Q5_0", "int6": "Q6_K", "int8": "Q8_0", "mxfp4": "MXFP4"}
@@ -57,9 +63,12 @@ class GGUFFormat(CompressedTensorsFormat):
     library: ClassVar[str] = "gguf"
     engines: ClassVar[tuple[str, ...]] = ("llama.cpp",)
     package: ClassVar[str] = ""
+    fuses: ClassVar[bool] = False
 
     def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
         weight = scheme.weight
+        if weight.dtype.block is not None:
+            return out_features * in_features // weight.dtype.block[0] * weight.dtype.block[1]
         # Asymmetric int4 is Q5_0 where float16 does not hold its minimum, which only the numbers tell.
         wide = not weight.symmetric and weight.dtype.name == "int4"
         values, size = _BLOCK_BYTES["Q5_0" if wide else self.symmetric_block(weight)]
@@ -71,10 +80,13 @@ class GGUFFormat(CompressedTensorsFormat):
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         self._check_activations(scheme)
         weight = scheme.weight
+        if weight.dtype.block is not None:
+            weight.group_width(shape[1])
+            return
         if weight.dtype.name not in (_SYMMETRIC if weight.symmetric else _ASYMMETRIC) or weight.block_rows != 1:
             raise SchemeError(
-                "gguf holds int2 to int4 (with or without zero points), int5, int6 and int8 (symmetric only) and "
-                f"mxfp4; not {weight.describe()}. Set weights.dtype=int4, or int8 with weights.symmetric=true"
+                "gguf holds int2 to int4 (with or without zero points), int5, int6 and int8 (symmetric only), mxfp4 "
+                f"and ggml's q4_1, q5_1 and q2_k to q6_k; not {weight.describe()}. Set weights.dtype=int4, or int8 with weights.symmetric=true"
             )
         super().check(scheme, shape)
         values = 256 if self.symmetric_block(weight) == "Q6_K" else 32
@@ -89,8 +101,22 @@ class GGUFFormat(CompressedTensorsFormat):
         return Format.check_model(self, family, layers)  # loaders of compressed-tensors never see it
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
-        self.blocks(weight)  # so that a scale that does not fit is found at the first layer, not at the end
+        blocks = self.blocks(weight)[1]  # so that a scale that does not fit is found at the first layer, not at the end
+        if scheme.weight.dtype.block is not None:
+            return {f"weight_{scheme.weight.dtype.name}": blocks}
         return super().encode(weight, scheme)
+
+    def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
+        types: dict[str, list[str]] = {}
+        for name, scheme in linears.items():
+            if scheme.weight.dtype.block is not None:
+                types.setdefault(scheme.weight.dtype.name.upper(), []).append(name)
+        if not types:
+            return super().section(linears, ignored, group_order)
+        others = {name: scheme for name, scheme in linears.items() if scheme.weight.dtype.block is None}
+        outside = [*ignored, *(name for names in types.values() for name in names)]
+        codes = super().section(others, outside, group_order) if others else {}
+        return {"quant_method": self.name, "types": types, "codes": codes}
 
     def owns(self, section: Mapping[str, Any]) -> bool:
         return section.get("quant_method") == self.name or super().owns(section)
@@ -103,10 +129,12 @@ class GGUFFormat(CompressedTensorsFormat):
         types = section.get("types")
         if not isinstance(types, Mapping) or not types.keys() <= SCHEMES.keys():
             raise SchemeError("quantization_config describes a GGUF file; give the .gguf file itself")
-        return Scheme(
-            default=None,
-            rules=tuple(Rule(pattern=str(name), linear=SCHEMES[kind]) for kind in types for name in types[kind]),
-        )
+        own, codes = SCHEMES, section.get("codes")
+        if codes is not None:  # the folder of a run, whose codes are still those of the recipe
+            own = {kind: _of_blocks(kind.lower()) for kind in types}
+        rules = tuple(Rule(pattern=str(name), linear=own[kind]) for kind in types for name in types[kind])
+        others = super().scheme(codes) if codes else Scheme(default=None)
+        return replace(others, rules=(*others.rules, *rules))
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         local = next((name for name in shapes if _is_blocks(name)), None)
@@ -124,7 +152,9 @@ class GGUFFormat(CompressedTensorsFormat):
         return decode_codes(tensors)
 
     def symmetric_block(self, weight: WeightScheme) -> str:
-        """Return ggml's name of the block type for a symmetric scheme that `check` accepts."""
+        """Return ggml's name of the block type for a scheme that `check` accepts, symmetric or of a type of ggml."""
+        if weight.dtype.block is not None:
+            return weight.dtype.name.upper()
         return _SYMMETRIC[weight.dtype.name]
 
     def blocks(self, weight: QuantizedTensor) -> tuple[Block, Tensor]:
@@ -135,6 +165,12 @@ class GGUFFormat(CompressedTensorsFormat):
 
 
 FORMAT = GGUFFormat()
+
+
+def _of_blocks(name: str) -> LinearScheme:
+    """Return the scheme of a type of ggml, as a recipe gives it."""
+    dtype = find_dtype(name)
+    return LinearScheme(weight=WeightScheme(dtype=dtype, group_size=dtype.group, symmetric=not dtype.has_minimums))
 
 
 def _is_blocks(local: str) -> bool:

@@ -9,12 +9,14 @@ Source: Nagel et al. 2021, A White Paper on Neural Network Quantization, section
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantkit.numerics import super_blocks
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.scales import global_scale, round_scale, row_scales, storable_scale
 from quantkit.numerics.scheme import WeightScheme
@@ -29,22 +31,27 @@ _ROUND_CHUNK = 1 << 19
 class Ranges(NamedTuple):
     """Scales and zero points (N, G) of a weight's groups: float32, but with values that the stored dtype holds exactly.
 
-    Zero points are whole numbers in the code range; None for symmetric schemes.
+    Zero points are whole numbers in the code range; None for symmetric schemes. Those of ggml's types are any numbers,
+    and `block_scale` (N, B, 1 or 2) has the blocks' own, see `QuantizedTensor`.
     """
 
     scale: Tensor
     zero_point: Tensor | None
+    block_scale: Tensor | None = None
 
     def split(self, sizes: Sequence[int]) -> list["Ranges"]:
         """Split the ranges of stacked matrices with these numbers of rows; the inverse of `join_ranges`."""
-        zeros = [None] * len(sizes) if self.zero_point is None else torch.split(self.zero_point, list(sizes))
-        return [Ranges(*own) for own in zip(torch.split(self.scale, list(sizes)), zeros, strict=True)]
+        parts = ([None] * len(sizes) if each is None else torch.split(each, list(sizes)) for each in self)
+        return [Ranges(*own) for own in zip(*parts, strict=True)]
+
+    def rows(self, rows: slice) -> "Ranges":
+        """Return the ranges of some outputs."""
+        return Ranges(*(None if each is None else each[rows] for each in self))
 
 
 def join_ranges(parts: Sequence[Ranges]) -> Ranges:
     """Concatenate the ranges of several matrices with the same scheme along the rows."""
-    zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    return Ranges(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None)
+    return Ranges(*(None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,8 @@ def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
         weight: (N, K); not modified.
         grid: grid that the weight is rounded to.
     """
+    if grid.scheme.dtype.block is not None:
+        return _by_blocks(weight, grid.scheme.dtype, super_blocks.range_blocks)
     grid = grid.completed(weight)
     low, high = minmax_range(weight, grid.scheme)
     if grid.tensor_largest is not None and grid.scheme.block_rows is None:
@@ -177,14 +186,27 @@ def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
     return ranges._replace(scale=on_rows(ranges.scale, grid))
 
 
+def _by_blocks(weight: Tensor, dtype: DType, choose: Callable[[Tensor, DType], super_blocks.Blocks]) -> Ranges:
+    """Return the ranges of a weight (N, K) in blocks of ggml, from a function of values (M, values of a block)."""
+    assert dtype.block is not None, f"{dtype.name} has no blocks"
+    return Ranges(*super_blocks.expand(choose(weight.float().view(-1, dtype.block[0]), dtype), len(weight), dtype))
+
+
 def on_rows(scale: Tensor, grid: WeightGrid) -> Tensor:
     """Round scales (N, G) float32 for kernels with 8-bit scales per row, if the grid asks for that."""
     return row_scales(scale, grid.scale_dtype) if grid.scheme.row_scales else scale
 
 
-def stored(scale: Tensor, grid: WeightGrid) -> Tensor:
-    """Round any scales (N, G) float32 to values that the grid can store."""
-    return on_rows(round_scale(scale, grid.scale_dtype), grid)
+def rescaled(ranges: Ranges, scale: Tensor, grid: WeightGrid) -> Ranges:
+    """Return ranges with other scales (N, G) float32, rounded to values that the grid can store."""
+    dtype = grid.scheme.dtype
+    if dtype.block is None:
+        return ranges._replace(scale=on_rows(round_scale(scale, grid.scale_dtype), grid))
+    shape, minimum = (-1, dtype.block[0] // int(dtype.group or 1)), None
+    if ranges.zero_point is not None:  # a zero point stays where it is, so the minimum grows with the scale
+        minimum = ((ranges.zero_point - dtype.minimum) * scale).view(shape)
+    blocks = super_blocks.nearest_blocks(scale.view(shape), minimum, dtype)
+    return Ranges(*super_blocks.expand(blocks, len(scale), dtype))
 
 
 def range_fractions(dtype: DType) -> tuple[float, ...]:
@@ -223,13 +245,16 @@ def search_parameters(
         weight: (N, K); not modified.
         grid: grid that the weight is rounded to; a single scale for the tensor is not searched but covers all weights.
         importance: (K,) float32 weights of the squared errors, >= 0.
-        gram: (G, g, g) float32; used instead of `importance`.
+        gram: (G, g, g) float32; used instead of `importance`, but not by ggml's types.
     Source: Frantar et al. 2022 (GPTQ code, `--mse`); Lin et al. 2023, AWQ, section 3.2 (clipping).
     """
     scheme, grid = grid.scheme, grid.completed(weight)
     if scheme.block_rows is None:
         return minmax_parameters(weight, grid)
     num_rows, width = weight.shape
+    if scheme.dtype.block is not None:
+        weights = None if importance is None else importance.expand(weight.shape).reshape(-1, scheme.dtype.block[0])
+        return _by_blocks(weight, scheme.dtype, partial(super_blocks.search_blocks, weights=weights))
     step = max(1, _SEARCH_CHUNK // width // scheme.block_rows) * scheme.block_rows  # whole blocks share their scales
     parts = [_search_rows(weight[row : row + step].float(), grid, importance, gram) for row in range(0, num_rows, step)]
     ranges = join_ranges(parts)
@@ -296,7 +321,8 @@ def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = N
         ranges: ranges of the groups; None = the smallest ranges that cover all weights.
     """
     grid = grid.completed(weight)
-    scale, zero = ranges or minmax_parameters(weight, grid)
+    ranges = ranges or minmax_parameters(weight, grid)
+    scale, zero = ranges[:2]
     codes = torch.empty(weight.shape, dtype=grid.scheme.dtype.storage, device=weight.device)
     step = max(1, _ROUND_CHUNK // weight.shape[1])
     for rows in (slice(row, row + step) for row in range(0, weight.shape[0], step)):
@@ -304,7 +330,7 @@ def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = N
         offset = None if zero is None else zero[rows].unsqueeze(-1)
         rounded = to_codes(groups, scale[rows].unsqueeze(-1), offset, grid.scheme.dtype)
         codes[rows] = rounded.view(-1, weight.shape[1])
-    return assemble(codes, Ranges(scale, zero), grid)
+    return assemble(codes, ranges, grid)
 
 
 def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tensor | None = None) -> QuantizedTensor:
@@ -316,7 +342,7 @@ def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tenso
         grid: grid of codes and ranges; needs `tensor_largest` for types with two levels of scales.
         group_index: (K,), see `QuantizedTensor`.
     """
-    dtype, (scale, zero) = grid.scheme.dtype, ranges
+    dtype, (scale, zero, block) = grid.scheme.dtype, ranges
     plain, outer = dtype.scale == "float", None
     if dtype.scale == "e4m3":
         assert grid.tensor_largest is not None, f"{dtype.name} needs the tensor's largest magnitude"
@@ -325,9 +351,10 @@ def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tenso
     return QuantizedTensor(
         codes=codes.to(dtype.storage),
         scale=scale.to(grid.scale_dtype) if plain else scale,
-        zero_point=None if zero is None else zero.to(torch.int8),
+        zero_point=None if zero is None else zero if block is not None else zero.to(torch.int8),
         scheme=grid.scheme,
         group_index=group_index,
         global_scale=outer,
         value_dtype=None if plain else grid.scale_dtype,
+        block_scale=block,
     )

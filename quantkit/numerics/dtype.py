@@ -3,7 +3,7 @@
 A number type defines the meaning of one code; `formats` packs codes on disk.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ class DType:
         storage: torch dtype that holds one unpacked code.
         group: inputs that share one scale, for types that fix it; None = the scheme decides.
         scale: how scales are stored: "float" (in the model's dtype), "e4m3" (8-bit floats under one float32 scale of
-            the whole tensor) or "e8m0" (powers of two).
+            the whole tensor), "e8m0" (powers of two) or "ggml" (whole multiples of a float16 scale of a block).
         spacing: for floats, the smallest normal number and the number of mantissa bits; None = rounding to this type is
             not supported.
     """
@@ -35,8 +35,11 @@ class DType:
     maximum: float
     storage: torch.dtype
     group: int | None = None
-    scale: Literal["float", "e4m3", "e8m0"] = "float"
+    scale: Literal["float", "e4m3", "e8m0", "ggml"] = "float"
     spacing: tuple[float, int] | None = None
+    block: tuple[int, int] | None = None
+    levels: tuple[int, int] = (1, 1)
+    has_minimums: bool = False
 
     @property
     def half_range(self) -> float:
@@ -61,6 +64,16 @@ def _float(name: str, bits: int, maximum: float, **fields: Any) -> DType:
     return DType(name=name, kind="float", bits=bits, minimum=-maximum, maximum=maximum, storage=storage, **fields)
 
 
+def _ggml(name: str, group: int, block: tuple[int, int], levels: tuple[int, int] = (1, 1)) -> DType:
+    """Return the number type of a ggml block. Its codes count from -2^(bits - 1) here, whatever they do in the file."""
+    # By ggml's own names: Q4_K has minimums, Q3_K and Q6_K have none.
+    has_minimums = name not in ("q3_k", "q6_k")
+    of_code = _integer(int(name[1]))
+    return replace(
+        of_code, name=name, group=group, scale="ggml", block=block, levels=levels, has_minimums=has_minimums
+    )
+
+
 INT2, INT3, INT4, INT5, INT6, INT8 = (_integer(bits) for bits in (2, 3, 4, 5, 6, 8))
 _E4M3, _E2M1 = (2.0**-6, 3), (1.0, 1)  # as `DType.spacing`
 FP8 = _float("fp8", 8, 448.0, spacing=_E4M3)
@@ -69,11 +82,21 @@ FP8 = _float("fp8", 8, 448.0, spacing=_E4M3)
 NVFP4 = _float("nvfp4", 4, 6.0, group=16, scale="e4m3", spacing=_E2M1)
 MXFP4 = _float("mxfp4", 4, 6.0, group=32, scale="e8m0", spacing=_E2M1)
 MXFP8 = _float("mxfp8", 8, 448.0, group=32, scale="e8m0", spacing=_E4M3)
+# Types of ggml; see `super_blocks`.
+Q4_1, Q5_1 = _ggml("q4_1", 32, (32, 20)), _ggml("q5_1", 32, (32, 24))
+Q2_K = _ggml("q2_k", 16, (256, 84), (0, 15))
+Q3_K = _ggml("q3_k", 16, (256, 110), (-32, 31))
+Q4_K = _ggml("q4_k", 32, (256, 144), (0, 63))
+Q5_K = _ggml("q5_k", 32, (256, 176), (0, 63))
+Q6_K = _ggml("q6_k", 16, (256, 210), (-128, 127))
+# What takes the place of a type whose blocks do not divide a row, as in llama-quantize.
+FALLBACK = {Q2_K.name: INT4, Q3_K.name: INT4, Q4_K.name: INT5, Q5_K.name: Q5_1, Q6_K.name: INT8}
 
 # Only read from checkpoints of other tools; recipes cannot use it. Codes are kept as the entries of its table.
 NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage=torch.float32)
 
 DTYPES = {dtype.name: dtype for dtype in (INT2, INT3, INT4, INT5, INT6, INT8, FP8, NVFP4, MXFP4, MXFP8)}
+GGML_TYPES = {dtype.name: dtype for dtype in (Q4_1, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)}
 
 
 def find_dtype(name: str) -> DType:
@@ -82,6 +105,7 @@ def find_dtype(name: str) -> DType:
     Raises:
         SchemeError: there is no such type; the message lists the names.
     """
-    if name not in DTYPES:
-        raise SchemeError(f"unknown number type {name!r}{suggestion(name, DTYPES)}; supported: {', '.join(DTYPES)}")
-    return DTYPES[name]
+    known = DTYPES | GGML_TYPES
+    if name not in known:
+        raise SchemeError(f"unknown number type {name!r}{suggestion(name, known)}; supported: {', '.join(known)}")
+    return known[name]

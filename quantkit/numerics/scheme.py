@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantkit.errors import SchemeError
-from quantkit.numerics.dtype import DType
+from quantkit.numerics.dtype import FALLBACK, DType
 from quantkit.numerics.name_patterns import MAX_EXPRESSIONS, Budget, check_pattern, is_exact, matches
 from quantkit.quantities import GROUP_SIZES, fitting_group
 
@@ -43,6 +43,8 @@ class WeightScheme:
                 f"{self.dtype.name} has a scale per {self.dtype.group} inputs; "
                 f"set weights.group_size to {self.dtype.group}, or leave it out"
             )
+        if self.dtype.scale == "ggml" and self.symmetric == self.dtype.has_minimums:
+            raise SchemeError(f"{self.dtype.name} fixes weights.symmetric; leave it out")
         if self.dtype.kind == "float" and not self.symmetric:
             raise SchemeError(f"{self.dtype.name} has no zero point: set weights.symmetric=true")
         if self.block_rows != 1 and not self.symmetric:
@@ -53,7 +55,12 @@ class WeightScheme:
             raise SchemeError(f"a block of {self.block_rows} outputs is not possible; write a block such as 128x128")
 
     def fitted(self, in_features: int) -> "WeightScheme":
-        """Return the scheme with smaller groups if these divide `in_features` and `group_size` does not."""
+        """Return the scheme with smaller groups if these divide `in_features` and `group_size` does not; a ggml type
+        whose blocks do not divide `in_features` is replaced by the one that llama-quantize takes.
+        """
+        if self.dtype.block is not None and in_features % self.dtype.block[0] and self.dtype.name in FALLBACK:
+            other = FALLBACK[self.dtype.name]
+            return replace(self, dtype=other, group_size=32, symmetric=not other.has_minimums)
         if self.group_size is None or self.block_rows != 1 or self.dtype.group is not None or self.strict_groups:
             return self
         size = fitting_group(self.group_size, in_features)
@@ -68,6 +75,11 @@ class WeightScheme:
         """
         if self.group_size is None:
             return in_features
+        if self.dtype.block is not None and in_features % self.dtype.block[0]:
+            raise SchemeError(
+                f"blocks of {self.dtype.name} hold {self.dtype.block[0]} inputs, which do not divide {in_features}; "
+                "add this linear to ignore, or choose another weights.dtype"
+            )
         if in_features % self.group_size and self.dtype.group is not None:
             raise SchemeError(
                 f"{self.dtype.name} has a scale per {self.group_size} inputs, which does not divide {in_features} "
@@ -96,6 +108,8 @@ class WeightScheme:
 
     def describe(self) -> str:
         """Short form for tables, e.g. `int4 g128 asym`."""
+        if self.dtype.block is not None:
+            return self.dtype.name
         size = "channel" if self.group_size is None else f"g{self.group_size}"
         if self.block_rows is None:
             size = "tensor"

@@ -27,6 +27,8 @@ class QuantizedTensor:
         value_dtype: dtype in which loaders compute the values; None = the dtype of the scale.
         input_scale: (1,) calibrated scale of the linear's input, or its global scale for types with two levels; formats
             store it beside the weight.
+        block_scale: (N, B, 1) or (N, B, 2) float32, the scale of each block of a ggml type, and the number that
+            multiplies its minimums; both already included in `scale` and `zero_point`, which is float32 then.
     """
 
     codes: Tensor
@@ -37,6 +39,7 @@ class QuantizedTensor:
     global_scale: Tensor | None = None
     value_dtype: torch.dtype | None = None
     input_scale: Tensor | None = None
+    block_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,6 +50,9 @@ class QuantizedTensor:
     def stored_bytes(self) -> int:
         """Size in bytes of codes, scales and zero points when densely packed."""
         scheme = self.scheme
+        if scheme.dtype.block is not None:
+            values, size = scheme.dtype.block
+            return self.codes.numel() // values * size
         zero_bits = 0 if self.zero_point is None else self.zero_point.numel() * scheme.dtype.bits
         code_bits = self.codes.numel() * scheme.dtype.bits
         scales = scheme.num_scale_rows(self.scale.shape[0]) * self.scale.shape[1]
@@ -67,6 +73,7 @@ class QuantizedTensor:
             codes=self.codes.view(torch.uint8)[rows].view(self.codes.dtype),  # torch cannot index every 8-bit float
             scale=self.scale[rows],
             zero_point=None if self.zero_point is None else self.zero_point[rows],
+            block_scale=None if self.block_scale is None else self.block_scale[rows],
         )
 
     def decoded(self, rows: slice) -> Tensor:
@@ -107,9 +114,11 @@ def join_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         return parts[0]
     storage = parts[0].codes.dtype
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    blocks = [part.block_scale for part in parts if part.block_scale is not None]
     return replace(
         parts[0],
         codes=torch.cat([part.codes.view(torch.uint8) for part in parts]).view(storage),  # as in `take_rows`
         scale=torch.cat([part.scale for part in parts]),
         zero_point=torch.cat(zeros) if zeros else None,
+        block_scale=torch.cat(blocks) if blocks else None,
     )

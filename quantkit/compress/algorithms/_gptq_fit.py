@@ -51,7 +51,7 @@ def fit_scales(
     Returns:
         (N, G) float32; a scale whose fit changes sign keeps its value.
     """
-    (scale, zero), forwards = ranges, torch.argsort(factor.backwards)
+    (scale, zero), forwards = ranges[:2], torch.argsort(factor.backwards)
     by_group = torch.argsort(group_index, stable=True)  # inputs, group by group
     hessian: Callable[[slice], Tensor] = factor.hessian
     if (group_index.diff() < 0).any():

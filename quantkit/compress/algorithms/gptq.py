@@ -209,8 +209,8 @@ class GptqStep(Step):
             )  # fmt: skip
             if left:
                 fitted = torch.split(fit_scales(settled, ranges, factor, index, dtype), sizes)
-                stored = (affine.stored(scale, grid) for scale, grid in zip(fitted, grids, strict=True))
-                ranges = ranges._replace(scale=torch.cat(list(stored)))
+                refit = zip(ranges.split(sizes), fitted, grids, strict=True)
+                ranges = affine.join_ranges([affine.rescaled(*each) for each in refit])
         forwards = torch.argsort(factor.backwards)
         codes = (part.index_select(0, forwards).T.contiguous() for part in torch.split(settled.codes, sizes, dim=1))
         return [

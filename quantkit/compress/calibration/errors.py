@@ -12,7 +12,6 @@ from torch import Tensor
 
 from quantkit.errors import SchemeError
 from quantkit.numerics import affine
-from quantkit.numerics.affine import Ranges
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
 
@@ -91,10 +90,9 @@ def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[
     grid = layer.grid(name)
     if layer.set_key(name) in layer.data.divisors:  # that of the folded weights is another one
         grid = replace(grid, tensor_largest=None).completed(weight)
-    scale, zero = affine.minmax_parameters(weight, grid)
+    ranges = affine.minmax_parameters(weight, grid)
 
     def rounded(rows: slice) -> Tensor:
-        ranges = Ranges(scale[rows], None if zero is None else zero[rows])
-        return affine.round_to_nearest(weight[rows], grid, ranges).dequantize()
+        return affine.round_to_nearest(weight[rows], grid, ranges.rows(rows)).dequantize()
 
     return rounded

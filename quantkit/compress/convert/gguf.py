@@ -39,11 +39,15 @@ TYPES: dict[str, tuple[FileType, Block, Block]] = {
     "q4_0": (FileType.MOSTLY_Q4_0, Block.Q4_0, Block.F16),
     "q4_1": (FileType.MOSTLY_Q4_1, Block.Q4_1, Block.F16),
     "q8_0": (FileType.MOSTLY_Q8_0, Block.Q8_0, Block.F16),
+    "q2_k": (FileType.MOSTLY_Q2_K, Block.Q2_K, Block.Q4_0),
+    "q3_k": (FileType.MOSTLY_Q3_K_S, Block.Q3_K, Block.Q4_0),
     "q4_k": (FileType.MOSTLY_Q4_K_S, Block.Q4_K, Block.Q5_0),
+    "q5_k": (FileType.MOSTLY_Q5_K_S, Block.Q5_K, Block.Q5_1),
     "q6_k": (FileType.MOSTLY_Q6_K, Block.Q6_K, Block.Q8_0),
 }
 _FILE_TYPES = {block: number for number, block, _ in TYPES.values()} | {
     Block.Q5_0: FileType.MOSTLY_Q5_0,
+    Block.Q5_1: FileType.MOSTLY_Q5_1,
     Block.MXFP4: FileType.MOSTLY_MXFP4_MOE,
 }
 _CHUNK_VALUES = 1 << 22
@@ -68,6 +72,7 @@ def write_gguf(
     path: Path,
     *,
     type_name: str | None,
+    embedding: str | None = None,
     progress: Callable[[int, int, str], None],
 ) -> Written:
     """Write one GGUF file and read it back.
@@ -76,17 +81,19 @@ def write_gguf(
         source: the checkpoint; codes are copied, everything else keeps its dtype.
         path: path of the file, replaced if it exists; the caller renames it.
         type_name: for an unquantized model, one of TYPES, to which the layers' matrices are rounded.
+        embedding: one of TYPES, to which the embedding and the head are rounded; None = as the other matrices.
         progress: called before each layer.
     Raises:
         SchemeError: no block type can store the codes exactly.
         ModelError: GGUF does not support the family or the tokenizer.
     """
-    _check_source(source, type_name)
+    _check_source(source, type_name, embedding)
     model = find_gguf_model(source)
     exported = list_tensors(source, model)
     has_head = any(tensor.name == "output.weight" for tensor in exported)
     # Types first: the header, which lists them, is written before any tensor.
-    plan = [(tensor, _block(source, tensor, type_name, has_head=has_head)) for tensor in exported]
+    asked = (_type_of(tensor, type_name, embedding, has_head=has_head) for tensor in exported)
+    plan = [(tensor, _block(source, tensor, own)) for tensor, own in zip(exported, asked, strict=True)]
     metadata = metadata_of(source, model, int(TYPES[type_name][0] if type_name else _file_type(plan)))
     factors = long_range_factors(model)
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {tensor.name: (block, tensor.shape) for tensor, block in plan}
@@ -159,9 +166,28 @@ def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
         yield f"Blocks of {type_name} have {size} values, which do not divide {widths}; of {total} matrices {listed}"
 
 
-def _check_source(source: Source, type_name: str | None) -> None:
-    if type_name is not None and type_name not in TYPES:
-        raise SchemeError(f"GGUF type {type_name!r} is not supported; supported: {', '.join(TYPES)}")
+def _type_of(
+    tensor: ExportedTensor, type_name: str | None, embedding: str | None, *, has_head: bool
+) -> str | None:
+    """Return the type to round a tensor to; None = its own."""
+    if tensor.name not in ("output.weight", "token_embd.weight"):
+        return type_name
+    # In a model without a head, the embedding is the head and gets its type.
+    is_head = tensor.name == "output.weight" or not has_head
+    if embedding is None and is_head and type_name in ("q2_k", "q3_k", "q4_k", "q5_k"):
+        return "q6_k"  # as llama-quantize does, since the head is worth more bits
+    return embedding or type_name
+
+
+def check_type(name: str | None) -> None:
+    """Raise SchemeError if matrices cannot be rounded to this type."""
+    if name is not None and name not in TYPES:
+        raise SchemeError(f"GGUF type {name!r} is not supported; supported: {', '.join(TYPES)}")
+
+
+def _check_source(source: Source, type_name: str | None, embedding: str | None) -> None:
+    check_type(type_name)
+    check_type(embedding)
     if source.dense is not None:
         raise SchemeError(f"{source.reader.path} is a GGUF file already; use it as it is, or convert it --to dense")
     if type_name is not None and source.linears:
@@ -180,10 +206,10 @@ def _check_source(source: Source, type_name: str | None) -> None:
             raise unfit(source, FORMAT, error) from None
 
 
-def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has_head: bool) -> Block:
+def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Block:
     if tensor.is_quantized:
         scheme = source.linears[tensor.module]
-        if scheme.weight.symmetric:
+        if scheme.weight.symmetric or scheme.weight.dtype.block is not None:
             return Block[FORMAT.symmetric_block(scheme.weight)]
         return _encode(source, tensor)[0]  # the zero points decide whether Q4_1 can store it
     if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
@@ -195,10 +221,6 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
             raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which GGUF cannot store")
         return block
     _, chosen, fallback = TYPES[type_name]
-    # In a model without a head, the embedding is the head and gets its type.
-    is_head = tensor.name == "output.weight" or (tensor.name == "token_embd.weight" and not has_head)
-    if is_head and chosen == Block.Q4_K:
-        chosen, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does, since the head is worth more bits
     fits = [block for block in (chosen, fallback, Block.F16) if tensor.shape[-1] % block_values(block) == 0]
     return fits[0]
 
@@ -226,6 +248,10 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
 def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
     """Encode a quantized linear as GGUF blocks, and check that they decode to the same values."""
     rows = interleave(torch.arange(tensor.shape[0]), tensor.interleave)
+    dtype = source.linears[tensor.module].weight.dtype
+    if dtype.block is not None:  # blocks already
+        stored = source.reader.tensor(f"{tensor.module}.weight_{dtype.name}")
+        return Block[dtype.name.upper()], stored[rows]
     weight = source.weight(tensor.module).take_rows(rows)
     with located(tensor.module):
         block, data = FORMAT.blocks(weight)

@@ -60,6 +60,7 @@ def convert(
     output: str | Path,
     *,
     type_name: str | None = None,
+    embedding: str | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Conversion:
@@ -70,6 +71,8 @@ def convert(
         to: name of the format to write.
         output: directory to create; for "gguf", a file.
         type_name: for "gguf" and an unquantized model, the type to round its matrices to; see `gguf.TYPES`.
+        embedding: for "gguf", the type to round embedding and head to if they are unquantized; None = as the other
+            matrices.
         overwrite: replace an existing checkpoint there.
         progress: called before each layer with the number of finished layers, the number of layers, and its name.
     Raises:
@@ -82,7 +85,7 @@ def convert(
     format_: Format = FORMATS.load(to)
     write: Callable[[Path], Written]
     if format_.suffix:  # one file
-        write = partial(write_gguf, source, type_name=type_name, progress=progress)
+        write = partial(write_gguf, source, type_name=type_name, embedding=embedding, progress=progress)
     elif type_name is not None:
         raise SchemeError(f"--type {type_name} is only for gguf; {to} keeps the codes unchanged, so leave --type out")
     else:

@@ -75,6 +75,8 @@ def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearR
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
     """Return warnings about loading the checkpoint that the user has not seen yet; see `check_loads`."""
+    if plan.format.suffix:  # nobody loads the folder, but the file that is made of it
+        return []
     # What decodes all of a model has no rule for experts alone; otherwise the plan has said that these do not load.
     said = not plan.family.decode_at_load and bool(plan.format.check_model(plan.family, plan.layers))
     note = check_loads(folder, plan.reader, plan.format, plan.linears, experts=not said)

@@ -94,7 +94,7 @@ def quantize(
         check_model(open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = compress(codes, overwrite=True)
-        written = convert(codes, recipe.format, whole, overwrite=True)
+        written = convert(codes, recipe.format, whole, embedding=recipe.embedding, overwrite=True)
         stage.promote(whole)
     return replace(result, output=str(file), output_bytes=written.output_bytes)
 

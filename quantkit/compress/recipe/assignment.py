@@ -101,7 +101,7 @@ def uniform_groups(recipe: Recipe, layers: Sequence[LayerLinears], stored: Store
     """Return a recipe in which all group sizes equal the smallest that `assign` gives; the same recipe if they already
     do.
     """
-    if recipe.scheme.default is None:
+    if recipe.scheme.default is None or recipe.scheme.default.weight.dtype.group is not None:
         return recipe
     asked = recipe.scheme.default.weight.group_size
     given = {scheme.weight.group_size for of in assign(recipe, layers, stored) for scheme in of.values() if scheme}
@@ -127,7 +127,7 @@ def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequenc
             if scheme is None or rule is None or asked.scheme.keeps(full):
                 continue
             before, after = rule.weight.group_size, scheme.weight.group_size
-            if before is not None and after is not None and before != after:
+            if before is not None and after is not None and before != after and scheme.weight.dtype == rule.weight.dtype:
                 smaller.setdefault((before, after), []).append(full)
                 if layer.shapes[name][1] % before:
                     widths.setdefault(before, set()).add(layer.shapes[name][1])
@@ -144,6 +144,24 @@ def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequenc
         for before, own in widths.items()
     )
     return (f"{why}: {what}",)
+
+
+def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
+    """Return one sentence for each type of ggml in whose place linears have another, because its blocks do not divide
+    their inputs; see `group_notes`.
+    """
+    others: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for layer, schemes in zip(layers, assigned, strict=True):
+        for name, scheme in schemes.items():
+            rule = asked.scheme.find(full := f"{layer.name}.{name}")
+            if scheme is not None and rule is not None and rule.weight.dtype.block is not None and scheme != rule:
+                pair = rule.weight.dtype.name, scheme.weight.describe()
+                others.setdefault(pair, []).append((full, layer.shapes[name][1]))
+    return tuple(
+        f"blocks of {before} do not divide {' and '.join(map(str, sorted({width for _, width in found})))} inputs: "
+        f"{len(found)} of {_count(assigned)} linears, such as {found[0][0]}, are {after} instead"
+        for (before, after), found in others.items()
+    )
 
 
 def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
@@ -201,7 +219,8 @@ def fit(
     """
     model = _Model(family, layers, stored, leave, unlisted, engine, hidden_size)
     chosen, made = model.settle_groups(recipe)
-    warnings = (*group_notes(recipe, layers, made.schemes), *made.warnings)
+    notes = (*group_notes(recipe, layers, made.schemes), *fallback_notes(recipe, layers, made.schemes))
+    warnings = (*notes, *made.warnings)
     if engine is not None:
         reading = model.reading(chosen, made)
         said = ", ".join(filter(None, (reading.reads, reading.reason, reading.cache)))
@@ -362,7 +381,7 @@ def conflicts(
     yield from _without_inputs(layers, assigned)
     if recipe.kv_cache is None and not any(scheme for schemes in assigned for scheme in schemes.values()):
         yield RecipeError(f"recipe {recipe.name!r} quantizes no linear; remove patterns from ignore")
-    for layer, schemes in zip(layers, assigned, strict=True):
+    for layer, schemes in zip(layers, assigned, strict=True) if FORMATS.load(recipe.format).fuses else ():
         for conflict in fused_conflicts(layer.sets, schemes):
             hint = "widen the pattern in overrides or ignore to cover all of them"
             yield RecipeError(f"{layer.name}: {conflict}; {hint}")

@@ -16,6 +16,8 @@ from quantkit.compress.recipe.schema import CalibrationSection, Document, Overri
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.gguf import FORMAT as GGUF
+from quantkit.formats.gguf import MATRIX_TYPES
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.results.gates import parse_gate
@@ -38,6 +40,7 @@ class Recipe:
         calibration: calibration data; None = no step needs data.
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
+        embedding: type of the embedding and the head in a GGUF file; None = as in the source.
         seed: seed of all random choices.
         source: the recipe as plain data with every default filled in, without description and gates. Recipes with equal
             sources give equal checkpoints; building from it gives this recipe again.
@@ -52,6 +55,7 @@ class Recipe:
     calibration: CalibrationSection | None
     input_clip: Literal["absmax", "mse"] = "absmax"
     format: str
+    embedding: str | None = None
     seed: int
     source: dict[str, Any]
 
@@ -136,6 +140,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
             steps=steps,
             calibration=calibration,
             format=source["format"],
+            embedding=document.embedding or None,
             seed=document.seed,
             source={key: value for key, value in source.items() if value is not None},
             input_clip="absmax" if document.activations is None else document.activations.clip,
@@ -232,8 +237,20 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
         "steps": [{name: asdict(step)} for name, step in steps.items()],
         "calibration": None,
         "format": format_,
+        "embedding": _embedding(document.embedding or None, format_),
         "seed": document.seed,
     }
+
+
+def _embedding(name: str | None, format_: str) -> str | None:
+    """Check the type of the embedding."""
+    if name is not None and format_ != GGUF.name:
+        raise RecipeError(f"embedding: only format gguf stores the embedding in another type, not {format_}; remove it")
+    if name is not None and name not in MATRIX_TYPES:
+        raise RecipeError(
+            f"embedding: expected one of {', '.join(MATRIX_TYPES)}, found {shorten(name)}{suggestion(name, MATRIX_TYPES)}"
+        )
+    return name
 
 
 def _completed(document: Document, override: Override, index: int) -> dict[str, Any]:

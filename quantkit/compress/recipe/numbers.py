@@ -59,6 +59,8 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
         rows, size = map(int, size.split("x"))
     with as_recipe_error(path):
         dtype, symmetric = find_dtype(fields["dtype"]), fields["symmetric"]
+        if dtype.block is not None:  # which has minimums or has none
+            symmetric = not dtype.has_minimums
         return WeightScheme(
             dtype=dtype,
             group_size=size if isinstance(size, int) else None,

@@ -230,6 +230,7 @@ class Document(RecipeSection):
     steps: list[Any] = []
     calibration: CalibrationSection | None = None
     format: str = "compressed-tensors"
+    embedding: str = ""
     gates: Gates = ()
     seed: Annotated[int, Field(ge=0)] = 0
 
