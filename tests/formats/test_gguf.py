@@ -19,7 +19,8 @@ from tests.formats.schemes import linear, random_tensor
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf.json").read_text())
 VALUES = torch.tensor(GOLDEN["values"])
-K_QUANTS = [Block.Q4_K, Block.Q6_K]
+K_QUANTS = {Block.Q2_K: (2, 16), Block.Q3_K: (3, 16), Block.Q4_K: (4, 32), Block.Q5_K: (5, 32), Block.Q6_K: (6, 16)}
+"""Bits and values per scale."""
 
 
 def as_bytes(text: str) -> torch.Tensor:
@@ -149,13 +150,14 @@ def rounded(block: Block, values: torch.Tensor, importance: torch.Tensor | None 
     return dequantize_blocks(block, round_to_blocks(values, block, importance), values.shape)
 
 
-@pytest.mark.parametrize(("block", "bits", "size"), [(Block.Q4_K, 4, 32), (Block.Q6_K, 6, 16)])
-def test_k_quants_are_about_as_good_as_free_scales(block, bits, size):
-    values = samples(0)
+@pytest.mark.parametrize("block", K_QUANTS)
+def test_k_quants_are_about_as_good_as_free_scales(block):
+    values, (bits, size) = samples(0), K_QUANTS[block]
     decoded = rounded(block, values, torch.ones(256))
     error = (decoded - values).square().sum(1)
     assert torch.equal(decoded[0], values[0])
-    assert error.sum() < 1.05 * plain_rounding_error(values, bits, size).sum()
+    # Three bits without minimums leave no code for one more step on the longer side.
+    assert error.sum() < (1.1 if block == Block.Q3_K else 1.05) * plain_rounding_error(values, bits, size).sum()
 
 
 @pytest.mark.parametrize("block", K_QUANTS)

@@ -47,7 +47,7 @@ def quantized(rows, width, name, group_size, symmetric, scale_dtype=torch.float3
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group_size, symmetric=symmetric)
     weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 0.1
     weight[:, 0] += 0.3
-    scale, zero = minmax_parameters(weight, WeightGrid(scheme, scale_dtype))
+    scale, zero, *_ = minmax_parameters(weight, WeightGrid(scheme, scale_dtype))
     if symmetric and name.startswith("int"):
         scale[1::2] *= -1  # the range search uses both signs
     return round_to_nearest(weight, WeightGrid(scheme, scale_dtype), Ranges(scale, zero))

@@ -45,7 +45,7 @@ def test_rounding_equals_compressed_tensors(dtype, symmetric, group_size, device
     groups = weight.view(6, -1, scheme.group_width(32))
     low, high = groups.amin(-1), groups.amax(-1)
     their_scale, their_zero = calculate_qparams(low, high, args)
-    scale, zero = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    scale, zero, *_ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     torch.testing.assert_close(scale, their_scale, rtol=1e-6, atol=0)
     if not symmetric:
         assert torch.equal(zero.to(torch.int8), their_zero.to(torch.int8))
@@ -84,7 +84,7 @@ def test_search_equals_exhaustive_search():
     torch.manual_seed(2)
     weight, importance = torch.randn(5, 24), torch.rand(24)
     scheme = WeightScheme(dtype=INT4, group_size=8)
-    scale, _ = search_parameters(weight, WeightGrid(scheme, torch.float32), importance=importance)
+    scale, *_ = search_parameters(weight, WeightGrid(scheme, torch.float32), importance=importance)
     for row in range(5):
         for group in range(3):
             values, weights = weight[row, group * 8 : group * 8 + 8], importance[group * 8 : group * 8 + 8]
@@ -98,7 +98,7 @@ def test_either_sign_of_a_symmetric_scale_is_found(dtype):
     """Codes reach further down than up; a group whose large values are positive takes a negative scale."""
     codes = torch.tensor([dtype.minimum, dtype.maximum, 1, 0] * 2)
     weight, scheme = torch.stack([codes, -codes]) * 0.25, WeightScheme(dtype=dtype, group_size=8)
-    scale, _ = search_parameters(weight, WeightGrid(scheme, torch.float32))
+    scale, *_ = search_parameters(weight, WeightGrid(scheme, torch.float32))
     expected = [[1.0], [1.0]] if dtype is INT8 else [[1.0], [-1.0]]  # half a code in 256 is not worth a sign
     assert torch.equal(scale.sign(), torch.tensor(expected))
 
@@ -125,7 +125,7 @@ def test_scales_are_rounded_before_codes_are_chosen():
     torch.manual_seed(4)
     weight = torch.randn(4, 32)
     scheme = WeightScheme(dtype=INT4, group_size=8)
-    scale, zero = search_parameters(weight, WeightGrid(scheme, torch.bfloat16))
+    scale, zero, *_ = search_parameters(weight, WeightGrid(scheme, torch.bfloat16))
     assert torch.equal(scale, scale.bfloat16().float())
     tensor = round_to_nearest(weight, WeightGrid(scheme, torch.bfloat16), Ranges(scale, zero))
     by_hand = (tensor.codes.to(torch.bfloat16).view(4, 4, 8) * tensor.scale.unsqueeze(-1)).view(4, 32)
@@ -135,7 +135,7 @@ def test_scales_are_rounded_before_codes_are_chosen():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zero_groups_get_a_usable_scale(dtype):
     scheme = WeightScheme(dtype=INT4, group_size=4)
-    scale, _ = search_parameters(torch.zeros(2, 8), WeightGrid(scheme, dtype))
+    scale, *_ = search_parameters(torch.zeros(2, 8), WeightGrid(scheme, dtype))
     assert (scale > 0).all()
     back = round_to_nearest(torch.zeros(2, 8), WeightGrid(scheme, dtype), Ranges(scale, None))
     assert torch.equal(back.dequantize(), torch.zeros(2, 8))
@@ -148,7 +148,7 @@ def test_tiny_scales_do_not_underflow_in_float16():
 def test_fp8_uses_the_whole_range():
     weight = torch.linspace(-3, 3, 64).view(2, 32)
     scheme = WeightScheme(dtype=FP8)
-    scale, zero = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    scale, zero, *_ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     back = round_to_nearest(weight, WeightGrid(scheme, torch.float32), Ranges(scale, zero))
     assert zero is None
     assert back.codes.dtype == torch.float8_e4m3fn
@@ -158,11 +158,11 @@ def test_fp8_uses_the_whole_range():
 
 def test_one_sided_groups_keep_zero_representable():
     grid = WeightGrid(WeightScheme(dtype=INT4, symmetric=False), torch.float32)
-    scale, zero = range_parameters(torch.zeros(1), torch.tensor([3.0]), grid)
+    scale, zero, *_ = range_parameters(torch.zeros(1), torch.tensor([3.0]), grid)
     assert zero.item() == INT4.minimum
     assert scale.item() == pytest.approx(3 / 15)
     weight = torch.tensor([[0.5, 3.0], [-3.0, -0.5]])  # the range of such a group starts, or ends, at zero
-    scale, zero = minmax_parameters(weight, grid)
+    scale, zero, *_ = minmax_parameters(weight, grid)
     assert scale.flatten().tolist() == pytest.approx([3 / 15, 3 / 15])
     assert zero.flatten().tolist() == [INT4.minimum, INT4.maximum]
 
@@ -171,7 +171,7 @@ def test_a_zero_point_belongs_to_the_scale_as_it_is_stored():
     """bfloat16 rounds 5 / 255 down by 0.3 %: enough to move the zero point of a range of 255 codes."""
     grid = WeightGrid(WeightScheme(dtype=INT8, symmetric=False), torch.bfloat16)
     for low in torch.linspace(-4.5, -0.5, 20):
-        scale, zero = range_parameters(low.reshape(1), 5 + low.reshape(1), grid)
+        scale, zero, *_ = range_parameters(low.reshape(1), 5 + low.reshape(1), grid)
         assert (low / scale + zero - INT8.minimum).abs().item() <= 0.501  # the lowest value has the lowest code
 
 

@@ -68,7 +68,7 @@ def test_powers_of_two_are_exponents_and_fit_the_range(dtype):
 def test_scales_of_two_levels_are_what_is_stored():
     values = weight()
     outer = global_scale(largest_magnitude(values), NVFP4)
-    scale, _ = minmax_parameters(values, WeightGrid(SCHEMES["nvfp4"], torch.bfloat16))
+    scale, *_ = minmax_parameters(values, WeightGrid(SCHEMES["nvfp4"], torch.bfloat16))
     local = (scale * outer).to(torch.float8_e4m3fn).float()
     assert torch.equal(local / outer, scale)
     assert local.max() == 448
@@ -95,10 +95,10 @@ def test_the_search_beats_the_covering_range(name, weighted):
 
 def test_the_search_keeps_blocks_of_rows_together():
     values = weight()  # 40 rows: the last block has 8
-    scale, _ = search_parameters(values, WeightGrid(SCHEMES["fp8 blocks"], torch.float32))
+    scale, *_ = search_parameters(values, WeightGrid(SCHEMES["fp8 blocks"], torch.float32))
     for start in (0, 16, 32):
         assert (scale[start : start + 16] == scale[start]).all()
-    whole, _ = search_parameters(values, WeightGrid(WeightScheme(dtype=FP8, block_rows=None), torch.float32))
+    whole, *_ = search_parameters(values, WeightGrid(WeightScheme(dtype=FP8, block_rows=None), torch.float32))
     assert whole.unique().tolist() == [pytest.approx(values.abs().max().item() / 448)]
 
 

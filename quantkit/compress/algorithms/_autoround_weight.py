@@ -37,7 +37,7 @@ class TunedWeight:
 
     def __init__(self, weight: Tensor, grid: WeightGrid, ranges: Ranges) -> None:
         self._weight, self._grid, self._dtype = weight, grid, grid.scheme.dtype
-        scale, zero = ranges
+        scale, zero = ranges[:2]
         self._start, self._start_zero = scale.clone(), None if zero is None else zero.clone()
         self._step_rows = max(1, _BLOCK // weight.shape[1])
         self.reset()

@@ -53,7 +53,7 @@ def test_equals_the_textbook(implementation, symmetric, block_size, shuffled):
     weight, hessian = problem()
     order = torch.randperm(48) if shuffled else torch.arange(48)
     scheme = WeightScheme(dtype=INT4, group_size=12, symmetric=symmetric)
-    scale, zero = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    scale, zero, *_ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     expected = textbook(weight, hessian, order, scale, zero, 12)
     factor = cholesky_factor(hessian.clone(), order, 0.01)
     # Two weights with the same inputs go through the loop together.
@@ -99,7 +99,7 @@ def test_dead_inputs_are_rounded_on_their_own():
     hessian[3] = 0
     hessian[:, 3] = 0
     scheme = WeightScheme(dtype=INT4)
-    scale, _ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    scale, *_ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     order = torch.arange(48)
     factor = cholesky_factor(hessian, order, 0.01)
     groups = torch.zeros(48, dtype=torch.int64)
@@ -230,7 +230,7 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
     inputs = original + 0.3 * original @ torch.randn(32, 32) / 32**0.5 + 0.1 * torch.randn(4000, 32)
     weight, scheme = torch.randn(24, 32), WeightScheme(dtype=INT4)
     hessian, error = inputs.T @ inputs / 4000, (original - inputs).T @ inputs / 4000
-    scale, _ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    scale, *_ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     order = torch.arange(32)
     factor = cholesky_factor(hessian.clone(), order, 0.01)
 
