@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -120,3 +121,15 @@ def worst_error(record: LayerRecord) -> str:
 
 def _num(summary: dict[str, Any], key: str) -> int:
     return int(summary.get(key) or 0)
+
+
+def showing_layers(output_to: Output) -> Any:
+    """Return a function that shows the current layer on a terminal's stderr, over the previous one."""
+
+    def show(done: int, total: int, name: str) -> None:
+        # In a file carriage returns erase nothing.
+        if output_to.shows_progress and sys.stderr.isatty():
+            # Erases the rest of the line, since the name before may have been longer.
+            click.echo(f"\r{done}/{total} {name}\x1b[K" + ("\n" if done == total else ""), nl=False, err=True)
+
+    return show

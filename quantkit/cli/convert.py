@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,12 +57,13 @@ def command(
       quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
       quantkit inspect demo-gptq demo-ct
     """
+    from quantkit.cli._progress import showing_layers
     from quantkit.compress.convert import convert as run
     from quantkit.formats import REGISTRY as FORMATS
 
     name, suffix = Path(checkpoint).resolve().name, FORMATS.load(to).suffix
     target = output or (f"{name}{suffix}" if suffix else f"{name}-{to}")
-    result = run(checkpoint, to, target, progress=_progress(output_to), **how)
+    result = run(checkpoint, to, target, progress=showing_layers(output_to), **how)
     if push_to_hub:
         from quantkit.upload import find_origin, push
 
@@ -71,18 +71,6 @@ def command(
     output_to.result(
         lambda: asdict(result), lambda: _summary(result), lambda: f"next: quantkit inspect {result.output}"
     )
-
-
-def _progress(output_to: Output) -> Any:
-    """Return a function that shows the current layer on a terminal's stderr, over the previous one."""
-
-    def show(done: int, total: int, name: str) -> None:
-        # In a file carriage returns erase nothing.
-        if output_to.shows_progress and sys.stderr.isatty():
-            # Erases the rest of the line, since the name before may have been longer.
-            click.echo(f"\r{done}/{total} {name}\x1b[K" + ("\n" if done == total else ""), nl=False, err=True)
-
-    return show
 
 
 def _summary(result: Conversion) -> Table:

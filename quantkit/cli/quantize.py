@@ -34,6 +34,11 @@ _FIELDS: Settings = {
     "calibration.sequence_length": setting(
         None, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8, shown=_RECIPES
     ),
+    "imatrix": setting(
+        None,
+        "Importance matrix of llama.cpp, in place of calibration data: weights of the errors of rounding.",
+        flag="--imatrix FILE",
+    ),
     "format": setting(None, "On-disk format of the result.", flag="--format NAME", shown=_RECIPES),
     "seed": setting(None, "Seed of all random choices.", flag="--seed", minimum=0, shown=_RECIPES),
 }

@@ -21,6 +21,7 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerChoices
 from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.output import Shard
+from quantkit.compress.pipeline.imatrix import read_importance
 from quantkit.compress.pipeline.kept_codes import keep_codes
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import add_linears, shard_name, write_audited_shard
@@ -29,6 +30,7 @@ from quantkit.distributed import gather, is_writer, rank, world
 from quantkit.huggingface.experts import set_parameter
 from quantkit.machine.memory import peak_bytes, release_freed_memory
 from quantkit.models.linear_sets import LinearSet
+from quantkit.numerics.affine import search_parameters
 from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CacheRecord, LayerRecord
@@ -74,11 +76,12 @@ def _round_own(
 ) -> Generator[tuple[LayerRecord, str, str, list[str]]]:
     """Yield layers in order, each with its file, the file's SHA-256 and the names of its tensors."""
     started, pending = time.perf_counter(), deque[_Rounding]()
+    importance = read_importance(run.plan)
     with ThreadPoolExecutor(_num_workers(run.plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
         try:
             for index in (*todo, None):
                 if index is not None:
-                    pending.append(_start(run, index, workers, writer))
+                    pending.append(_start(run, index, workers, writer, importance))
                 if len(pending) > 1 or (index is None and pending):
                     layer = _finish(run, pending.popleft(), started)
                     started = time.perf_counter()
@@ -97,11 +100,18 @@ def _num_workers(plan: Plan, threads: int) -> int:
     return max(1, min(threads, int((_CAPACITY_BYTES + 2 * largest) / (_COPIES * largest))))
 
 
-def _start(run: CompressionRun, index: int, workers: ThreadPoolExecutor, writer: ThreadPoolExecutor) -> _Rounding:
+def _start(
+    run: CompressionRun,
+    index: int,
+    workers: ThreadPoolExecutor,
+    writer: ThreadPoolExecutor,
+    importance: Mapping[str, Tensor],
+) -> _Rounding:
     plan, shard = run.plan, Shard(run.plan.format)
     name, schemes = plan.skeleton.layer_name(index), plan.layers[index]
     linears = [
-        workers.submit(round_linears, plan, name, group, schemes, shard, keep=True) for group in _parts(plan, index)
+        workers.submit(round_linears, plan, name, group, schemes, shard, keep=True, importance=importance)
+        for group in _parts(plan, index)
     ]
 
     @torch.inference_mode()
@@ -129,8 +139,9 @@ def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
 
 @torch.inference_mode()
 def round_linears(
-    plan: Plan, owner: str, group: LinearSet, schemes: Mapping[str, LinearScheme], shard: Shard, *, keep: bool = False
-) -> LayerChoices:
+    plan: Plan, owner: str, group: LinearSet, schemes: Mapping[str, LinearScheme], shard: Shard, *, keep: bool = False,
+    importance: Mapping[str, Tensor] | None = None,
+) -> LayerChoices:  # fmt: skip
     """Round linears to nearest and put their codes into a shard.
 
     Args:
@@ -140,6 +151,7 @@ def round_linears(
         schemes: schemes of these and other linears.
         shard: receives the codes.
         keep: whether to follow rules that keep the codes of the source.
+        importance: weights of the squared errors of inputs (K,), by full name of a linear.
     Returns:
         Records of the linears, and notes for the user.
     """
@@ -155,6 +167,11 @@ def round_linears(
     )
     if keep:
         keep_codes(plan.recipe, plan.reader, layer)
+    for name in (name for name in group.linears if name not in layer.chosen.quantized):
+        given = (importance or {}).get(f"{owner}.{name}")
+        if given is not None:
+            given = given.to(plan.skeleton.device)
+            layer.chosen.ranges[name] = search_parameters(layer.weight(name), layer.grid(name), importance=given)
     layer.finish()
     layer.stream.block = nn.Module()  # the weights, which nothing needs any more
     del weights

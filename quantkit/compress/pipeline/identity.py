@@ -20,7 +20,7 @@ from quantkit.numerics.matmul import keeps_precision
 from quantkit.output.writer import write_json
 from quantkit.quantities import dtype_name
 from quantkit.registry import installed_version
-from quantkit.safety.untrusted import read_object, shorten
+from quantkit.safety.untrusted import opened, read_object, shorten
 
 START_OVER = "start over with --no-resume"
 
@@ -45,6 +45,8 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
         },
     }
+    if plan.recipe.imatrix is not None:
+        identity["imatrix"] = file_digest(Path(plan.recipe.imatrix))
     if plan.discovery is not None:
         identity["discovered"] = plan.discovery.identity
     return identity
@@ -61,6 +63,16 @@ def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
     if type(threads) is int and 0 < threads <= MAX_THREADS:
         new["compute"]["threads"] = threads
     return new
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    with opened(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def calibration_digest(recipe: Recipe) -> str | None:

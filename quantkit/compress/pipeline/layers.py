@@ -67,7 +67,7 @@ def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mod
             barrier()  # what is forgotten lies where the next layer keeps things too
         if original and index + 1 < plan.skeleton.num_layers:
             with _phase(first.listener, {}, "original"):
-                layer = _layer_context(plan, index, stores)
+                layer = layer_context(plan, index, stores)
                 for store in (stores[0], *(held_out.stores if held_out else ())):
                     store.advance(layer.advance)
                     if is_writer():
@@ -95,7 +95,7 @@ def _run_layer(
     seconds: dict[str, float] = {}
     phase = partial(_phase, listener, seconds)
     with phase("load"):
-        layer = _layer_context(plan, index, stores, shared)
+        layer = layer_context(plan, index, stores, shared)
         if layer.data.targets is not None:  # as long as the layer is the original's
             layer.data.targets.advance(layer.advance)
         held_out.aim(layer, is_last=is_last)
@@ -153,9 +153,17 @@ def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None
         return choose_cache(recipe.kv_cache, plan.family, layer)
 
 
-def _layer_context(
+def layer_context(
     plan: Plan, index: int, stores: Sequence[ActivationStore], shared: dict[Hashable, Any] | None = None
 ) -> LayerContext:
+    """Return a layer with its inputs.
+
+    Args:
+        plan: plan of the run.
+        index: number of the layer.
+        stores: inputs of the layer, see `open_stores`.
+        shared: see `LayerContext`.
+    """
     name, block = plan.skeleton.layer_name(index), plan.skeleton.layer(index)
     store, *others = stores
     original = others[0] if others else None

@@ -41,6 +41,8 @@ class Recipe:
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
         embedding: type of the embedding and the head in a GGUF file; None = as in the source.
+        imatrix: file of llama.cpp's importance matrix, whose mean squares of inputs weight the errors of rounding; None
+            = all inputs count alike.
         seed: seed of all random choices.
         source: the recipe as plain data with every default filled in, without description and gates. Recipes with equal
             sources give equal checkpoints; building from it gives this recipe again.
@@ -56,6 +58,7 @@ class Recipe:
     input_clip: Literal["absmax", "mse"] = "absmax"
     format: str
     embedding: str | None = None
+    imatrix: str | None = None
     seed: int
     source: dict[str, Any]
 
@@ -129,6 +132,8 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         kv_cache = None if document.kv_cache is None else numbers.build_cache(document.kv_cache)
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
+        if document.imatrix and reads_data:
+            raise RecipeError("imatrix: takes the place of calibration data; remove steps and kv_cache, or this field")
         calibration = _calibration(document, steps, reads_data or (activation is not None and activation.is_calibrated))
         source["calibration"] = None if calibration is None else calibration.plain
         with as_recipe_error("gates"):
@@ -141,6 +146,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
             calibration=calibration,
             format=source["format"],
             embedding=document.embedding or None,
+            imatrix=document.imatrix or None,
             seed=document.seed,
             source={key: value for key, value in source.items() if value is not None},
             input_clip="absmax" if document.activations is None else document.activations.clip,
@@ -238,6 +244,7 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
         "calibration": None,
         "format": format_,
         "embedding": _embedding(document.embedding or None, format_),
+        "imatrix": document.imatrix or None,
         "seed": document.seed,
     }
 

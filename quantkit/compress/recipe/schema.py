@@ -231,6 +231,7 @@ class Document(RecipeSection):
     calibration: CalibrationSection | None = None
     format: str = "compressed-tensors"
     embedding: str = ""
+    imatrix: str = ""
     gates: Gates = ()
     seed: Annotated[int, Field(ge=0)] = 0
 

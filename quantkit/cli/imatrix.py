@@ -1,0 +1,67 @@
+"""`quantkit imatrix`: write an importance matrix for llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli._options import RUN, Settings, option_group
+from quantkit.cli._output import Command, Output
+from quantkit.report.table import Table, facts
+from quantkit.settings import setting
+
+if TYPE_CHECKING:
+    from quantkit.formats._imatrix import ImportanceMatrix
+
+_HOW: Settings = {
+    "data": setting(
+        "bundled", "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].", flag="--calibration NAME|FILE"
+    ),
+    "samples": setting(128, "Number of calibration sequences.", flag="--samples", minimum=1),
+    "sequence_length": setting(512, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8),
+    "seed": setting(0, "Seed of the choice of calibration sequences.", flag="--seed", minimum=0),
+    "device": RUN["device"],
+    "overwrite": RUN["overwrite"],
+}
+
+
+@click.command("imatrix", cls=Command, short_help="Write an importance matrix for llama.cpp.")
+@click.argument("model", required=False)
+@click.option("-o", "--output", metavar="FILE", help="File to create.  [default: ./<model>-imatrix.gguf]")
+@option_group("how", _HOW)
+def command(output_to: Output, *, model: str | None, output: str | None, how: dict[str, Any]) -> None:
+    """Run calibration text through MODEL, a directory or a hub id, and write the mean squares of the inputs of its linears.
+
+    The file is what llama-imatrix writes: `llama-quantize --imatrix FILE` reads it, and so does `quantize --imatrix`.
+
+    \b
+    Examples:
+      quantkit imatrix --samples 16 -o demo-imatrix.gguf
+    """
+    from quantkit.cli._progress import showing_layers
+    from quantkit.compress.pipeline.imatrix import collect_imatrix
+
+    target = Path(output or f"{Path(model).resolve().name if model else 'demo'}-imatrix.gguf")
+    matrix = collect_imatrix(model, target, progress=showing_layers(output_to), **how)
+    output_to.result(
+        lambda: {"output": str(target), "matrices": len(matrix.means), "tokens": _tokens(matrix)},
+        lambda: _summary(target, matrix),
+        lambda: f"next: llama-quantize --imatrix {target} MODEL-bf16.gguf MODEL-q4_k_m.gguf Q4_K_M",
+    )
+
+
+def _tokens(matrix: ImportanceMatrix) -> int:
+    return int(max(float(count.max()) for count in matrix.counts.values()))
+
+
+def _summary(target: Path, matrix: ImportanceMatrix) -> Table:
+    return facts(
+        [
+            ("matrices", str(len(matrix.means))),
+            ("tokens", f"{_tokens(matrix):,}"),
+            ("text", matrix.data),
+            ("output", str(target)),
+        ]
+    )

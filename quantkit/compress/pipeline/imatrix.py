@@ -1,0 +1,123 @@
+"""Importance matrices of llama.cpp: collect one for a model, and give one to the linears that a recipe rounds.
+
+Shapes: K inputs of a linear, T tokens.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.calibration.hidden_state_store import ActivationStore
+from quantkit.compress.calibration.observers import Magnitude
+from quantkit.compress.pipeline.inputs import embed, read_samples
+from quantkit.compress.pipeline.layers import layer_context
+from quantkit.compress.pipeline.plan import Plan, build_plan
+from quantkit.compress.recipe import Recipe
+from quantkit.compress.recipe.load import build
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.formats._imatrix import ImportanceMatrix, read_imatrix, write_imatrix
+from quantkit.models.description import describe
+from quantkit.models.gguf_names import layer_names
+from quantkit.output.staging import check_gguf, open_stage
+from quantkit.output.writer import writing
+
+
+@torch.inference_mode()
+def collect_imatrix(
+    model: str | None,
+    output: Path,
+    *,
+    data: str = "bundled",
+    samples: int = 128,
+    sequence_length: int = 512,
+    seed: int = 0,
+    device: str = "auto",
+    overwrite: bool = False,
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+) -> ImportanceMatrix:
+    """Run calibration text through a model, layer by layer, and write the mean squares of the inputs of its linears.
+
+    Args:
+        model: directory or hub id; None = the bundled demo model.
+        output: GGUF file to write.
+        data, samples, sequence_length, seed: see the fields of a recipe's `calibration`.
+        device: "auto", "cpu", "cuda" or "cuda:<i>".
+        overwrite: replace an existing file.
+        progress: called before each layer.
+    Raises:
+        InputError: model, data or output cannot be used.
+    """
+    with open_stage(output, "imatrix", overwrite=overwrite, check=check_gguf) as stage, writing(stage.work.path):
+        plan = build_plan(model, _recipe(data, samples, sequence_length, seed), stage.work.checkpoint, device)
+        names = _gguf_names(plan)
+        texts = read_samples(plan)
+        assert texts is not None, "the recipe has calibration data"
+        store = ActivationStore(stage.work.path / "activations", "disk", embed(plan, texts))
+        means: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = {}
+        for index in range(plan.skeleton.num_layers):
+            layer = layer_context(plan, index, [store])
+            progress(index, plan.skeleton.num_layers, layer.name)
+            sets = [group.linears for group in layer.sets]
+            widths = {of[0]: layer.weight(of[0]).shape[1] for of in sets}
+            seen = layer.observe({name: Magnitude(width, layer.device) for name, width in widths.items()})
+            for name, first in ((name, of[0]) for of in sets for name in of):
+                key = names[f"{layer.name}.{name}"]
+                means[key] = seen[first].mean_square.cpu().view(1, -1)
+                counts[key] = torch.tensor([float(seen[first].num_tokens)])
+            if index + 1 < plan.skeleton.num_layers:
+                store.advance(layer.advance)
+                store.forget_previous()
+        source = "quantkit's bundled text" if data == "bundled" else Path(data).name
+        matrix = ImportanceMatrix(means=means, counts=counts, data=source, chunk=sequence_length)
+        draft = stage.work.path / output.name
+        write_imatrix(draft, matrix)
+        stage.promote(draft)
+    return matrix
+
+
+def read_importance(plan: Plan) -> dict[str, Tensor]:
+    """Return the mean square of each input (K,) of the linears to quantize, by full name, from the recipe's imatrix.
+
+    Raises:
+        CheckpointError: the file lacks a linear, or has another number of inputs for it.
+    """
+    if plan.recipe.imatrix is None:
+        return {}
+    path = Path(plan.recipe.imatrix)
+    matrix, names, found = read_imatrix(path), _gguf_names(plan), {}
+    for name in plan.linears:
+        mean, width = matrix.means.get(names[name]), plan.reader.info(f"{name}.weight").shape[1]
+        if mean is None:
+            raise CheckpointError(f"{path} has no statistics of {names[name]}; make it from this model, or ignore {name}")
+        if tuple(mean.shape) != (1, width):
+            raise CheckpointError(
+                f"{path}: {names[name]} has statistics of {tuple(mean.shape)} inputs, the model {width}; make it from "
+                "this model"
+            )
+        # An input that was never seen still has weights, which must not become anything.
+        found[name] = mean[0].clamp(min=float(mean.mean()) * 1e-6)
+    return found
+
+
+def _recipe(data: str, samples: int, sequence_length: int, seed: int) -> Recipe:
+    """Return a recipe that asks for these samples; nothing is quantized with it."""
+    calibration = {"data": data, "samples": samples, "sequence_length": sequence_length}
+    fields = {"name": "imatrix", "weights": {"dtype": "int8"}, "steps": ["rtn"], "seed": seed}
+    return build({**fields, "calibration": calibration}, "imatrix")
+
+
+def _gguf_names(plan: Plan) -> dict[str, str]:
+    """Return the name in GGUF files of every linear in the layers, by full name."""
+    if plan.family.gguf is None or plan.discovery is not None:
+        raise ModelError(f"{plan.model}: quantkit knows no names of this model's tensors in GGUF files")
+    own = layer_names(describe(plan.reader.config, plan.family, plan.model))
+    names = {}
+    for index in range(plan.skeleton.num_layers):
+        for name in plan.skeleton.linear_shapes(index):
+            if name not in own:
+                raise ModelError(f"{plan.model}: {name} has no name of its own in GGUF files, such as experts in one tensor")
+            names[f"{plan.skeleton.layer_name(index)}.{name}"] = f"blk.{index}.{own[name]}.weight"
+    return names
