@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _HOW: Settings = {
     "data": setting(
-        "bundled", "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].", flag="--calibration NAME|FILE"
+        "bundled",
+        "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
+        flag="--calibration NAME|FILE",
     ),
     "samples": setting(128, "Number of calibration sequences.", flag="--samples", minimum=1),
     "sequence_length": setting(512, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8),
@@ -32,7 +34,7 @@ _HOW: Settings = {
 @click.option("-o", "--output", metavar="FILE", help="File to create.  [default: ./<model>-imatrix.gguf]")
 @option_group("how", _HOW)
 def command(output_to: Output, *, model: str | None, output: str | None, how: dict[str, Any]) -> None:
-    """Run calibration text through MODEL, a directory or a hub id, and write the mean squares of the inputs of its linears.
+    """Run calibration text through MODEL, a directory or a hub id, and write the mean square of each linear's inputs.
 
     The file is what llama-imatrix writes: `llama-quantize --imatrix FILE` reads it, and so does `quantize --imatrix`.
 

@@ -42,7 +42,9 @@ def round_to_k_blocks(values: Tensor, dtype: DType, importance: Tensor | None = 
     encoded = [torch.empty(0, dtype.block[1], dtype=torch.uint8)]
     for row in range(0, len(values), _CHUNK):
         own = values[row : row + _CHUNK]
-        blocks = search_blocks(own, dtype, size_weights(own, dtype, None if importance is None else importance[row : row + _CHUNK]))
+        blocks = search_blocks(
+            own, dtype, size_weights(own, dtype, None if importance is None else importance[row : row + _CHUNK])
+        )
         scale, zero, _ = expand(blocks, len(own), dtype)
         groups = own.view(len(own), -1, dtype.group)
         codes = to_codes(groups, scale.unsqueeze(-1), None if zero is None else zero.unsqueeze(-1), dtype)

@@ -1,4 +1,4 @@
-"""Importance matrices of llama.cpp: sums of the squared inputs of each matrix, as a GGUF file or in the older `.dat` form.
+"""Importance matrices of llama.cpp: sums of each matrix's squared inputs, as a GGUF file or in the older `.dat` form.
 
 A GGUF file has two float32 tensors for each matrix, `NAME.in_sum2` (E, K) and `NAME.counts` (E, 1); E is the number of
 experts, or 1. The older form is read only:
@@ -74,7 +74,10 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:
     contents: list[Tensor] = []
     for name, mean in sorted(matrix.means.items()):
         counts = matrix.counts[name].view(-1, 1)
-        tensors |= {f"{name}{_SUM}": (Block.F32, tuple(mean.shape)), f"{name}{_COUNT}": (Block.F32, tuple(counts.shape))}
+        tensors |= {
+            f"{name}{_SUM}": (Block.F32, tuple(mean.shape)),
+            f"{name}{_COUNT}": (Block.F32, tuple(counts.shape)),
+        }
         contents += [mean * counts, counts]
     chunk = matrix.chunk or 1
     metadata: dict[str, Any] = {

@@ -52,8 +52,7 @@ class Format(ABC):
     holds_transposed: ClassVar[bool] = False
     # Whether config.json has an entry for the KV cache, and one that names calibrated scales.
     describes_cache: ClassVar[bool] = True
-    # Whether its readers fuse linears that share their inputs, which then need one scheme.
-    fuses: ClassVar[bool] = True
+    fuses: ClassVar[bool] = True  # whether readers fuse linears that share their inputs, which then need one scheme
     holds_cache_scales: ClassVar[bool] = False
     # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
     decode_key: ClassVar[str] = ""
@@ -107,9 +106,8 @@ class Format(ABC):
         return ()
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
-        """Return (N, K) of a linear from the shapes of its tensors; None if they do not determine it.
-
-        Without `read`, K may include the padding of the last word.
+        """Return (N, K) of a linear from the shapes of its tensors; None if they do not determine it. Without `read`,
+        K may include the padding of the last word.
 
         Args:
             shapes: shapes of its tensors, by local name.

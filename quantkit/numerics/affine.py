@@ -46,12 +46,16 @@ class Ranges(NamedTuple):
 
     def rows(self, rows: slice) -> "Ranges":
         """Return the ranges of some outputs."""
-        return Ranges(*(None if each is None else each[rows] for each in self))
+        zero, block = (None if each is None else each[rows] for each in (self.zero_point, self.block_scale))
+        return Ranges(self.scale[rows], zero, block)
 
 
 def join_ranges(parts: Sequence[Ranges]) -> Ranges:
     """Concatenate the ranges of several matrices with the same scheme along the rows."""
-    return Ranges(*(None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)))
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    blocks = [part.block_scale for part in parts if part.block_scale is not None]
+    scale = torch.cat([part.scale for part in parts])
+    return Ranges(scale, torch.cat(zeros) if zeros else None, torch.cat(blocks) if blocks else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,7 @@ def _ggml(name: str, group: int, block: tuple[int, int], levels: tuple[int, int]
     # By ggml's own names: Q4_K has minimums, Q3_K and Q6_K have none.
     has_minimums = name not in ("q3_k", "q6_k")
     of_code = _integer(int(name[1]))
-    return replace(
-        of_code, name=name, group=group, scale="ggml", block=block, levels=levels, has_minimums=has_minimums
-    )
+    return replace(of_code, name=name, group=group, scale="ggml", block=block, levels=levels, has_minimums=has_minimums)
 
 
 INT2, INT3, INT4, INT5, INT6, INT8 = (_integer(bits) for bits in (2, 3, 4, 5, 6, 8))

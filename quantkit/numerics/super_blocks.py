@@ -1,4 +1,4 @@
-"""Search the scales and minimums of ggml's blocks: float16 numbers of a block that multiply small whole numbers of groups.
+"""Search the scales and minimums of ggml's blocks: float16 numbers of a block times small whole numbers of its groups.
 
     q2_k  16 groups of 16   scale 0..15      minimum 0..15
     q3_k  16 groups of 16   scale -32..31
@@ -265,7 +265,9 @@ def _search_symmetric_blocks(groups: Tensor, weights: Tensor, dtype: DType) -> B
     extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
     # Whole numbers reach one further below zero than above, so the extreme one becomes the lowest.
     step = _half(extreme / dtype.levels[0])
-    best = _improve_symmetric(groups, weights, step, _completed(step, None, _multiples(scale, step, dtype), None).scales, dtype)
+    best = _improve_symmetric(
+        groups, weights, step, _completed(step, None, _multiples(scale, step, dtype), None).scales, dtype
+    )
     for _ in range(_ROUNDS):
         _, codes, step, scales = best
         grid = codes * scales.unsqueeze(-1)

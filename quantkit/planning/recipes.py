@@ -58,7 +58,8 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """
-    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts, fit, group_notes, stored_model
+    from quantkit.compress.recipe.assignment import assign, conflicts, fit, stored_model
+    from quantkit.compress.recipe.linears import LayerLinears, group_notes
 
     layers, family = [], shape.family or UNKNOWN
     for index, layer in enumerate(shape.layers):

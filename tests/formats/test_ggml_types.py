@@ -72,7 +72,9 @@ def test_other_scales_become_whole_multiples_again(name):
     limit = 0.2 if name == "q2_k" else 0.03
     assert float(((again.scale - 1.01 * ranges.scale) / ranges.scale).abs().median()) < limit
     weight = round_to_nearest(values, grid, again)
-    FORMAT.check_encoded("a", weight, LinearScheme(weight=grid.scheme), FORMAT.encode(weight, LinearScheme(weight=grid.scheme)))
+    FORMAT.check_encoded(
+        "a", weight, LinearScheme(weight=grid.scheme), FORMAT.encode(weight, LinearScheme(weight=grid.scheme))
+    )
 
 
 def problem(rows: int = 12, width: int = 512) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,10 @@ from quantkit.formats._gguf_file import read_gguf, write_gguf_file
 from quantkit.formats._imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 
 MATRIX = ImportanceMatrix(
-    means={"blk.0.ffn_up.weight": torch.tensor([[1.0, 2.0, 4.0]]), "blk.0.e.weight": torch.tensor([[1.0, 3.0], [1.0, 1.0]])},
+    means={
+        "blk.0.ffn_up.weight": torch.tensor([[1.0, 2.0, 4.0]]),
+        "blk.0.e.weight": torch.tensor([[1.0, 3.0], [1.0, 1.0]]),
+    },
     counts={"blk.0.ffn_up.weight": torch.tensor([64.0]), "blk.0.e.weight": torch.tensor([8.0, 0.0])},
     data="text.txt",
     chunk=16,
@@ -62,7 +65,7 @@ def test_every_truncation_of_the_older_form_is_refused(tmp_path):
     complete = len(data) - 13  # the name of the text is optional
     for size in (*range(complete), *range(complete + 1, len(data))):
         (tmp_path / "b.dat").write_bytes(data[:size])
-        with pytest.raises(CheckpointError, match="truncated|no importance matrix"):
+        with pytest.raises(CheckpointError, match=r"truncated|no importance matrix"):
             read_imatrix(tmp_path / "b.dat")
     (tmp_path / "b.dat").write_bytes(data[:complete])
     assert read_imatrix(tmp_path / "b.dat").data == ""
@@ -70,7 +73,7 @@ def test_every_truncation_of_the_older_form_is_refused(tmp_path):
 
 @pytest.mark.parametrize("changes", [{"calls": 0}, {"values": -1}, {"values": 1 << 30}])
 def test_numbers_that_cannot_be(tmp_path, changes):
-    with pytest.raises(CheckpointError, match="calls and|truncated"):
+    with pytest.raises(CheckpointError, match=r"calls and|truncated"):
         read_imatrix(legacy(tmp_path / "a.dat", **changes))
 
 

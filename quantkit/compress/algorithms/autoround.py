@@ -51,6 +51,7 @@ class AutoRoundStep(Step):
     fixes_codes: ClassVar[bool] = True
     needs_targets: ClassVar[bool] = True
     # Each step needs the one before it, so there is nothing to share; the data's other runs are shared.
+    fits_blocks: ClassVar[bool] = False
     on_one_process: ClassVar[bool] = True
 
     iterations: Positive = 1600

@@ -68,6 +68,8 @@ class Step(ABC):
     """The step moves scales between a linear and what feeds it, so neither fits into the original as it is."""
     needs_targets: ClassVar[bool] = False
     """The run computes the original model's outputs (`layer.data.targets`)."""
+    fits_blocks: ClassVar[bool] = True
+    """The step can choose the scales of ggml's types, which are whole multiples of the scale of a block."""
     on_one_process: ClassVar[bool] = False
     """One process solves the whole layer, because its parts cannot be shared among several."""
     independent_options: ClassVar[Mapping[str, Any]] = {}

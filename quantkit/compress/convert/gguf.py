@@ -166,9 +166,7 @@ def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
         yield f"Blocks of {type_name} have {size} values, which do not divide {widths}; of {total} matrices {listed}"
 
 
-def _type_of(
-    tensor: ExportedTensor, type_name: str | None, embedding: str | None, *, has_head: bool
-) -> str | None:
+def _type_of(tensor: ExportedTensor, type_name: str | None, embedding: str | None, *, has_head: bool) -> str | None:
     """Return the type to round a tensor to; None = its own."""
     if tensor.name not in ("output.weight", "token_embd.weight"):
         return type_name

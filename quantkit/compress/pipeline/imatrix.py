@@ -91,7 +91,9 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
     for name in plan.linears:
         mean, width = matrix.means.get(names[name]), plan.reader.info(f"{name}.weight").shape[1]
         if mean is None:
-            raise CheckpointError(f"{path} has no statistics of {names[name]}; make it from this model, or ignore {name}")
+            raise CheckpointError(
+                f"{path} has no statistics of {names[name]}; make it from this model, or ignore {name}"
+            )
         if tuple(mean.shape) != (1, width):
             raise CheckpointError(
                 f"{path}: {names[name]} has statistics of {tuple(mean.shape)} inputs, the model {width}; make it from "
@@ -118,6 +120,8 @@ def _gguf_names(plan: Plan) -> dict[str, str]:
     for index in range(plan.skeleton.num_layers):
         for name in plan.skeleton.linear_shapes(index):
             if name not in own:
-                raise ModelError(f"{plan.model}: {name} has no name of its own in GGUF files, such as experts in one tensor")
+                raise ModelError(
+                    f"{plan.model}: {name} has no name of its own in GGUF files, such as experts in one tensor"
+                )
             names[f"{plan.skeleton.layer_name(index)}.{name}"] = f"blk.{index}.{own[name]}.weight"
     return names

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.recipe.assignment import Assigned, LayerLinears, Schemes
+from quantkit.compress.recipe.assignment import Assigned
+from quantkit.compress.recipe.linears import LayerLinears, Schemes
 from quantkit.errors import GateFailure, ModelError
 from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import Format

@@ -19,7 +19,8 @@ from quantkit.compress.pipeline.kept_codes import check_kept
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.loadability import keep_loadable
 from quantkit.compress.recipe import Recipe
-from quantkit.compress.recipe.assignment import Assigned, LayerLinears, Schemes, fit
+from quantkit.compress.recipe.assignment import Assigned, fit
+from quantkit.compress.recipe.linears import LayerLinears, Schemes
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format

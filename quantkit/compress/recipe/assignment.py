@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
+from quantkit.compress.recipe.linears import LayerLinears, Schemes, count_linears, fallback_notes, group_notes
 from quantkit.compress.recipe.load import Recipe, regrouped, settled
 from quantkit.engines import UNKNOWN, StoredLinear, StoredModel, judge
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.models.family import Family
-from quantkit.models.linear_sets import LinearSet, find_expert, fused_conflicts
+from quantkit.models.linear_sets import find_expert, fused_conflicts
 from quantkit.numerics.scales import has_two_levels
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.results import EngineReading
-
-Schemes = dict[str, LinearScheme | None]
-"""Schemes of a layer's linears by relative name; None = unquantized."""
 
 Stored = Callable[[str], LinearScheme | None]  # by full name
 
@@ -39,19 +37,6 @@ class Assigned(NamedTuple):
 
 
 Leave = Callable[[Sequence[Schemes]], Assigned]
-
-
-class LayerLinears(NamedTuple):
-    """A layer's full name, its quantizable linears with their shapes (N, K), and which of them are fused.
-
-    `beside` = True for a module of a vision or audio tower instead of a decoder layer. It is quantized only by a rule
-    whose patterns match nothing in the decoder layers.
-    """
-
-    name: str
-    shapes: Mapping[str, tuple[int, int]]
-    sets: Sequence[LinearSet]
-    beside: bool = False
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
@@ -109,59 +94,6 @@ def uniform_groups(recipe: Recipe, layers: Sequence[LayerLinears], stored: Store
     if asked is None or not sizes or min(sizes) >= asked:
         return recipe
     return regrouped(recipe, asked, min(sizes))
-
-
-def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
-    """Return one sentence about linears whose groups are smaller than requested, if there are any.
-
-    Args:
-        asked: the recipe as given.
-        layers: layers of the model.
-        assigned: schemes of the linears.
-    """
-    smaller: dict[tuple[int, int], list[str]] = {}
-    widths: dict[int, set[int]] = {}
-    for layer, schemes in zip(layers, assigned, strict=True):
-        for name, scheme in schemes.items():
-            rule = asked.scheme.find(full := f"{layer.name}.{name}")
-            if scheme is None or rule is None or asked.scheme.keeps(full):
-                continue
-            before, after = rule.weight.group_size, scheme.weight.group_size
-            if before is not None and after is not None and before != after and scheme.weight.dtype == rule.weight.dtype:
-                smaller.setdefault((before, after), []).append(full)
-                if layer.shapes[name][1] % before:
-                    widths.setdefault(before, set()).add(layer.shapes[name][1])
-    if not smaller:
-        return ()
-    total = _count(assigned)
-    what = "; ".join(
-        (f"all {total} linears" if len(names) == total else f"{len(names)} of {total} linears, such as {names[0]},")
-        + f" have groups of {after} instead"
-        for (before, after), names in smaller.items()
-    )
-    why = ", ".join(
-        f"group_size {before} does not divide {' and '.join(map(str, sorted(own)))} inputs"
-        for before, own in widths.items()
-    )
-    return (f"{why}: {what}",)
-
-
-def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
-    """Return one sentence for each type of ggml in whose place linears have another, because its blocks do not divide
-    their inputs; see `group_notes`.
-    """
-    others: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for layer, schemes in zip(layers, assigned, strict=True):
-        for name, scheme in schemes.items():
-            rule = asked.scheme.find(full := f"{layer.name}.{name}")
-            if scheme is not None and rule is not None and rule.weight.dtype.block is not None and scheme != rule:
-                pair = rule.weight.dtype.name, scheme.weight.describe()
-                others.setdefault(pair, []).append((full, layer.shapes[name][1]))
-    return tuple(
-        f"blocks of {before} do not divide {' and '.join(map(str, sorted({width for _, width in found})))} inputs: "
-        f"{len(found)} of {_count(assigned)} linears, such as {found[0][0]}, are {after} instead"
-        for (before, after), found in others.items()
-    )
 
 
 def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
@@ -288,12 +220,12 @@ class _Model:
         else:
             if not is_right:
                 reason = f"{reading.engine} {reading.release}: {reading.reason.partition('; ')[0]}"
-            elif _count(made.schemes) == _count(assign(first, self.layers, self.stored)):
+            elif count_linears(made.schemes) == count_linears(assign(first, self.layers, self.stored)):
                 return first, made
         with suppress(InputError):
             again = self.checked(other)
             read = is_right is False and self.reading(other, again).is_right
-            if read or _count(again.schemes) > _count(made.schemes):
+            if read or count_linears(again.schemes) > count_linears(made.schemes):
                 text = f"symmetric: auto gives these weights no zero points: {reason}"
                 return other, again._replace(warnings=(text, *again.warnings))
         if not made.schemes:
@@ -316,10 +248,6 @@ class _Model:
         format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
         remarks = format_.check_model(self.family, [of for layer, of in parts if not layer.beside])
         return made._replace(warnings=(*remarks, *made.warnings))
-
-
-def _count(assigned: Sequence[Schemes]) -> int:
-    return sum(scheme is not None for schemes in assigned for scheme in schemes.values())
 
 
 def stored_model(
@@ -398,6 +326,10 @@ def conflicts(
                 yield SchemeError(f"the codes of {name} cannot be kept: {error}")
             else:
                 yield SchemeError(f"{name}: {error}")
+    other = next((name for name, step in recipe.steps.items() if not step.fits_blocks), None)
+    ggml = next((scheme.weight for scheme, _ in alike if scheme.weight.dtype.block is not None), None)
+    if other is not None and ggml is not None:
+        yield SchemeError(f"step {other} cannot choose the scales of {ggml.describe()} blocks; use gptq or awq")
     if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "

@@ -254,9 +254,8 @@ def _embedding(name: str | None, format_: str) -> str | None:
     if name is not None and format_ != GGUF.name:
         raise RecipeError(f"embedding: only format gguf stores the embedding in another type, not {format_}; remove it")
     if name is not None and name not in MATRIX_TYPES:
-        raise RecipeError(
-            f"embedding: expected one of {', '.join(MATRIX_TYPES)}, found {shorten(name)}{suggestion(name, MATRIX_TYPES)}"
-        )
+        hint = suggestion(name, MATRIX_TYPES)
+        raise RecipeError(f"embedding: expected one of {', '.join(MATRIX_TYPES)}, found {shorten(name)}{hint}")
     return name
 
 

@@ -1,0 +1,87 @@
+"""Linears that a recipe is applied to, and notes about those that get another scheme than was asked for."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from quantkit.compress.recipe.load import Recipe
+from quantkit.models.linear_sets import LinearSet
+from quantkit.numerics.scheme import LinearScheme
+
+Schemes = dict[str, LinearScheme | None]
+"""Schemes of a layer's linears by relative name; None = unquantized."""
+
+
+class LayerLinears(NamedTuple):
+    """A layer's full name, its quantizable linears with their shapes (N, K), and which of them are fused.
+
+    `beside` = True for a module of a vision or audio tower instead of a decoder layer. It is quantized only by a rule
+    whose patterns match nothing in the decoder layers.
+    """
+
+    name: str
+    shapes: Mapping[str, tuple[int, int]]
+    sets: Sequence[LinearSet]
+    beside: bool = False
+
+
+def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
+    """Return one sentence about linears whose groups are smaller than requested, if there are any.
+
+    Args:
+        asked: the recipe as given.
+        layers: layers of the model.
+        assigned: schemes of the linears.
+    """
+    smaller: dict[tuple[int, int], list[str]] = {}
+    widths: dict[int, set[int]] = {}
+    for layer, schemes in zip(layers, assigned, strict=True):
+        for name, scheme in schemes.items():
+            rule = asked.scheme.find(full := f"{layer.name}.{name}")
+            if scheme is None or rule is None or asked.scheme.keeps(full):
+                continue
+            before, after = rule.weight.group_size, scheme.weight.group_size
+            if (
+                before is not None
+                and after is not None
+                and before != after
+                and scheme.weight.dtype == rule.weight.dtype
+            ):
+                smaller.setdefault((before, after), []).append(full)
+                if layer.shapes[name][1] % before:
+                    widths.setdefault(before, set()).add(layer.shapes[name][1])
+    if not smaller:
+        return ()
+    total = count_linears(assigned)
+    what = "; ".join(
+        (f"all {total} linears" if len(names) == total else f"{len(names)} of {total} linears, such as {names[0]},")
+        + f" have groups of {after} instead"
+        for (before, after), names in smaller.items()
+    )
+    why = ", ".join(
+        f"group_size {before} does not divide {' and '.join(map(str, sorted(own)))} inputs"
+        for before, own in widths.items()
+    )
+    return (f"{why}: {what}",)
+
+
+def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
+    """Return one sentence for each type of ggml in whose place linears have another, because its blocks do not divide
+    their inputs; see `group_notes`.
+    """
+    others: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for layer, schemes in zip(layers, assigned, strict=True):
+        for name, scheme in schemes.items():
+            rule = asked.scheme.find(full := f"{layer.name}.{name}")
+            if scheme is not None and rule is not None and rule.weight.dtype.block is not None and scheme != rule:
+                pair = rule.weight.dtype.name, scheme.weight.describe()
+                others.setdefault(pair, []).append((full, layer.shapes[name][1]))
+    return tuple(
+        f"blocks of {before} do not divide {' and '.join(map(str, sorted({width for _, width in found})))} inputs: "
+        f"{len(found)} of {count_linears(assigned)} linears, such as {found[0][0]}, are {after} instead"
+        for (before, after), found in others.items()
+    )
+
+
+def count_linears(assigned: Sequence[Schemes]) -> int:
+    """Count the linears that have a scheme."""
+    return sum(scheme is not None for schemes in assigned for scheme in schemes.values())
