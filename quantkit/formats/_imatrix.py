@@ -56,11 +56,11 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
     """
     with opened(path) as file:
         magic = file.read(len(GGUF_MAGIC))
-    found = _from_gguf(read_gguf(path)) if magic == GGUF_MAGIC else _read_legacy(path)
-    for name, mean in found.means.items():
+    matrix = _from_gguf(read_gguf(path)) if magic == GGUF_MAGIC else _read_legacy(path)
+    for name, mean in matrix.means.items():
         if not bool(torch.isfinite(mean).all()) or bool((mean < 0).any()):
             raise CheckpointError(f"{path}: {shorten(name)} has a value that is negative or not finite; make it again")
-    return found
+    return matrix
 
 
 def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:

@@ -86,8 +86,8 @@ class GGUFFormat(CompressedTensorsFormat):
         if weight.dtype.name not in (_SYMMETRIC if weight.symmetric else _ASYMMETRIC) or weight.block_rows != 1:
             raise SchemeError(
                 "gguf holds int2 to int4 (with or without zero points), int5, int6 and int8 (symmetric only), mxfp4 "
-                f"and ggml's q4_1, q5_1 and q2_k to q6_k; not {weight.describe()}. Set weights.dtype=int4, or int8 with "
-                "weights.symmetric=true"
+                f"and ggml's q4_1, q5_1 and q2_k to q6_k; not {weight.describe()}. Set weights.dtype=int4, or int8 "
+                "with weights.symmetric=true"
             )
         super().check(scheme, shape)
         values = 256 if self.symmetric_block(weight) == "Q6_K" else 32

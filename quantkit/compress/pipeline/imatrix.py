@@ -87,7 +87,7 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
     if plan.recipe.imatrix is None:
         return {}
     path = Path(plan.recipe.imatrix)
-    matrix, names, found = read_imatrix(path), _gguf_names(plan), {}
+    matrix, names, importance = read_imatrix(path), _gguf_names(plan), {}
     for name in plan.linears:
         mean, width = matrix.means.get(names[name]), plan.reader.info(f"{name}.weight").shape[1]
         if mean is None:
@@ -100,8 +100,8 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
                 "this model"
             )
         # An input that was never seen still has weights, which must not become anything.
-        found[name] = mean[0].clamp(min=float(mean.mean()) * 1e-6)
-    return found
+        importance[name] = mean[0].clamp(min=float(mean.mean()) * 1e-6)
+    return importance
 
 
 def _recipe(data: str, samples: int, sequence_length: int, seed: int) -> Recipe:

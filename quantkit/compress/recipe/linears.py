@@ -76,9 +76,9 @@ def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequ
                 pair = rule.weight.dtype.name, scheme.weight.describe()
                 others.setdefault(pair, []).append((full, layer.shapes[name][1]))
     return tuple(
-        f"blocks of {before} do not divide {' and '.join(map(str, sorted({width for _, width in found})))} inputs: "
-        f"{len(found)} of {count_linears(assigned)} linears, such as {found[0][0]}, are {after} instead"
-        for (before, after), found in others.items()
+        f"blocks of {before} do not divide {' and '.join(map(str, sorted({width for _, width in replaced})))} inputs: "
+        f"{len(replaced)} of {count_linears(assigned)} linears, such as {replaced[0][0]}, are {after} instead"
+        for (before, after), replaced in others.items()
     )
 
 

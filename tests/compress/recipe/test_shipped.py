@@ -69,7 +69,7 @@ def test_the_format_can_hold_it(name):
     from quantkit.formats import REGISTRY
 
     recipe = load(name)
-    assert REGISTRY.load(recipe.format).check(recipe.scheme.default, (256, 384)) is None
+    assert REGISTRY.load(recipe.format).check(recipe.scheme.default, (256, 768)) is None
 
 
 @pytest.mark.parametrize("name", MEANING)
