@@ -17,6 +17,7 @@ from quantkit.compress.pipeline.data_free import round_layers
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import refuse_changes, run_identity, with_threads_of
+from quantkit.compress.pipeline.imatrix import read_importance
 from quantkit.compress.pipeline.inputs import read_samples
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.layers import calibrate_layers
@@ -129,6 +130,8 @@ def _compress(
     """Do what `quantize` does, for one or several directories. A process that does not write computes its share of the
     layers.
     """
+    for plan in plans:  # what is wrong with the file is said before anything is written
+        read_importance(plan)
     with ExitStack() as stack:
         opened = partial(open_stage, kind="quantize", overwrite=overwrite, resumable=True, allow_finished=True)
         stages = [stack.enter_context(opened(plan.output)) if is_writer() else None for plan in plans]
