@@ -61,8 +61,8 @@ def test_every_linear_has_its_type(file):
 def test_our_reader_gives_values_near_the_original(model, file):
     measured = errors(model, file)
     assert len(measured) == 14
-    limits = {"v_proj": 0.06, "down_proj": 0.35}
-    assert all(0 < error < limits.get(name.split(".")[-2], 0.3) for name, error in measured.items()), measured
+    limits = {"v_proj": 0.12, "down_proj": 0.25}
+    assert all(0 < error < limits.get(name.split(".")[-2], 0.4) for name, error in measured.items()), measured
 
 
 def test_llama_cpp_loads_it(model, file):
