@@ -106,6 +106,11 @@ def formats(page: str) -> str:
     return page
 
 
+def gguf(page: str) -> str:
+    """docs/gguf.md."""
+    return section(page, "quality", generator("checks/gguf_page.py").table())
+
+
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
     checks = generator("checks/models_page.py")
@@ -121,6 +126,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
     "docs/formats.md": formats,
+    "docs/gguf.md": gguf,
     "docs/performance.md": performance,
     "docs/promises.md": promises,
     "docs/models.md": models,

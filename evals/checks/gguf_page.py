@@ -1,0 +1,45 @@
+"""Quality of our GGUF files beside those of llama-quantize, for docs/gguf.md: the tables of evals/results/gguf.
+
+Standard library and yaml; for evals/pages.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import MARK, ROOT, read_stamp
+
+RESULTS = Path(__file__).parents[1] / "results/gguf"
+
+
+def table() -> str:
+    """The part of the page."""
+    return "\n\n".join(_of(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("*.json")))
+
+
+def _of(result: dict[str, Any]) -> str:
+    lines = ["| File | by | MB | KL | 99 % below | perplexity | same first token |", "|---|---|---|---|---|---|---|"]
+    commits, versions = set(), set()
+    for row in result["rows"]:
+        stamp = read_stamp(row["stamp"])
+        assert stamp is not None, row["name"]
+        ours, mark = row["by"] == "quantkit", ""
+        if ours:
+            recipe = yaml.safe_load((ROOT / "recipes" / f"{row['name']}.yaml").read_text(encoding="utf-8"))
+            mark = f" {MARK}" if stamp.changed(recipe) else ""
+            commits.add(stamp.commit)
+        else:
+            versions |= {f"{name} {version}" for name, version in stamp.versions.items()}
+        cells = [f"{row['bytes'] / 1e6:.1f}", f"{row['kl']:.3f} ± {row['kl_error']:.3f}{mark}", f"{row['kl_99']:.2f}"]
+        cells += [f"x {row['perplexity_ratio']:.3f}", f"{row['same_top_percent']:.1f} %"]
+        lines.append(f"| `{row['name']}` | {row['by']} | " + " | ".join(cells) + " |")
+    lines += ["", f"{result['model']}, {result['tokens']:,} tokens; {', '.join(sorted(versions))}, its own imatrix."]
+    lines[-1] += f" Ours at commit {', '.join(sorted(commits))}."
+    return "\n".join(lines)
