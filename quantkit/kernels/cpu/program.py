@@ -114,9 +114,9 @@ class Program:
         for linear in linears:
             self._kept.append(linear)
             kind = _LINEAR_INT8 if linear.is_int8 else _LINEAR
-            part = out[:, at : at + linear.out_features]
+            columns = out[:, at : at + linear.out_features]
             meets, at = linear is linears[-1], at + linear.out_features
-            self._add(kind, linear.address, x, part, stride=out.shape[1], choice=linear.activation, meets=meets)
+            self._add(kind, linear.address, x, columns, stride=out.shape[1], choice=linear.activation, meets=meets)
             self._products += linear.in_features * linear.out_features
             self._num_linears += 1
 
