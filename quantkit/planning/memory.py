@@ -138,6 +138,7 @@ class WeightChoice:
         head: form of the output head; None = as stored.
         unquantized: form of ignored matrices instead of their stored form; None = as stored.
         beside: bytes on disk of the KV cache's scales.
+        ends_bytes: bytes on disk of embedding and head; None = as stored.
         as_stored: whether nothing is changed.
     """
 
@@ -146,6 +147,7 @@ class WeightChoice:
     head: WeightForm | None = None
     unquantized: WeightForm | None = None
     beside: int = 0
+    ends_bytes: int | None = None
     as_stored: bool = False
 
 
@@ -217,6 +219,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
             total, disk = total + here * matrix.copies, disk + file * matrix.copies
             read += here * experts_read(matrix, batch)
     outside, head = (shape.embedding + shape.other) * size, shape.head * size
+    ends = shape.embedding * size + head if scheme.ends_bytes is None else scheme.ends_bytes
     head_read = shape.head_parameters * size
     if scheme.head is not None:
         head_read = scheme.head.matrix_bytes(shape.vocab_size, shape.hidden_size, size)
@@ -225,7 +228,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
     return WeightBytes(
         bits_per_weight=8 * quantized / codes if codes else 8.0 * size,
         memory_bytes=total + outside + head,
-        disk_bytes=disk + outside + head + scheme.beside,
+        disk_bytes=disk + ends + shape.other * size + scheme.beside,
         read_bytes_per_token=read + shape.other * size + head_read,
     )
 

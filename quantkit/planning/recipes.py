@@ -83,6 +83,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
             choose=lambda index, matrix: forms.get(assigned[index].get(matrix.first)),
             head=head,
             beside=_cache_scale_bytes(shape, goal),
+            ends_bytes=_ends_bytes(shape, recipe.embedding),
         ),
         forms=tuple(sorted(forms.values(), key=lambda form: form.name)),
         num_tokens=samples * calibration.sequence_length if calibration else 0,
@@ -93,6 +94,19 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
         stored=stored_model(recipe, family, layers, assigned, shape.hidden_size),
         notes=group_notes(asked, layers, assigned),
+    )
+
+
+def _ends_bytes(shape: ModelShape, type_name: str | None) -> int | None:
+    """Return the bytes of embedding and head in a GGUF file that stores them in this type; None = as in the source."""
+    if type_name is None or not shape.hidden_size:
+        return None
+    from quantkit.compress.convert.gguf import matrix_bytes
+
+    return sum(
+        matrix_bytes(type_name, count // shape.hidden_size, shape.hidden_size)
+        for count in (shape.embedding, shape.head)
+        if count
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import quantkit.formats
 from quantkit.errors import SchemeError
 from quantkit.planning.memory import from_linear
+from quantkit.planning.shape import ModelShape
 from quantkit.registry import Registry
 from tests.formats.schemes import SCHEMES
 
@@ -60,3 +61,15 @@ def test_blocks_of_gguf_have_ggmls_sizes():
 
     known = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in _BLOCK_BYTES}
     assert known == _BLOCK_BYTES
+
+
+def test_embedding_and_head_of_a_gguf_file_are_sized_in_the_type_that_fits():
+    from quantkit.planning.recipes import _ends_bytes
+
+    wide, narrow = (
+        ModelShape(name="x", counted_from="config.json", hidden_size=size, embedding=10 * size, head=head)
+        for size, head in ((256, 2560), (64, 0))
+    )
+    assert _ends_bytes(wide, "q6_k") == 2 * 10 * 210
+    assert _ends_bytes(narrow, "q6_k") == 10 * 2 * 34  # as Q8_0
+    assert _ends_bytes(narrow, None) is None

@@ -218,9 +218,18 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Blo
         if block is None:
             raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which GGUF cannot store")
         return block
+    return _fitting(type_name, tensor.shape[-1])
+
+
+def _fitting(type_name: str, width: int) -> Block:
+    """Return the block type for rows of this width."""
     _, chosen, fallback = TYPES[type_name]
-    fits = [block for block in (chosen, fallback, Block.F16) if tensor.shape[-1] % block_values(block) == 0]
-    return fits[0]
+    return next(block for block in (chosen, fallback, Block.F16) if width % block_values(block) == 0)
+
+
+def matrix_bytes(type_name: str, rows: int, width: int) -> int:
+    """Return the bytes of a matrix (rows, width) that is rounded to one of TYPES."""
+    return num_bytes(_fitting(type_name, width), (rows, width))
 
 
 def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: float) -> Iterator[memoryview]:
