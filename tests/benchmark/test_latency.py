@@ -98,6 +98,7 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
         return torch.zeros(len(batch.logit_rows), demo.model.vocab_size)
 
     monkeypatch.setattr(demo.model, "forward", slow)
+    monkeypatch.setattr(demo.engine.runner, "_program", None)  # which does not call `forward`
     load = make_load(closed_loop(1, prompt_tokens=16, new_tokens=9, num_requests=1), 1000, avoid=(0, 1))
     alone = dataclasses.replace(load.workload, num_warmup=0)
     load = dataclasses.replace(load, workload=alone, prompts=load.prompts[-1:], new_tokens=(9,))

@@ -18,7 +18,8 @@ def demo():
 
 @pytest.fixture
 def computed(demo, monkeypatch):
-    """Tokens of every forward pass."""
+    """Tokens of every forward pass; decode steps run layer by layer, since one native call is not seen here."""
+    monkeypatch.setattr(demo.engine.runner, "_program", None)
     forward, counts = demo.model.forward, []
     monkeypatch.setattr(
         demo.model, "forward", lambda batch, cache: (counts.append(len(batch.token_ids)), forward(batch, cache))[1]

@@ -97,11 +97,11 @@ def _die_after(layers: int, state: Any) -> None:
 
         state.save = saved
         return
-    context = pipeline._layer_context
+    context = pipeline.layer_context
 
     def layer(plan: Any, index: int, *rest: Any) -> Any:
         if index == layers:
             os.kill(os.getpid(), 9)
         return context(plan, index, *rest)
 
-    pipeline._layer_context = layer
+    pipeline.layer_context = layer

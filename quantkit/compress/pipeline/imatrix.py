@@ -3,8 +3,11 @@
 Shapes: K inputs of a linear, T tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +20,13 @@ from quantkit.compress.pipeline.plan import Plan, build_plan
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.formats._imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from quantkit.models.description import describe
 from quantkit.models.gguf_names import layer_names
 from quantkit.output.staging import check_gguf, open_stage
 from quantkit.output.writer import writing
+
+if TYPE_CHECKING:
+    from quantkit.formats._imatrix import ImportanceMatrix
 
 
 @torch.inference_mode()
@@ -49,6 +54,8 @@ def collect_imatrix(
     Raises:
         InputError: model, data or output cannot be used.
     """
+    from quantkit.formats._imatrix import ImportanceMatrix, write_imatrix  # imports the gguf package
+
     with open_stage(output, "imatrix", overwrite=overwrite, check=check_gguf) as stage, writing(stage.work.path):
         plan = build_plan(model, _recipe(data, samples, sequence_length, seed), stage.work.checkpoint, device)
         names = _gguf_names(plan)
@@ -86,6 +93,8 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
     """
     if plan.recipe.imatrix is None:
         return {}
+    from quantkit.formats._imatrix import read_imatrix  # imports the gguf package
+
     path = Path(plan.recipe.imatrix)
     matrix, names, importance = read_imatrix(path), _gguf_names(plan), {}
     for name in plan.linears:

@@ -43,8 +43,8 @@ def test_ranges_are_left_for_whoever_rounds(make_layer):
         ranges = dict(layer.chosen.ranges)
         layer.finish()
     assert set(ranges) == set(layer.schemes)
-    for name, (scale, _) in ranges.items():
-        assert torch.equal(layer.chosen.quantized[name].scale, scale)
+    for name, own in ranges.items():
+        assert torch.equal(layer.chosen.quantized[name].scale, own.scale)
 
 
 def test_clipping_helps(make_layer, output_error):

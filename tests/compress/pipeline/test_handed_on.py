@@ -228,7 +228,7 @@ def test_autoround_aims_at_all_streams_wherever_they_are_kept(tmp_path, text_fil
     few = {"num_kv_shared_layers": 0, "layer_types": _FOUR[:2], "head_dim": 16, "sliding_window": 32, "laurel_rank": 32}
     few |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 260, "altup_num_inputs": 2}
     model = make_model(tmp_path / "model", "gemma3n_text", **few)
-    own, computed, forward, context = [], [], Stream.forward, layers._layer_context
+    own, computed, forward, context = [], [], Stream.forward, layers.layer_context
 
     def built(*given):
         layer = context(*given)
@@ -239,7 +239,7 @@ def test_autoround_aims_at_all_streams_wherever_they_are_kept(tmp_path, text_fil
         computed.extend([] if stream in own else given)
         return forward(stream, *given, **extra)
 
-    monkeypatch.setattr(layers, "_layer_context", built)
+    monkeypatch.setattr(layers, "layer_context", built)
     monkeypatch.setattr(Stream, "forward", counted)
     for mode in ("ram", "disk"):
         changes = {"steps.autoround.iterations": 24}
