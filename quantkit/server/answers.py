@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from quantkit.runtime.detokenizer import Detokenizer, decoder
-from quantkit.runtime.dialects.answer_parser import AnswerParser, Parts
+from quantkit.runtime.dialects.answer_parser import AnswerParser, AnswerParts
 from quantkit.runtime.dialects.dialect import Call
 from quantkit.runtime.types import Completion, StepOutput, TokenLogprob
 from quantkit.server.conversations import ChatRequest
@@ -287,7 +287,7 @@ class ChatShape:
         reason = self._reason(index, completion)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _fields(self, index: int, parts: Parts) -> Json:
+    def _fields(self, index: int, parts: AnswerParts) -> Json:
         """Return what there is of an answer as fields of a message."""
         calls = parts.calls if self._most_calls is None else parts.calls[: self._most_calls - self._num_calls[index]]
         self._num_calls[index] += len(calls)

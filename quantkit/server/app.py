@@ -24,7 +24,7 @@ from quantkit.server import answers
 from quantkit.server.admission import Asked, Bodies, Doorkeeper, Run
 from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
 from quantkit.server.bridge import Bridge, Mailbox
-from quantkit.server.conversations import ChatRequest, Message, TokenizeRequest
+from quantkit.server.conversations import ChatMessage, ChatRequest, TokenizeRequest
 from quantkit.server.metrics import Metrics
 from quantkit.server.schemas import (
     CompletionRequest,
@@ -211,7 +211,9 @@ class Server:
             raise Refused(f"the parameters of tools cannot be followed: {error}", "tools") from None
         return replace(params, grammar=grammar)
 
-    def _encoded_chat(self, messages: list[Message], variables: Mapping[str, Any], most: int) -> tuple[str, list[int]]:
+    def _encoded_chat(
+        self, messages: list[ChatMessage], variables: Mapping[str, Any], most: int
+    ) -> tuple[str, list[int]]:
         """Return a conversation in the chat template, and its tokens."""
         llm = self.bridge.llm
         text = llm.chat_text([message.plain() for message in messages], **variables)

@@ -65,7 +65,7 @@ def _check_call(call: Json) -> Json:
     return call
 
 
-class Message(_Open):
+class ChatMessage(_Open):
     """A message of a conversation. Unknown fields, such as `reasoning_content`, are passed to the chat template."""
 
     role: Annotated[str, Field(min_length=1, max_length=100)]
@@ -136,7 +136,7 @@ class NamedTool(Schema):
 class ChatRequest(Sampling):
     """A request to answer a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -209,7 +209,7 @@ class TokenizeRequest(Schema):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quantkit.runtime.dialects.answer_parser import AnswerParser, Parts
+from quantkit.runtime.dialects.answer_parser import AnswerParser, AnswerParts
 from quantkit.runtime.dialects.dialect import dialects
 
 CALL = ("weather", {"city": "Oslo"})
@@ -18,8 +18,8 @@ def parser(name: str, **options) -> AnswerParser:
     return AnswerParser(dialects()[name], **{"tools": ["weather", "weather_now"], **options})
 
 
-def in_pieces(one: AnswerParser, pieces: list[str]) -> Parts:
-    return sum([*map(one.push, pieces), one.end()], Parts())
+def in_pieces(one: AnswerParser, pieces: list[str]) -> AnswerParts:
+    return sum([*map(one.push, pieces), one.end()], AnswerParts())
 
 
 def answers(name: str) -> list[str]:
@@ -83,16 +83,16 @@ def test_nothing_is_lost(name):
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_calls_and_what_is_around_them(name):
     example = dialects()[name].example
-    assert parser(name).parse(example) == Parts(calls=[CALL])
-    assert parser(name).parse(f"Let me see.\n\n{example}\nDone.") == Parts(
+    assert parser(name).parse(example) == AnswerParts(calls=[CALL])
+    assert parser(name).parse(f"Let me see.\n\n{example}\nDone.") == AnswerParts(
         content="Let me see.\n\n\nDone.", calls=[CALL]
     )
-    assert parser(name).parse(f"{example}\n{example}\n") == Parts(calls=[CALL, CALL])
-    assert parser(name).parse(f" \n{BARE}\n") == Parts(calls=[CALL])
-    assert parser(name).parse(f"```json\n{BARE}\n```\nSo.") == Parts(content="So.", calls=[CALL])
-    assert parser(name, tools=None).parse(example) == Parts(content=example)
+    assert parser(name).parse(f"{example}\n{example}\n") == AnswerParts(calls=[CALL, CALL])
+    assert parser(name).parse(f" \n{BARE}\n") == AnswerParts(calls=[CALL])
+    assert parser(name).parse(f"```json\n{BARE}\n```\nSo.") == AnswerParts(content="So.", calls=[CALL])
+    assert parser(name, tools=None).parse(example) == AnswerParts(content=example)
     cut = example[: example.index("Oslo")]
-    assert parser(name).parse(cut) == Parts(content=cut)
+    assert parser(name).parse(cut) == AnswerParts(content=cut)
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
@@ -111,38 +111,38 @@ def test_a_malformed_call_is_text_and_the_next_one_is_a_call(name):
         pytest.skip("a call has no marker of its own")
     broken = f"{dialect.begin}{{oh no{dialect.end or '}'}"
     parts = parser(name).parse(f"{broken} {dialect.example}")
-    assert parts == Parts(content=broken, calls=[CALL])
+    assert parts == AnswerParts(content=broken, calls=[CALL])
 
 
 def test_a_marker_in_the_text_of_an_argument():
     text = dialects()["hermes"].example.replace("Oslo", "</tool_call>")
-    assert parser("hermes").parse(text) == Parts(calls=[("weather", {"city": "</tool_call>"})])
+    assert parser("hermes").parse(text) == AnswerParts(calls=[("weather", {"city": "</tool_call>"})])
 
 
 def test_an_answer_may_end_without_the_last_marker():
     text = dialects()["hermes"].example.removesuffix("</tool_call>")
-    assert parser("hermes").parse(text) == Parts(calls=[CALL])
+    assert parser("hermes").parse(text) == AnswerParts(calls=[CALL])
     cut = dialects()["glm-4"].example.removesuffix("</tool_call>")
-    assert parser("glm-4").parse(cut) == Parts(content=cut)
+    assert parser("glm-4").parse(cut) == AnswerParts(content=cut)
 
 
 def test_a_tool_is_needed_where_markers_are_weak():
     other = '{"name": "Ann", "parameters": {}}'
-    assert parser("llama-3").parse(other) == Parts(content=other)
-    assert parser("hermes").parse(other) == Parts(content=other)
-    assert parser("hermes").parse(f"<tool_call>{other}</tool_call>") == Parts(calls=[("Ann", {})])
+    assert parser("llama-3").parse(other) == AnswerParts(content=other)
+    assert parser("hermes").parse(other) == AnswerParts(content=other)
+    assert parser("hermes").parse(f"<tool_call>{other}</tool_call>") == AnswerParts(calls=[("Ann", {})])
 
 
 @pytest.mark.parametrize("name", [name for name, each in dialects().items() if each.thinking[0]])
 def test_thinking(name):
     begin, end = dialects()[name].thinking
-    expected = Parts(thinking="I think.", content="So.")
+    expected = AnswerParts(thinking="I think.", content="So.")
     assert parser(name).parse(f"{begin}\nI think.\n{end}\n\nSo.") == expected
     assert parser(name, is_thinking=True).parse(f"\nI think.\n{end}\n\nSo.") == expected
-    assert parser(name).parse(f"{begin}I think.") == Parts(thinking="I think.")
-    assert parser(name).parse(f"So. {begin}x{end}") == Parts(content=f"So. {begin}x{end}")
+    assert parser(name).parse(f"{begin}I think.") == AnswerParts(thinking="I think.")
+    assert parser(name).parse(f"So. {begin}x{end}") == AnswerParts(content=f"So. {begin}x{end}")
     if example := dialects()[name].example:
-        assert parser(name).parse(f"{begin}a {example} b{end}{example}") == Parts(
+        assert parser(name).parse(f"{begin}a {example} b{end}{example}") == AnswerParts(
             thinking=f"a {example} b", calls=[CALL]
         )
 
@@ -156,16 +156,16 @@ def test_text_is_held_back_only_while_it_may_be_a_marker():
     assert said == ["", "", "a", " b", " </the", "", ""]
     one = parser("hermes")
     assert [one.push(piece).content for piece in ('{"na', 'me": "weath', 'x"')] == ["", "", '{"name": "weathx"']
-    assert one.end() == Parts()
+    assert one.end() == AnswerParts()
 
 
 def test_a_call_is_reported_when_it_ends():
     one = parser("hermes")
-    assert one.push(dialects()["hermes"].example[:-1]) == Parts()
-    assert one.push(">") == Parts(calls=[CALL])
-    assert one.push(" And") == Parts(content="And")
+    assert one.push(dialects()["hermes"].example[:-1]) == AnswerParts()
+    assert one.push(">") == AnswerParts(calls=[CALL])
+    assert one.push(" And") == AnswerParts(content="And")
     for name in ("mistral", "mistral-args", "llama-3"):  # no marker behind a call
-        assert parser(name).push(dialects()[name].example) == Parts(calls=[CALL])
+        assert parser(name).push(dialects()[name].example) == AnswerParts(calls=[CALL])
 
 
 def test_a_long_call_takes_little_time():

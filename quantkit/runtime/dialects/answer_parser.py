@@ -20,7 +20,7 @@ _FENCE = regex.compile(r"\s*```")
 
 
 @dataclass(kw_only=True, slots=True)
-class Parts:
+class AnswerParts:
     """What a piece of an answer adds. *Mutable* while the parser fills it.
 
     Args:
@@ -33,8 +33,8 @@ class Parts:
     content: str = ""
     calls: list[Call] = field(default_factory=list)
 
-    def __add__(self, other: "Parts") -> "Parts":
-        return Parts(
+    def __add__(self, other: "AnswerParts") -> "AnswerParts":
+        return AnswerParts(
             thinking=self.thinking + other.thinking,
             content=self.content + other.content,
             calls=self.calls + other.calls,
@@ -73,7 +73,7 @@ class AnswerParser:
         self._reads_calls = bool(self._markers) or self._bare_head is not None
         self._held = ""
         self._spaces = ""  # whitespace that may be next to a call, or at an edge of the thinking
-        self._parts = Parts()
+        self._parts = AnswerParts()
         self._num_calls, self._has_thoughts = 0, False
         self._has_thinking, self._has_content = is_thinking and bool(dialect.thinking[1]), False
         self._state: Callable[[bool], bool] = self._read_thinking if self._has_thinking else self._read_beginning
@@ -81,12 +81,12 @@ class AnswerParser:
         self._in_fence = False  # a block of code was opened before a call
         self._json_end: _JsonEnd | None = None
 
-    def push(self, text: str) -> Parts:
+    def push(self, text: str) -> AnswerParts:
         """Return what is certain once this text follows."""
         self._held += text
         return self._read(is_last=False)
 
-    def end(self) -> Parts:
+    def end(self) -> AnswerParts:
         """Return the rest, at the end of the answer. What is not a complete call by now is content."""
         parts = self._read(is_last=True)
         if not self._num_calls and (self._has_content or not self._has_thinking):
@@ -94,12 +94,12 @@ class AnswerParser:
         self._spaces = ""
         return parts
 
-    def parse(self, text: str) -> Parts:
+    def parse(self, text: str) -> AnswerParts:
         """Return the parts of a whole answer."""
         return self.push(text) + self.end()
 
-    def _read(self, is_last: bool) -> Parts:
-        self._parts = Parts()
+    def _read(self, is_last: bool) -> AnswerParts:
+        self._parts = AnswerParts()
         while self._state(is_last):
             pass
         return self._parts
