@@ -278,7 +278,7 @@ class Probe:
 
     def measure(self, groups: list[FusedGroup]) -> Distances:
         """Measure the distances of the original with these groups quantized."""
-        with swapped(groups), self._replay.start(groups):
+        with self._original.engine.runner.layer_by_layer(), swapped(groups), self._replay.start(groups):
             return self.compare(self._original)
 
     def compare(self, llm: LLM) -> Distances:

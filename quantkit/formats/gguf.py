@@ -33,7 +33,7 @@ from torch import Tensor
 from quantkit.errors import SchemeError
 from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, stores_codes
 from quantkit.formats.compressed_tensors import CompressedTensorsFormat
-from quantkit.numerics.dtype import find_dtype
+from quantkit.numerics.dtype import GGML_TYPES, find_dtype
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -42,13 +42,42 @@ if TYPE_CHECKING:
 
     from quantkit.models.family import Family
 
-# Types that matrices can be rounded to without calibration data, by their names in recipes.
-MATRIX_TYPES = ("f32", "f16", "bf16", "q4_0", "q4_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+# Types that matrices can be rounded to without calibration data, by their names in recipes: ggml's name of the block,
+# and of the block for rows that it does not divide, as in llama-quantize.
+MATRIX_BLOCKS = {
+    **{name: (name.upper(), name.upper()) for name in ("f32", "f16", "bf16")},
+    **{name: (name.upper(), "F16") for name in ("q4_0", "q4_1", "q8_0")},
+    "q2_k": ("Q2_K", "Q4_0"),
+    "q3_k": ("Q3_K", "Q4_0"),
+    "q4_k": ("Q4_K", "Q5_0"),
+    "q5_k": ("Q5_K", "Q5_1"),
+    "q6_k": ("Q6_K", "Q8_0"),
+}
 _ASYMMETRIC = ("int2", "int3", "int4")
 # ggml's name of the block that holds a symmetric number type.
 _SYMMETRIC = {**dict.fromkeys(_ASYMMETRIC, "Q4_0"), "int5": "Q5_0", "int6": "Q6_K", "int8": "Q8_0", "mxfp4": "MXFP4"}
 # Values and bytes of a block.
-_BLOCK_BYTES = {"Q4_0": (32, 18), "Q5_0": (32, 22), "Q6_K": (256, 210), "Q8_0": (32, 34), "MXFP4": (32, 17)}
+_BLOCK_BYTES = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "MXFP4": (32, 17),
+    "Q4_0": (32, 18),
+    "Q5_0": (32, 22),
+    "Q8_0": (32, 34),
+    **{name.upper(): dtype.block for name, dtype in GGML_TYPES.items() if dtype.block is not None},
+}
+
+
+def matrix_block(type_name: str, width: int) -> str:
+    """Return ggml's name of the block for rows of this width; `type_name` is a key of `MATRIX_BLOCKS`."""
+    return next(block for block in (*MATRIX_BLOCKS[type_name], "F16") if width % _BLOCK_BYTES[block][0] == 0)
+
+
+def matrix_bytes(type_name: str, rows: int, width: int) -> int:
+    """Return the bytes of a matrix (rows, width) in these blocks."""
+    values, size = _BLOCK_BYTES[matrix_block(type_name, width)]
+    return rows * width // values * size
 
 
 class GGUFFormat(CompressedTensorsFormat):
@@ -67,8 +96,6 @@ class GGUFFormat(CompressedTensorsFormat):
 
     def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
         weight = scheme.weight
-        if weight.dtype.block is not None:
-            return out_features * in_features // weight.dtype.block[0] * weight.dtype.block[1]
         # Asymmetric int4 is Q5_0 where float16 does not hold its minimum, which only the numbers tell.
         wide = not weight.symmetric and weight.dtype.name == "int4"
         values, size = _BLOCK_BYTES["Q5_0" if wide else self.symmetric_block(weight)]

@@ -26,6 +26,9 @@ class DType:
             the whole tensor), "e8m0" (powers of two) or "ggml" (whole multiples of a float16 scale of a block).
         spacing: for floats, the smallest normal number and the number of mantissa bits; None = rounding to this type is
             not supported.
+        block: for types of ggml, the number of values in a block and its bytes; None = there are no blocks.
+        levels: for them, the smallest and the largest whole number that multiplies the scale of a block.
+        has_minimums: for them, whether each group has a minimum, which becomes its zero point.
     """
 
     name: str

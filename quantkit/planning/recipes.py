@@ -101,7 +101,7 @@ def _ends_bytes(shape: ModelShape, type_name: str | None) -> int | None:
     """Return the bytes of embedding and head in a GGUF file that stores them in this type; None = as in the source."""
     if type_name is None or not shape.hidden_size:
         return None
-    from quantkit.compress.convert.gguf import matrix_bytes
+    from quantkit.formats.gguf import matrix_bytes
 
     return sum(
         matrix_bytes(type_name, count // shape.hidden_size, shape.hidden_size)

@@ -19,12 +19,12 @@ def demo():
 @pytest.fixture
 def computed(demo, monkeypatch):
     """Tokens of every forward pass; decode steps run layer by layer, since one native call is not seen here."""
-    monkeypatch.setattr(demo.engine.runner, "_program", None)
     forward, counts = demo.model.forward, []
     monkeypatch.setattr(
         demo.model, "forward", lambda batch, cache: (counts.append(len(batch.token_ids)), forward(batch, cache))[1]
     )
-    return counts
+    with demo.engine.runner.layer_by_layer():
+        yield counts
 
 
 def test_every_token_is_a_prefill_of_all_before_it(demo, computed):

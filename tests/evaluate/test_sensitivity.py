@@ -14,7 +14,7 @@ from quantkit.evaluate import sensitivity as module
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, window_logits
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
-from quantkit.evaluate.sensitivity import Goal, propose, sensitivity_map
+from quantkit.evaluate.sensitivity import Goal, Probe, propose, sensitivity_map
 from quantkit.results import SensitivityMap, SensitivityRecord
 from tests.helpers import TEXT, make_model
 
@@ -231,3 +231,13 @@ def test_refusals(coarse, original, tiny_llama, tmp_path):
     foreign = load_llm(str(tiny_llama), dtype="float32", device="cpu", threads=1, backend="transformers")
     with pytest.raises(ModelError, match="this model uses transformers"):
         find_fused_groups(foreign, original)
+
+
+def test_a_quantized_cache_does_not_hide_what_is_swapped(coarse, tiny_llama, windows):
+    """With it every token is a decode step, which as one native call would compute with the original's weights."""
+    original = load_llm(str(tiny_llama), dtype="float32", device="cpu", threads=1, kv_cache="int8")
+    assert original.engine.runner.program_status in ("one native call", None)
+    probe = Probe(original, windows[:2])
+    group = next(group for group in find_fused_groups(coarse, original) if group.name == "down")
+    assert probe.measure([group]).mean > 1e-6
+    assert probe.compare(original).mean == 0  # and afterwards the original is itself again

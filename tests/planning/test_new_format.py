@@ -6,6 +6,9 @@ import pytest
 
 import quantkit.formats
 from quantkit.errors import SchemeError
+from quantkit.formats.gguf import FORMAT, matrix_block
+from quantkit.numerics.dtype import FALLBACK
+from quantkit.numerics.scheme import WeightScheme
 from quantkit.planning.memory import from_linear
 from quantkit.planning.shape import ModelShape
 from quantkit.registry import Registry
@@ -73,3 +76,9 @@ def test_embedding_and_head_of_a_gguf_file_are_sized_in_the_type_that_fits():
     assert _ends_bytes(wide, "q6_k") == 2 * 10 * 210
     assert _ends_bytes(narrow, "q6_k") == 10 * 2 * 34  # as Q8_0
     assert _ends_bytes(narrow, None) is None
+
+
+def test_calibrated_and_rounded_matrices_fall_back_to_the_same_blocks():
+    for name, other in FALLBACK.items():
+        block = FORMAT.symmetric_block(WeightScheme(dtype=other, group_size=32, symmetric=not other.has_minimums))
+        assert block == matrix_block(name, 32)

@@ -62,7 +62,8 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._step, self.engine.runner.step = self.engine.runner.step, self.step
-        self.engine.runner._program = None  # attention is watched layer by layer
+        self._watching = self.engine.runner.layer_by_layer()  # as long as this lives
+        self._watching.__enter__()
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
         self._evicted: dict[int, int] = {}
         for number, attention in self.engine.runner.cache.attention.items():

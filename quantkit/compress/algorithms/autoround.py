@@ -50,8 +50,8 @@ class AutoRoundStep(Step):
 
     fixes_codes: ClassVar[bool] = True
     needs_targets: ClassVar[bool] = True
-    # Each step needs the one before it, so there is nothing to share; the data's other runs are shared.
     fits_blocks: ClassVar[bool] = False
+    # Each step needs the one before it, so there is nothing to share; the data's other runs are shared.
     on_one_process: ClassVar[bool] = True
 
     iterations: Positive = 1600

@@ -29,26 +29,24 @@ from quantkit.errors import AuditError, ModelError, SchemeError, located
 from quantkit.formats._gguf_blocks import PLAIN, block_values, dequantize_blocks, num_bytes, round_to_blocks
 from quantkit.formats._gguf_file import read_gguf, write_gguf_file
 from quantkit.formats._kv_cache import CONFIG_KEY
-from quantkit.formats.gguf import FORMAT
+from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block
 
-# By name: ggml's file type, the block type, and the block type for rows that its blocks do not divide.
-TYPES: dict[str, tuple[FileType, Block, Block]] = {
-    "f32": (FileType.ALL_F32, Block.F32, Block.F32),
-    "f16": (FileType.MOSTLY_F16, Block.F16, Block.F16),
-    "bf16": (FileType.MOSTLY_BF16, Block.BF16, Block.BF16),
-    "q4_0": (FileType.MOSTLY_Q4_0, Block.Q4_0, Block.F16),
-    "q4_1": (FileType.MOSTLY_Q4_1, Block.Q4_1, Block.F16),
-    "q8_0": (FileType.MOSTLY_Q8_0, Block.Q8_0, Block.F16),
-    "q2_k": (FileType.MOSTLY_Q2_K, Block.Q2_K, Block.Q4_0),
-    "q3_k": (FileType.MOSTLY_Q3_K_S, Block.Q3_K, Block.Q4_0),
-    "q4_k": (FileType.MOSTLY_Q4_K_S, Block.Q4_K, Block.Q5_0),
-    "q5_k": (FileType.MOSTLY_Q5_K_S, Block.Q5_K, Block.Q5_1),
-    "q6_k": (FileType.MOSTLY_Q6_K, Block.Q6_K, Block.Q8_0),
-}
-_FILE_TYPES = {block: number for number, block, _ in TYPES.values()} | {
-    Block.Q5_0: FileType.MOSTLY_Q5_0,
-    Block.Q5_1: FileType.MOSTLY_Q5_1,
-    Block.MXFP4: FileType.MOSTLY_MXFP4_MOE,
+# By the name of the type that most matrices have.
+_FILE_TYPES = {
+    "f32": FileType.ALL_F32,
+    "f16": FileType.MOSTLY_F16,
+    "bf16": FileType.MOSTLY_BF16,
+    "q4_0": FileType.MOSTLY_Q4_0,
+    "q4_1": FileType.MOSTLY_Q4_1,
+    "q5_0": FileType.MOSTLY_Q5_0,
+    "q5_1": FileType.MOSTLY_Q5_1,
+    "q8_0": FileType.MOSTLY_Q8_0,
+    "q2_k": FileType.MOSTLY_Q2_K,
+    "q3_k": FileType.MOSTLY_Q3_K_S,
+    "q4_k": FileType.MOSTLY_Q4_K_S,
+    "q5_k": FileType.MOSTLY_Q5_K_S,
+    "q6_k": FileType.MOSTLY_Q6_K,
+    "mxfp4": FileType.MOSTLY_MXFP4_MOE,
 }
 _CHUNK_VALUES = 1 << 22
 
@@ -80,8 +78,8 @@ def write_gguf(
     Args:
         source: the checkpoint; codes are copied, everything else keeps its dtype.
         path: path of the file, replaced if it exists; the caller renames it.
-        type_name: for an unquantized model, one of TYPES, to which the layers' matrices are rounded.
-        embedding: one of TYPES, to which the embedding and the head are rounded; None = as the other matrices.
+        type_name: for an unquantized model, a key of `MATRIX_BLOCKS`, to which the layers' matrices are rounded.
+        embedding: likewise, for the embedding and the head; None = as the other matrices.
         progress: called before each layer.
     Raises:
         SchemeError: no block type can store the codes exactly.
@@ -94,7 +92,7 @@ def write_gguf(
     # Types first: the header, which lists them, is written before any tensor.
     asked = (_type_of(tensor, type_name, embedding, has_head=has_head) for tensor in exported)
     plan = [(tensor, _block(source, tensor, own)) for tensor, own in zip(exported, asked, strict=True)]
-    metadata = metadata_of(source, model, int(TYPES[type_name][0] if type_name else _file_type(plan)))
+    metadata = metadata_of(source, model, int(_FILE_TYPES[type_name] if type_name else _file_type(plan)))
     factors = long_range_factors(model)
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {tensor.name: (block, tensor.shape) for tensor, block in plan}
     if factors is not None:
@@ -154,7 +152,7 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
 
 def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
     """Yield a note about matrices that get another type because the blocks of `type_name` do not divide their rows."""
-    size = block_values(TYPES[type_name][1]) if type_name else 1
+    size = block_values(Block[MATRIX_BLOCKS[type_name][0]]) if type_name else 1
     others: dict[Block, list[ExportedTensor]] = {}
     for tensor, block in plan:
         if block != Block.F32 and tensor.shape[-1] % size:  # norms are float32 in any file
@@ -177,15 +175,10 @@ def _type_of(tensor: ExportedTensor, type_name: str | None, embedding: str | Non
     return embedding or type_name
 
 
-def check_type(name: str | None) -> None:
-    """Raise SchemeError if matrices cannot be rounded to this type."""
-    if name is not None and name not in TYPES:
-        raise SchemeError(f"GGUF type {name!r} is not supported; supported: {', '.join(TYPES)}")
-
-
 def _check_source(source: Source, type_name: str | None, embedding: str | None) -> None:
-    check_type(type_name)
-    check_type(embedding)
+    for name in (type_name, embedding):
+        if name is not None and name not in MATRIX_BLOCKS:
+            raise SchemeError(f"GGUF type {name!r} is not supported; supported: {', '.join(MATRIX_BLOCKS)}")
     if source.dense is not None:
         raise SchemeError(f"{source.reader.path} is a GGUF file already; use it as it is, or convert it --to dense")
     if type_name is not None and source.linears:
@@ -218,18 +211,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Blo
         if block is None:
             raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which GGUF cannot store")
         return block
-    return _fitting(type_name, tensor.shape[-1])
-
-
-def _fitting(type_name: str, width: int) -> Block:
-    """Return the block type for rows of this width."""
-    _, chosen, fallback = TYPES[type_name]
-    return next(block for block in (chosen, fallback, Block.F16) if width % block_values(block) == 0)
-
-
-def matrix_bytes(type_name: str, rows: int, width: int) -> int:
-    """Return the bytes of a matrix (rows, width) that is rounded to one of TYPES."""
-    return num_bytes(_fitting(type_name, width), (rows, width))
+    return Block[matrix_block(type_name, tensor.shape[-1])]
 
 
 def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: float) -> Iterator[memoryview]:
@@ -285,4 +267,4 @@ def _file_type(plan: Typed) -> FileType:
     common = Counter(
         block for tensor, block in plan if tensor.name.startswith("blk.") and len(tensor.shape) == 2
     ).most_common(1)
-    return _FILE_TYPES.get(common[0][0], FileType.ALL_F32) if common else FileType.ALL_F32
+    return _FILE_TYPES.get(common[0][0].name.lower(), FileType.ALL_F32) if common else FileType.ALL_F32

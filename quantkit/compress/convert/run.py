@@ -70,7 +70,8 @@ def convert(
         checkpoint: directory in any supported format; for "gguf", also of an unquantized model.
         to: name of the format to write.
         output: directory to create; for "gguf", a file.
-        type_name: for "gguf" and an unquantized model, the type to round its matrices to; see `gguf.TYPES`.
+        type_name: for "gguf" and an unquantized model, the type to round its matrices to, a key of
+            `formats.gguf.MATRIX_BLOCKS`.
         embedding: for "gguf", the type to round embedding and head to if they are unquantized; None = as the other
             matrices.
         overwrite: replace an existing checkpoint there.

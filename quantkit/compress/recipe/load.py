@@ -17,7 +17,7 @@ from quantkit.compress.recipe.steps import build_steps
 from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.gguf import FORMAT as GGUF
-from quantkit.formats.gguf import MATRIX_TYPES
+from quantkit.formats.gguf import MATRIX_BLOCKS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.results.gates import parse_gate
@@ -253,9 +253,9 @@ def _embedding(name: str | None, format_: str) -> str | None:
     """Check the type of the embedding."""
     if name is not None and format_ != GGUF.name:
         raise RecipeError(f"embedding: only format gguf stores the embedding in another type, not {format_}; remove it")
-    if name is not None and name not in MATRIX_TYPES:
-        hint = suggestion(name, MATRIX_TYPES)
-        raise RecipeError(f"embedding: expected one of {', '.join(MATRIX_TYPES)}, found {shorten(name)}{hint}")
+    if name is not None and name not in MATRIX_BLOCKS:
+        hint = suggestion(name, MATRIX_BLOCKS)
+        raise RecipeError(f"embedding: expected one of {', '.join(MATRIX_BLOCKS)}, found {shorten(name)}{hint}")
     return name
 
 

@@ -113,8 +113,8 @@ def compare_perplexity(
     floor = None
     if noise is not None:
         shift, spread, _ = _log_ratio(noise, baseline)
-        # Back from the log-ratio to a difference of perplexities, the unit of a floor.
-        floor = before * math.expm1(max(abs(shift), spread))
+        # Back from the log-ratio to a difference of perplexities, the unit of a floor. One window has no spread.
+        floor = before * math.expm1(abs(shift) if math.isinf(spread) else max(abs(shift), spread))
     known = not math.isinf(reach)
     result = PairedResult(
         baseline=before,

@@ -9,7 +9,8 @@ by kernel. `model` defines what a step computes.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +95,18 @@ class Runner:
         if self._graphs is None:
             return None if self._no_graphs is None else f"no: {self._no_graphs}"
         return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
+
+    @contextmanager
+    def layer_by_layer(self) -> Iterator[None]:
+        """Run every step layer by layer inside the block. Whoever replaces parts of the model needs this: graphs and
+        programs hold the parts that were there when they were recorded.
+        """
+        kept = self._graphs, self._program
+        self._graphs = self._program = None
+        try:
+            yield
+        finally:
+            self._graphs, self._program = kept
 
     def step(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor:
         """Return the logits, chunk by chunk. Call this in inference mode.

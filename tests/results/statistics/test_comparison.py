@@ -126,6 +126,13 @@ def test_perplexities_are_compared_by_window():
     assert 0 < result.noise_floor < 0.01
 
 
+def test_one_window_does_not_make_every_difference_noise():
+    before, after, again = (text([nll]) for nll in (200.0, 220.0, 201.0))
+    result = compare_perplexity(after, before, again)
+    assert 0 < result.noise_floor == pytest.approx(again.perplexity - before.perplexity)
+    assert (result.verdict, result.p_value, result.low) == ("no difference seen", None, None)
+
+
 def test_the_interval_of_a_perplexity_covers_95_per_cent():
     rng = random.Random(2)
     covered = 0
