@@ -86,7 +86,8 @@ def serve(page: str) -> str:
 
 def runtime(page: str) -> str:
     """docs/runtime.md."""
-    return section(gpu_standing(page), "eviction", generator("checks/eviction_page.py").table())
+    page = section(gpu_standing(page), "decode", generator("checks/decode_page.py").table())
+    return section(page, "eviction", generator("checks/eviction_page.py").table())
 
 
 def scale(page: str) -> str:

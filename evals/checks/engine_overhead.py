@@ -1,6 +1,8 @@
 """Share of a decode step that is not the kernels', and tokens per second, with and without the decode program.
 
-    python evals/checks/engine_overhead.py MODEL [--threads 1,2] [--batch 1,8,32] [--rounds 40] [--head int8]
+    python evals/checks/engine_overhead.py MODEL [--threads 1,2] [--batch 1,8,32] [--rounds 40] [--head int8] [-o FILE]
+
+FILE is below evals/results/decode_steps, from which docs/runtime.md is made.
 
 Two engines load MODEL: one runs a decode step as one native call, the other layer by layer. They take turns of five
 steps, so a busy neighbour disturbs both. The native call is nothing but kernels; the rest of a step is the engine:
@@ -11,13 +13,20 @@ which a neighbour hardly changes; with more it is wall time. Medians.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import plain, stamp
 
 from quantkit import LLM, SamplingParams
 from quantkit.kernels.cpu.program import Program
@@ -33,13 +42,21 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--head", choices=["int8", "int4"])
+    parser.add_argument("-o", "--output", type=Path, help="file of results")
     options = parser.parse_args()
+    rows = []
     llms = {name: load(options, switch) for name, switch in (("program", "1"), ("layers", "0"))}
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
         clock = time.thread_time if threads == 1 else time.perf_counter
         for batch in map(int, options.batch.split(",")):
-            print(f"threads {threads}, batch {batch:2}: {measure(llms, batch, options.rounds, clock)}", flush=True)
+            row = measure(llms, batch, options.rounds, clock)
+            rows.append({"threads": threads, "batch": batch, "clock": "wall" if threads > 1 else "CPU time", **row})
+            print(rows[-1], flush=True)
+    if options.output:
+        name = Path(options.model).resolve().name + (f", head {options.head}" if options.head else "")
+        data = {"model": name, "taken": plain(stamp()), "rows": rows}
+        options.output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def load(options: argparse.Namespace, switch: str) -> LLM:
@@ -49,8 +66,8 @@ def load(options: argparse.Namespace, switch: str) -> LLM:
     return LLM(options.model, threads=1, max_length=length, max_sequences=32, head_dtype=options.head)
 
 
-def measure(llms: dict[str, LLM], batch: int, rounds: int, clock: Callable[[], float]) -> str:
-    """Return the medians of both engines, measured in turns, as one line."""
+def measure(llms: dict[str, LLM], batch: int, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Return the medians of both engines, measured in turns: milliseconds a step, and shares outside the kernels."""
     native: list[float] = []
     untimed = Program.run
 
@@ -74,11 +91,12 @@ def measure(llms: dict[str, LLM], batch: int, rounds: int, clock: Callable[[], f
             llm.engine.cancel(number)
     assert len(native) == rounds * TURN, "a step of the program's engine ran layer by layer"
     step, layers, kernels = (statistics.median(one) for one in (steps["program"], steps["layers"], native))
-    return (
-        f"layer by layer {1e3 * layers:.2f} ms, {batch / layers:.0f} tokens/s; one call {1e3 * step:.2f} ms, "
-        f"{batch / step:.0f} tokens/s: {layers / step:.2f} times as fast; "
-        f"outside kernels {1 - kernels / layers:.1%} before, {1 - kernels / step:.1%} now"
-    )
+    return {
+        "layers_ms": round(1e3 * layers, 3),
+        "program_ms": round(1e3 * step, 3),
+        "layers_outside": round(1 - kernels / layers, 4),
+        "program_outside": round(1 - kernels / step, 4),
+    }
 
 
 def start_requests(llm: LLM, batch: int) -> list[int]:
