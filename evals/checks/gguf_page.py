@@ -25,7 +25,10 @@ def table() -> str:
 
 
 def _of(result: dict[str, Any]) -> str:
-    lines = ["| File | by | MB | KL | 99 % below | perplexity | same first token |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| File | by | MB | KL | 99 % below | perplexity | same likeliest token |",
+        "|---|---|---|---|---|---|---|",
+    ]
     commits, versions = set(), set()
     for row in result["rows"]:
         stamp = read_stamp(row["stamp"])
@@ -40,6 +43,7 @@ def _of(result: dict[str, Any]) -> str:
         cells = [f"{row['bytes'] / 1e6:.1f}", f"{row['kl']:.3f} ± {row['kl_error']:.3f}{mark}", f"{row['kl_99']:.2f}"]
         cells += [f"x {row['perplexity_ratio']:.3f}", f"{row['same_top_percent']:.1f} %"]
         lines.append(f"| `{row['name']}` | {row['by']} | " + " | ".join(cells) + " |")
-    lines += ["", f"{result['model']}, {result['tokens']:,} tokens; {', '.join(sorted(versions))}, its own imatrix."]
+    lines += ["", f"{result['model']}: {result['about']}; {result['tokens']:,} tokens. Files of llama-quantize have"]
+    lines[-1] += f" llama.cpp's own imatrix ({', '.join(sorted(versions))})."
     lines[-1] += f" Ours at commit {', '.join(sorted(commits))}."
     return "\n".join(lines)

@@ -1,9 +1,11 @@
 """KL in llama.cpp itself, against the bf16 original: our K types beside those of llama-quantize with an imatrix.
 
-    gguf_quality.py MODEL --llama BIN --text CALIB.txt --test UNSEEN.txt --work DIR -o evals/results/gguf/NAME.json
+    gguf_quality.py MODEL --llama BIN --llama-version V --text CALIB.txt --test UNSEEN.txt --about WORDS --work DIR
+        -o evals/results/gguf/NAME.json
 
 Both calibrate on the same text, 32 sequences of 512 tokens. BIN is the folder of llama-quantize, llama-imatrix and
-llama-perplexity. Files that the work folder already has are not made again.
+llama-perplexity, WORDS say what the model and the test text are. Files that the work folder already has are not made
+again; beside each of ours is the stamp of when it was made.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--llama-version", required=True)
+    for name in ("--llama-version", "--about"):
+        parser.add_argument(name, required=True)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     quantkit = [sys.executable, "-m", "quantkit"]
@@ -78,12 +81,14 @@ def main() -> None:
     for recipe in args.rows:
         ours, theirs = args.work / f"{recipe}.gguf", args.work / f"{ROWS[recipe]}.gguf"
         limits = ["--samples", "32", "--sequence-length", "512", "--calibration", args.text]
+        plain = yaml.safe_load((provenance.ROOT / "recipes" / f"{recipe}.yaml").read_text())
+        stamp = args.work / f"{recipe}.stamp.json"
+        if not ours.is_file():
+            stamp.write_text(json.dumps(provenance.plain(provenance.stamp(plain))))
         made(ours, [*quantkit, "quantize", args.model, "--recipe", recipe, *limits, "-o", ours])
         made(theirs, [args.llama / "llama-quantize", "--imatrix", matrix, original, theirs, ROWS[recipe], args.threads])
-        plain = yaml.safe_load((provenance.ROOT / "recipes" / f"{recipe}.yaml").read_text())
         rows += [
-            {"by": "quantkit", "name": recipe, **measured(ours, args, base),
-             "stamp": provenance.plain(provenance.stamp(plain))},
+            {"by": "quantkit", "name": recipe, **measured(ours, args, base), "stamp": json.loads(stamp.read_text())},
             {"by": "llama-quantize", "name": ROWS[recipe], **measured(theirs, args, base),
              "stamp": provenance.plain(provenance.stamp(versions={"llama.cpp": args.llama_version}))},
         ]  # fmt: skip
@@ -91,7 +96,13 @@ def main() -> None:
             name: hashlib.sha256(path.read_bytes()).hexdigest()
             for name, path in (("calibration", args.text), ("test", args.test))
         }
-        result = {"model": args.model.name, "tokens": 512 * args.chunks // 2, "texts": digests, "rows": rows}
+        result = {
+            "model": args.model.name,
+            "about": args.about,
+            "tokens": 512 * args.chunks // 2,
+            "texts": digests,
+            "rows": rows,
+        }
         args.o.parent.mkdir(parents=True, exist_ok=True)
         args.o.write_text(json.dumps(result, indent=1) + "\n")
 
