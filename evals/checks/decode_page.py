@@ -15,20 +15,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import table_line
 
 RESULTS = Path(__file__).parents[1] / "results/decode_steps"
-HEAD = ("model", "threads", "batch", "clock", "layer by layer", "one call", "times as fast", "outside kernels")
+HEAD = ("machine", "model", "threads", "batch", "clock", "layer by layer", "one call", "times as fast", "outside kernels")
 
 
 def table() -> str:
     """The part of the page: a row per model, number of threads and batch."""
     known = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
     lines = [table_line(HEAD), "|---" * len(HEAD) + "|"]
-    lines += [_line(result["model"], row) for result in known for row in result["rows"]]
-    where = {f"{each['taken']['machine']}, commit {each['taken']['commit']}" for each in known}
-    return "\n".join([*lines, "", f"Medians of both in turns. {'; '.join(sorted(where))}."])
+    lines += [_line(result, row) for result in known for row in result["rows"]]
+    commits = sorted({each["taken"]["commit"] for each in known})
+    return "\n".join([*lines, "", f"Medians of both in turns, 2 cores. Commits {', '.join(commits)}."])
 
 
-def _line(model: str, row: dict[str, Any]) -> str:
+def _line(result: dict[str, Any], row: dict[str, Any]) -> str:
+    _, chip, instructions, _ = result["taken"]["machine"].split(", ")
     before, now = row["layers_ms"], row["program_ms"]
     outside = f"{100 * row['layers_outside']:.0f} % before, {100 * row['program_outside']:.1f} % now"
     times = (f"{before:.2f} ms", f"{now:.2f} ms", f"{before / now:.2f}", outside)
-    return table_line((model, row["threads"], row["batch"], row["clock"], *times))
+    return table_line((f"{chip}, {instructions}", result["model"], row["threads"], row["batch"], row["clock"], *times))
