@@ -14,14 +14,14 @@ from typing import Any
 
 from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY as CACHE_KEY
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.engines import StoredLinear, StoredModel, judge_all
 from quantkit.errors import CheckpointError, ModelError, ReportError
 from quantkit.formats import is_gguf, recognise
-from quantkit.formats._gguf_file import GGUFTensor, read_gguf
-from quantkit.formats._kv_cache import CONFIG_KEY as CACHE_KEY
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
+from quantkit.formats.ggml.gguf_file import GGUFTensor, read_gguf
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.families import find as find_family
 from quantkit.numerics.scheme import LinearScheme, Scheme

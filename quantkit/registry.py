@@ -28,7 +28,7 @@ class Registry:
     noun: str
 
     def names(self) -> list[str]:
-        """Return the sorted names of all members without importing them; `base` and private modules are left out."""
+        """Return the sorted names of all members without importing them: not `base`, private modules and folders."""
         return list(_members(tuple(importlib.import_module(self.package).__path__)))
 
     def find(self, name: str) -> str:
@@ -55,7 +55,7 @@ class Registry:
 @functools.cache
 def _members(folders: tuple[str, ...]) -> list[str]:
     """Return the names of the members in a package's folders; the result is cached."""
-    modules = (module.name for module in pkgutil.iter_modules(folders))
+    modules = (module.name for module in pkgutil.iter_modules(folders) if not module.ispkg)
     return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
 
 

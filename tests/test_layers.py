@@ -180,6 +180,17 @@ def half_breaches(sources: Sources) -> list[str]:
     ]
 
 
+def private_breaches(sources: Sources) -> list[str]:
+    """Imports of a module whose name begins with `_` from outside its folder."""
+    found = []
+    for name in sources:
+        for target in sorted(imported(name, sources)):
+            folder, _, _ = target.partition("._")
+            if target.startswith("quantkit.") and folder != target and not f"{name}.".startswith(f"{folder}."):
+                found.append(f"{name} imports {target}")
+    return found
+
+
 def cycles(sources: Sources) -> list[str]:
     """One path per cycle between modules, found by depth-first search."""
     graph = {name: sorted(imported(name, sources) & sources.keys() - {name}) for name in sources}
@@ -259,7 +270,7 @@ def public_definitions(node: ast.Module | ast.ClassDef) -> list[ast.FunctionDef 
     return [child for child in node.body if isinstance(child, kinds) and not child.name.startswith("_")]
 
 
-CHECKS = [layer_breaches, half_breaches, cycles, heavy_imports, too_long, undocumented]
+CHECKS = [layer_breaches, half_breaches, private_breaches, cycles, heavy_imports, too_long, undocumented]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -288,6 +299,11 @@ PLANTED = [
         half_breaches,
         {"quantkit.runtime.x": "from quantkit.compress.recipe import load"},
         "x imports quantkit.compress.recipe",
+    ),
+    (
+        private_breaches,
+        {"quantkit.checkpoints.x": "from quantkit.formats import _layout", "quantkit.formats._layout": ""},
+        "quantkit.checkpoints.x imports quantkit.formats._layout",
     ),
     (
         cycles,
@@ -325,6 +341,10 @@ INNOCENT = [
     (layer_breaches, {"quantkit.formats.x": "from quantkit.numerics import dtype\nfrom quantkit.formats import base"}),
     (layer_breaches, {"quantkit.errors": "if TYPE_CHECKING:\n    import quantkit.compress.recipe"}),
     (cycles, {"quantkit.api": "from quantkit.formats import base", "quantkit.formats.base": "import quantkit.errors"}),
+    (
+        private_breaches,
+        {"quantkit.formats.x": "from quantkit.formats._layout import a", "quantkit.formats._layout": ""},
+    ),
     (heavy_imports, {"quantkit.formats.x": "import torch"}),
     (undocumented, {"quantkit.api": '"""Doc."""\ndef f(): ...\nclass A:\n  """Doc."""\n  def f(self): ...'}),
 ]

@@ -18,10 +18,10 @@ import torch
 from quantkit.checkpoints.encoded import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, gguf_model
 from quantkit.checkpoints.header import TensorInfo, kind_of
+from quantkit.checkpoints.kv_cache_entries import is_cache_scale
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, located
 from quantkit.formats import is_gguf, recognise
-from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.config import NotNative

@@ -25,7 +25,7 @@ from quantkit.quantities import byte_size
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, check_path, read_object, shorten
 
 if TYPE_CHECKING:
-    from quantkit.checkpoints.gguf import GGUFModel
+    from quantkit.checkpoints.gguf_checkpoint import GGUFModel
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -196,7 +196,7 @@ def _made_folder(path: Path, _time: int) -> Path:
 def gguf_model(path: Path) -> "GGUFModel":
     """Read the headers of a GGUF file; see `GGUFModel`."""
     # It needs torch and the gguf package, which planning and reading a folder do without.
-    from quantkit.checkpoints.gguf import open_gguf
+    from quantkit.checkpoints.gguf_checkpoint import open_gguf
 
     return open_gguf(path)
 

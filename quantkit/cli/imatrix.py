@@ -13,7 +13,7 @@ from quantkit.report.table import Table, facts
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
-    from quantkit.formats._imatrix import ImportanceMatrix
+    from quantkit.formats.ggml.imatrix import ImportanceMatrix
 
 _HOW: Settings = {
     "data": setting(

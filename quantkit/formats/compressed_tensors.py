@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._compressed_tensors_config import cache_only_config as cache_only_config
 from quantkit.formats._compressed_tensors_config import compressed_tensors_section, read_compressed_tensors_section
+from quantkit.formats._compressed_tensors_config import fp8_cache_args as fp8_cache_args
 from quantkit.formats._compressed_tensors_layout import PACKED, check_compressed_model, find_layout
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats._unpacked import decode_microscaling, encode_microscaling, encode_unpacked, with_scales

@@ -14,11 +14,11 @@ A GGUF file cannot hold an incomplete model, so a run first writes a folder from
 the compressed-tensors format, restricted to schemes and float16 scales that fit GGUF blocks; this module defines those
 limits. Linears of ggml's types are stored in it as their blocks, and `quantization_config` lists them beside a section
 of compressed-tensors for the others, under "codes". `quantkit.compress.convert` converts the folder to the file. Blocks
-are in `_gguf_blocks`, the file in `_gguf_file`.
+are in `ggml.blocks`, the file in `ggml.gguf_file`.
 
-A GGUF file that is read (`quantkit.checkpoints.gguf`) describes itself like a folder: its `quantization_config` lists
-the modules of each ggml type, and the blocks of a linear are one tensor, such as `weight_q4_k`. `_gguf_codes` decodes
-it.
+A GGUF file that is read (`quantkit.checkpoints.gguf_checkpoint`) describes itself like a folder: its
+`quantization_config` lists the modules of each ggml type, and the blocks of a linear are one tensor, such as
+`weight_q4_k`. `ggml.codes` decodes it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class GGUFFormat(CompressedTensorsFormat):
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if section.get("quant_method") != self.name:
             return super().scheme(section)
-        from quantkit.formats._gguf_codes import SCHEMES
+        from quantkit.formats.ggml.codes import SCHEMES
 
         types = section.get("types")
         if not isinstance(types, Mapping) or not types.keys() <= SCHEMES.keys():
@@ -168,14 +168,14 @@ class GGUFFormat(CompressedTensorsFormat):
         local = next((name for name in shapes if _is_blocks(name)), None)
         if local is None:
             return super().shape(shapes, scheme, read)
-        from quantkit.formats._gguf_codes import width_of
+        from quantkit.formats.ggml.codes import width_of
 
         return shapes[local][0], width_of(local, shapes[local][1])
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if not any(map(_is_blocks, tensors)):
             return super().decode(tensors, scheme)
-        from quantkit.formats._gguf_codes import decode_codes
+        from quantkit.formats.ggml.codes import decode_codes
 
         return decode_codes(tensors)
 
@@ -187,7 +187,7 @@ class GGUFFormat(CompressedTensorsFormat):
 
     def blocks(self, weight: QuantizedTensor) -> tuple[Block, Tensor]:
         """Convert a weight to GGUF blocks with exactly the same values; see `encode_blocks`."""
-        from quantkit.formats._gguf_blocks import encode_blocks  # the gguf package: only whoever writes a file needs it
+        from quantkit.formats.ggml.blocks import encode_blocks  # the gguf package: only whoever writes a file needs it
 
         return encode_blocks(weight, self.symmetric_block(weight.scheme))
 

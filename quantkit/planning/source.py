@@ -139,7 +139,7 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
     said = isinstance(section, dict) and (section.get("kv_cache_scheme") or "kv_cache_quant_algo" in str(section))
     if not shape.layers or not (said or "quantkit_kv_cache" in data):
         return None
-    from quantkit.formats._kv_cache import read_cache_schemes
+    from quantkit.checkpoints.kv_cache_entries import read_cache_schemes
 
     try:
         schemes = read_cache_schemes(data, len(shape.layers))

@@ -90,7 +90,7 @@ def test_transposed_linears_go_where_readers_find_them(name):
 BLOCKED = """
 import sys
 sys.modules["compressed_tensors"] = sys.modules["gguf"] = None
-from quantkit.formats._kv_cache import read_cache_schemes
+from quantkit.checkpoints.kv_cache_entries import read_cache_schemes
 from quantkit.runtime.model.loader import load_model
 assert load_model(sys.argv[1], dtype="float32").stored_bytes > 0
 entry = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}

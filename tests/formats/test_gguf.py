@@ -12,8 +12,8 @@ import torch
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats import is_gguf
-from quantkit.formats._gguf_blocks import Block, dequantize_blocks, num_bytes, round_to_blocks
-from quantkit.formats._gguf_file import read_gguf, write_gguf_file
+from quantkit.formats.ggml.blocks import Block, dequantize_blocks, num_bytes, round_to_blocks
+from quantkit.formats.ggml.gguf_file import read_gguf, write_gguf_file
 from quantkit.formats.gguf import FORMAT
 from tests.formats.schemes import linear, random_tensor
 

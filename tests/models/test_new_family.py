@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
 from quantkit.errors import RecipeError
-from quantkit.formats._gguf_file import read_gguf
+from quantkit.formats.ggml.gguf_file import read_gguf
 from quantkit.inspection import inspect
 from quantkit.models import families
 from quantkit.planning import estimate

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit import LLM, SamplingParams
 from quantkit.benchmark.memory_prediction import predict
+from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY, VERSION, read_cache_schemes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.evaluate.engine import load_llm
-from quantkit.formats._kv_cache import CONFIG_KEY, VERSION, read_cache_schemes
 from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.models.families import find
 from quantkit.numerics.kv_cache import INT8_TOKEN, scheme_to_dict

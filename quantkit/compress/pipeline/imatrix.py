@@ -26,7 +26,7 @@ from quantkit.output.staging import check_gguf, open_stage
 from quantkit.output.writer import writing
 
 if TYPE_CHECKING:
-    from quantkit.formats._imatrix import ImportanceMatrix
+    from quantkit.formats.ggml.imatrix import ImportanceMatrix
 
 
 @torch.inference_mode()
@@ -54,7 +54,7 @@ def collect_imatrix(
     Raises:
         InputError: model, data or output cannot be used.
     """
-    from quantkit.formats._imatrix import ImportanceMatrix, write_imatrix  # imports the gguf package
+    from quantkit.formats.ggml.imatrix import ImportanceMatrix, write_imatrix  # imports the gguf package
 
     with open_stage(output, "imatrix", overwrite=overwrite, check=check_gguf) as stage, writing(stage.work.path):
         plan = build_plan(model, _recipe(data, samples, sequence_length, seed), stage.work.checkpoint, device)
@@ -93,7 +93,7 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
     """
     if plan.recipe.imatrix is None:
         return {}
-    from quantkit.formats._imatrix import read_imatrix  # imports the gguf package
+    from quantkit.formats.ggml.imatrix import read_imatrix  # imports the gguf package
 
     path = Path(plan.recipe.imatrix)
     matrix, names, importance = read_imatrix(path), _gguf_names(plan), {}

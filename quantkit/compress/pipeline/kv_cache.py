@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.calibration.kv_cache import calibrate_cache
 from quantkit.compress.calibration.layer import LayerContext
@@ -15,7 +16,6 @@ from quantkit.compress.recipe import Recipe
 from quantkit.errors import AuditError, ModelError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
-from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
 from quantkit.formats.base import Format
 from quantkit.models.family import Family
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict

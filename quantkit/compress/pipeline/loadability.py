@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.kv_cache_entries import is_cache_scale
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.recipe.assignment import Assigned
 from quantkit.compress.recipe.linears import LayerLinears, Schemes
 from quantkit.errors import GateFailure, ModelError
-from quantkit.formats._kv_cache import is_cache_scale
 from quantkit.formats.base import Format
 from quantkit.huggingface.load_rules import CannotLoad, HfLoader, Problems, Stored
 from quantkit.models.linear_sets import find_expert

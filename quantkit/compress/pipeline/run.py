@@ -81,7 +81,7 @@ def quantize(
         return compress(output, overwrite)
     # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
     from quantkit.compress.convert import convert
-    from quantkit.compress.convert.gguf import check_model
+    from quantkit.compress.convert.gguf_writer import check_model
     from quantkit.compress.convert.source import open_source
 
     check_cache(recipe, {})  # a file says nothing of a cache, whatever the model

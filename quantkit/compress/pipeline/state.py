@@ -18,8 +18,7 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.errors import ReportError, ResumeError
 from quantkit.output.staging import MANIFEST, Stage
 from quantkit.output.work_folder import WorkFolder
-from quantkit.results import LayerRecord
-from quantkit.results._record import Record
+from quantkit.results import LayerRecord, Record
 from quantkit.safety.untrusted import read_object
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.checkpoints.kv_cache_entries import read_cache_schemes, read_scales
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
-from quantkit.formats._kv_cache import read_cache_schemes, read_scales
 from quantkit.kernels.layouts import Layout, kv_scheme
 from quantkit.models.config import ConfigReader
 from quantkit.models.layer_state_sizes import StateShape

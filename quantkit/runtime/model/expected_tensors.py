@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from quantkit.checkpoints.kv_cache_entries import CACHE_TENSORS
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ResourceError
-from quantkit.formats._kv_cache import CACHE_TENSORS
 from quantkit.formats.base import by_module
 from quantkit.machine.devices import free_bytes
 from quantkit.models.description import ModelDescription

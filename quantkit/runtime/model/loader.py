@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import is_gguf, recognise
-from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels.reference.ops import DenseLinear
 from quantkit.kernels.types import Linear

@@ -30,8 +30,8 @@ from quantkit.compress.convert.source import open_source
 from quantkit.compress.convert.target import target_for
 from quantkit.errors import QuantkitError
 from quantkit.formats import REGISTRY
-from quantkit.formats._gguf_blocks import dequantize_blocks
-from quantkit.formats._gguf_file import read_gguf
+from quantkit.formats.ggml.blocks import dequantize_blocks
+from quantkit.formats.ggml.gguf_file import read_gguf
 from quantkit.inspection import inspect
 from tests.formats.schemes import linear, random_tensor
 

@@ -10,12 +10,12 @@ import torch
 
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
-from quantkit.compress.convert.gguf_tensors import interleave
+from quantkit.compress.convert.gguf_contents import interleave
 from quantkit.compress.convert.gguf_vocab import read_vocab
 from quantkit.compress.convert.source import open_source
 from quantkit.errors import ModelError, SchemeError
-from quantkit.formats._gguf_blocks import dequantize_blocks
-from quantkit.formats._gguf_file import read_gguf
+from quantkit.formats.ggml.blocks import dequantize_blocks
+from quantkit.formats.ggml.gguf_file import read_gguf
 from quantkit.inspection import inspect
 from quantkit.models.families import supported
 from tests.helpers import edit_config, load_tensors, make_model, save_tokenizer

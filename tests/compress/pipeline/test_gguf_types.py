@@ -12,8 +12,8 @@ from quantkit.checkpoints.dense_source import open_dense
 from quantkit.compress.pipeline.imatrix import collect_imatrix
 from quantkit.compress.recipe.load import build
 from quantkit.errors import CheckpointError, RecipeError, SchemeError
-from quantkit.formats._gguf_file import read_gguf
-from quantkit.formats._imatrix import read_imatrix, write_imatrix
+from quantkit.formats.ggml.gguf_file import read_gguf
+from quantkit.formats.ggml.imatrix import read_imatrix, write_imatrix
 from tests.helpers import load_tensors, make_model, transformers_logits
 
 WIDE = {"hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2}

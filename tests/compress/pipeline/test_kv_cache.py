@@ -10,13 +10,13 @@ import torch
 
 import quantkit
 from quantkit import LLM
+from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY
 from quantkit.compress.calibration.dataset import load_samples
 from quantkit.compress.pipeline import kv_cache as stage
 from quantkit.compress.pipeline import layers
 from quantkit.compress.pipeline import run as pipeline
 from quantkit.compress.recipe.load import build
 from quantkit.errors import AuditError, ModelError, SchemeError
-from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.huggingface.layer_call import cache_argument
 from tests.compress.pipeline.kv_models import DEMO, perplexity, plant_outliers
 from tests.helpers import edit_config, edit_tensors, load_tensors, make_model, transformers_logits

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import GGUF_MAGIC
-from quantkit.formats._gguf_file import GGUFFile, read_gguf, write_gguf_file
+from quantkit.formats.ggml.gguf_file import GGUFFile, read_gguf, write_gguf_file
 from quantkit.safety.untrusted import opened, shorten
 
 _SUM, _COUNT = ".in_sum2", ".counts"

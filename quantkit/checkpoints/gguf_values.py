@@ -59,7 +59,7 @@ class BlocksInfo(EncodedInfo):
         Raises:
             CheckpointError: some values are not finite.
         """
-        from quantkit.formats._gguf_blocks import PLAIN, dequantize_blocks  # the gguf package: only for its files
+        from quantkit.formats.ggml.blocks import PLAIN, dequantize_blocks  # the gguf package: only for its files
 
         if self.block is None:
             return raw

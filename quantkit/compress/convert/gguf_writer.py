@@ -15,7 +15,8 @@ from gguf import GGMLQuantizationType as Block
 from gguf import LlamaFileType as FileType
 from torch import Tensor
 
-from quantkit.compress.convert.gguf_tensors import (
+from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY
+from quantkit.compress.convert.gguf_contents import (
     ExportedTensor,
     find_gguf_model,
     interleave,
@@ -26,9 +27,8 @@ from quantkit.compress.convert.gguf_tensors import (
 from quantkit.compress.convert.source import Source
 from quantkit.compress.convert.target import kv_cache_scheme, refuse_reordered, unfit
 from quantkit.errors import AuditError, ModelError, SchemeError, located
-from quantkit.formats._gguf_blocks import PLAIN, block_values, dequantize_blocks, num_bytes, round_to_blocks
-from quantkit.formats._gguf_file import read_gguf, write_gguf_file
-from quantkit.formats._kv_cache import CONFIG_KEY
+from quantkit.formats.ggml.blocks import PLAIN, block_values, dequantize_blocks, num_bytes, round_to_blocks
+from quantkit.formats.ggml.gguf_file import read_gguf, write_gguf_file
 from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block
 
 # By the name of the type that most matrices have.

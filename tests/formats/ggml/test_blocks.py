@@ -9,7 +9,7 @@ from quantkit.compress.algorithms._gptq_factor import cholesky_factor
 from quantkit.compress.algorithms._gptq_loop import settle_columns
 from quantkit.compress.algorithms.gptq import GptqStep
 from quantkit.errors import SchemeError
-from quantkit.formats._gguf_blocks import Block, dequantize_blocks, encode_blocks, num_bytes
+from quantkit.formats.ggml.blocks import Block, dequantize_blocks, encode_blocks, num_bytes
 from quantkit.formats.gguf import FORMAT
 from quantkit.numerics.affine import WeightGrid, minmax_parameters, rescaled, round_to_nearest, search_parameters
 from quantkit.numerics.dtype import GGML_TYPES, INT4, INT5, INT8

@@ -2,7 +2,7 @@
 
 The gguf package provides types, sizes, ggml's own rounding and all dequantizing. On CPUs it rounds two to three times
 as fast as torch and gives the same bytes. The package cannot convert codes to blocks and has no K-quant encoders: this
-module does the first, `_gguf_kquants` packs the second, and `numerics.super_blocks` searches their numbers.
+module does the first, `k_quants` packs the second, and `numerics.super_blocks` searches their numbers.
 Shapes: N outputs, K inputs, M blocks; the last dimension holds the bytes of a block.
 Source: ggml `src/ggml-common.h`, `src/ggml-quants.c`.
 """
@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Block
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gguf_kquants import pack_blocks, pack_q6_k, round_to_k_blocks
 from quantkit.formats._unpacked import encode_microscaling, fp4_indices
+from quantkit.formats.ggml.k_quants import pack_blocks, pack_q6_k, round_to_k_blocks
 from quantkit.numerics.dtype import GGML_TYPES
 from quantkit.numerics.super_blocks import collect
 from quantkit.numerics.tensor import QuantizedTensor

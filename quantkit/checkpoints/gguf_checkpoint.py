@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Block
 
-from quantkit.checkpoints.blocks import BlocksInfo, LatentInfo, no_codes
 from quantkit.checkpoints.gguf_config import Lookup, read_config
 from quantkit.checkpoints.gguf_tokenizer import tokenizer_files
+from quantkit.checkpoints.gguf_values import BlocksInfo, LatentInfo, no_codes
 from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.errors import CheckpointError
-from quantkit.formats._gguf_blocks import PLAIN
-from quantkit.formats._gguf_codes import SCHEMES
-from quantkit.formats._gguf_file import GGUFFile, GGUFTensor, read_gguf
 from quantkit.formats.base import FLOAT_DTYPES
+from quantkit.formats.ggml.blocks import PLAIN
+from quantkit.formats.ggml.codes import SCHEMES
+from quantkit.formats.ggml.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from quantkit.formats.gguf import FORMAT
 from quantkit.models.description import describe
 from quantkit.models.gguf_names import EXPERTS, interleaved_heads, layer_names, norm_modules, outer_names, vector_names

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._compressed_tensors_config import cache_only_config, fp8_cache_args
+from quantkit.formats.compressed_tensors import cache_only_config, fp8_cache_args
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TENSOR, Scales, scheme_from_dict, scheme_to_dict
 from quantkit.numerics.scheme import KVScheme
 

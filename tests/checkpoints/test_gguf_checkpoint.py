@@ -20,7 +20,7 @@ from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.convert import convert
 from quantkit.compress.convert.source import open_source
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
-from quantkit.formats._gguf_blocks import Block
+from quantkit.formats.ggml.blocks import Block
 from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM
 from tests.compress.convert.test_gguf_files import BUILT, build

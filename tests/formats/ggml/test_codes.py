@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.errors import CheckpointError
-from quantkit.formats._gguf_blocks import Block, dequantize_blocks
-from quantkit.formats._gguf_codes import LOCAL_NAMES, SCHEMES, decode_codes, width_of
+from quantkit.formats.ggml.blocks import Block, dequantize_blocks
+from quantkit.formats.ggml.codes import LOCAL_NAMES, SCHEMES, decode_codes, width_of
 from quantkit.kernels.ops.linear import build_linear
 
 # Positions of the float16 scales and minimums in a block.

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quantkit.errors import CheckpointError
-from quantkit.formats._gguf_blocks import Block
-from quantkit.formats._gguf_file import read_gguf, write_gguf_file
-from quantkit.formats._imatrix import ImportanceMatrix, read_imatrix, write_imatrix
+from quantkit.formats.ggml.blocks import Block
+from quantkit.formats.ggml.gguf_file import read_gguf, write_gguf_file
+from quantkit.formats.ggml.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 
 MATRIX = ImportanceMatrix(
     means={

@@ -6,7 +6,7 @@ the package's reader trusts every length (an array of 2**50 bytes keeps it busy 
     | "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensor infos | padding | tensor bytes |
 
 A string is a u64 length and UTF-8 bytes. Dimensions start with the innermost. Offsets count from the end of the
-padding. `_gguf_blocks` defines blocks; `quantkit.compress.convert` defines the names and entries that a model needs.
+padding. `blocks` defines blocks; `quantkit.compress.convert` defines the names and entries that a model needs.
 Source: ggml `docs/gguf.md`.
 """
 
@@ -26,7 +26,7 @@ from gguf import GGMLQuantizationType as Block
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import GGUF_MAGIC
-from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
+from quantkit.formats.ggml.blocks import PLAIN, block_values, num_bytes
 from quantkit.safety.untrusted import opened, read_chunks, shorten
 
 _ALIGNMENT = 32

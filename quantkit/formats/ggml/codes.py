@@ -1,8 +1,8 @@
-"""GGUF blocks as codes with scales, for kernels: what `_gguf_blocks.encode_blocks` writes, and what ggml's tools write.
+"""GGUF blocks as codes with scales, for kernels: what `blocks.encode_blocks` writes, and what ggml's tools write.
 
 The scales of a super-block's sub-blocks are expanded to float32, which is exact. Types with minimums (value = scale *
 code - minimum) get zero points that are no whole numbers, minimum / scale, so their values may differ from ggml's in
-float32's last bits; `_gguf_blocks.dequantize_blocks` gives ggml's own. IQ and TQ types have no codes of equal steps.
+float32's last bits; `blocks.dequantize_blocks` gives ggml's own. IQ and TQ types have no codes of equal steps.
 Shapes: N outputs, M blocks, G groups per row.
 Source: ggml `src/ggml-common.h`; the gguf package, `quants.py`.
 """
@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType as Block
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats._gguf_blocks import num_bytes
 from quantkit.formats._unpacked import decode_microscaling
+from quantkit.formats.ggml.blocks import num_bytes
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -137,7 +137,7 @@ def _q3_k(blocks: Tensor) -> Parts:
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    """Read the twelve bytes that `_gguf_kquants._pack_scales` writes, and nibbles."""
+    """Read the twelve bytes that `k_quants` writes, and nibbles."""
     heads, low, high, rest = _half(blocks[:, :4]), blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimums = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)
