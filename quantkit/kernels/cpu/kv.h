@@ -1,10 +1,10 @@
 /* A layer's KV pool, the batch of one step, and reading tokens of any number type as floats. The layout is drawn in
    quantkit/kernels/layouts.py; the structures are declared again in quantkit/kernels/cpu/attention.py. */
 #pragma once
-#include "states.h"
+#include "activations.h"
 #include "vector_math.h"
 
-enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8, KV_INT4 }; /* the first three are those of states.h */
+enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8, KV_INT4 }; /* the first three are those of activations.h */
 enum { KV_NONE, KV_TENSOR, KV_TOKEN, KV_CHANNEL };
 
 typedef struct {

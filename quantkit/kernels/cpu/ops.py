@@ -15,10 +15,10 @@ from torch import Tensor
 from quantkit.kernels import cpu
 
 STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Number of each activation dtype in `states.h`."""
+"""Number of each activation dtype in `activations.h`."""
 
 GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
-"""Number of each gate activation in `small.c`."""
+"""Number of each gate activation in `ops.c`."""
 
 
 @functools.cache

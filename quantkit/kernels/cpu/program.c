@@ -4,7 +4,7 @@
    follows within microseconds; after a while they yield, because the thread that they wait for may have lost its core. */
 #include "attention.h"
 #include "product.h"
-#include "small.h"
+#include "ops.h"
 #include <sched.h>
 #include <stdatomic.h>
 #ifdef _OPENMP

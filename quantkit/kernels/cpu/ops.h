@@ -1,4 +1,4 @@
-/* What small.c computes for one row of a step, for whoever is in a parallel region already. `type`: QK_F32 or QK_BF16; in place
+/* What ops.c computes for one row of a step, for whoever is in a parallel region already. `type`: QK_F32 or QK_BF16; in place
    is allowed. */
 #pragma once
 #include "quantkit.h"

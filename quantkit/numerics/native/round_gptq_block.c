@@ -1,4 +1,5 @@
-/* GPTQ's loop inside a block of columns, for integers. See compress/algorithms/_gptq_loop.py. */
+/* GPTQ's loop inside a block of columns, for integers: round one column, add its error to what the others compensate for.
+   See compress/algorithms/_gptq_loop.py. */
 #include "native.h"
 
 enum { LANES = 32, MOST = 128 }; /* outputs at once: what they are owed by a block of columns stays in cache */

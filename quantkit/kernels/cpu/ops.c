@@ -1,6 +1,6 @@
 /* Norms, rotation and gated activations: one read, one write, float32 between. See quantkit/kernels/cpu/ops.py. */
-#include "small.h"
-#include "states.h"
+#include "activations.h"
+#include "ops.h"
 #include "vector_math.h"
 
 /* Rows worth a second thread: below this the barrier costs more than the work. */
