@@ -35,7 +35,7 @@ LAYERS = {
     "compress.discovery": 7,
     "compress.algorithms": 7,
     "compress.calibration": 6,
-    "compress.output": 6,  # what quantize and convert share
+    "compress.checkpoint_writer": 6,  # what quantize and convert share
     "compress.rotated_reader": 6,  # read by the step `rotate`
     "compress.convert": 7,  # below the pipeline, which ends in it when the output is one file
     "runtime.engine": 9,

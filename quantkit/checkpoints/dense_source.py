@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoints.encoded import EncodedInfo
+from quantkit.checkpoints.encoded_weight import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, gguf_model
 from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.checkpoints.kv_cache_entries import is_cache_scale

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.encoded import EncodedInfo, Read
+from quantkit.checkpoints.encoded_weight import EncodedInfo, Read
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.errors import CheckpointError
 from quantkit.numerics.scheme import LinearScheme

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.encoded import EncodedInfo
+from quantkit.checkpoints.encoded_weight import EncodedInfo
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import SchemeError

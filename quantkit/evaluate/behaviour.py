@@ -1,8 +1,8 @@
 """Sampled behaviour: what a chat model does when it answers freely, as rates that two models can be compared by.
 
 Both models answer the same prompts with the same seeds, in their own chat templates. Answers are checked by rules, not
-judged: whether they loop, end, call tools validly and have the asked-for form. `decisions` compares two models on the
-original's answers.
+judged: whether they loop, end, call tools validly and have the asked-for form. `decision_margins` compares two models
+on the original's answers.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import RequestError, first_line
-from quantkit.safety.child import python
+from quantkit.safety.child_process import python
 
 # Between JSON's parts: room for indentation, and no more, since models that are forced may write blanks without end.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}

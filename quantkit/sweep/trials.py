@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 from quantkit.errors import AuditError, GateFailure, InputError, QuantkitError, ResourceError, first_line
 from quantkit.planning import estimate
-from quantkit.safety.child import QUANTKIT, python
+from quantkit.safety.child_process import QUANTKIT, python
 
 RETRIES = 3  # attempts after the first one, if Ray loses the worker
 _LIBC = ctypes.CDLL(None)  # loaded here, since a child must not load libraries between fork and exec

@@ -11,7 +11,7 @@ from quantkit.errors import InputError
 from quantkit.runtime.engine import threads
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
-from quantkit.safety.child import ends_well
+from quantkit.safety.child_process import ends_well
 from tests.helpers import make_model
 
 

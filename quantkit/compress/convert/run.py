@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.folder import read_config_file
+from quantkit.compress.checkpoint_writer import Shard, write_rest
 from quantkit.compress.convert.gguf_writer import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
-from quantkit.compress.output import Shard, write_rest
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_flatten
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.discovery.fused_sets import Gates
+from quantkit.compress.discovery.layer_structure import Survey, survey, survey_modules
 from quantkit.compress.discovery.layout import find_model_layout
 from quantkit.compress.discovery.stacked_experts import fill_randomly, find_experts
-from quantkit.compress.discovery.survey import Survey, survey, survey_modules
 from quantkit.errors import ModelError, first_line, located
 from quantkit.huggingface.experts import holds_stacked_experts
 from quantkit.huggingface.layer_call import Batch, LayerCall, hidden_states, states_of, tensors_beside

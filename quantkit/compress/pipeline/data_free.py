@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerChoices
 from quantkit.compress.calibration.stream import Stream
-from quantkit.compress.output import Shard
+from quantkit.compress.checkpoint_writer import Shard
 from quantkit.compress.pipeline.imatrix import read_importance
 from quantkit.compress.pipeline.kept_codes import keep_codes
 from quantkit.compress.pipeline.plan import Plan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.compress.algorithms.base import reorders_groups
-from quantkit.compress.output import write_rest
+from quantkit.compress.checkpoint_writer import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import plain_digest
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache

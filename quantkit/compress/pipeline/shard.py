@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.output import Shard
+from quantkit.compress.checkpoint_writer import Shard
 from quantkit.compress.pipeline.audit import check_size, check_weight
 from quantkit.compress.pipeline.kv_cache import check_scales
 from quantkit.compress.pipeline.plan import Plan

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from quantkit.compress.output import Shard
+from quantkit.compress.checkpoint_writer import Shard
 from quantkit.compress.pipeline.data_free import round_linears
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import write_audited_shard

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from quantkit import demo
 from quantkit.compress.algorithms.base import Step, follows_original
-from quantkit.compress.recipe import numbers
+from quantkit.compress.recipe import schemes
 from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, as_recipe_error, validate
 from quantkit.compress.recipe.steps import build_steps
@@ -129,7 +129,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         steps = build_steps(document.steps)
         source = _source(document, steps)
         scheme = _scheme(source)
-        kv_cache = None if document.kv_cache is None else numbers.build_cache(document.kv_cache)
+        kv_cache = None if document.kv_cache is None else schemes.build_cache(document.kv_cache)
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         if document.imatrix and reads_data:
@@ -169,7 +169,7 @@ def _settled(part: Mapping[str, Any], symmetric: bool) -> dict[str, Any]:
     weights = part.get("weights")
     if weights is None or weights["symmetric"] != "auto":
         return dict(part)
-    zero_points = not symmetric and not numbers.weight_scheme(weights, "weights").symmetric
+    zero_points = not symmetric and not schemes.weight_scheme(weights, "weights").symmetric
     return {**part, "weights": {**weights, "symmetric": not zero_points}}
 
 
@@ -235,9 +235,9 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
     weights, activations, cache = document.weights, document.activations, document.kv_cache
     return {
         "name": document.name,
-        "weights": None if weights is None else numbers.weight_fields(weights),
-        "activations": None if activations is None else numbers.activation_fields(activations),
-        "kv_cache": None if cache is None else numbers.cache_fields(cache),
+        "weights": None if weights is None else schemes.weight_fields(weights),
+        "activations": None if activations is None else schemes.activation_fields(activations),
+        "kv_cache": None if cache is None else schemes.cache_fields(cache),
         "ignore": list(document.ignore),
         "overrides": [_completed(document, override, index) for index, override in enumerate(document.overrides)],
         "steps": [{name: asdict(step)} for name, step in steps.items()],
@@ -269,17 +269,17 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
         return {"modules": modules, **(kept or {"skip": True})}
     if document.weights is None:
         raise RecipeError(f"overrides[{index}].weights changes the recipe's 'weights', but the recipe has none")
-    return {"modules": modules, "weights": numbers.changed_weights(document.weights, override.weights), **kept}
+    return {"modules": modules, "weights": schemes.changed_weights(document.weights, override.weights), **kept}
 
 
 def _scheme(source: Mapping[str, Any]) -> Scheme:
     fields = source["activations"]
-    activation = None if fields is None else numbers.activation_scheme(fields)
+    activation = None if fields is None else schemes.activation_scheme(fields)
 
     def linear(weights: dict[str, Any] | None, path: str) -> LinearScheme | None:
         if weights is None:
             return None
-        scheme = LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
+        scheme = LinearScheme(weight=schemes.weight_scheme(weights, path), activation=activation)
         pair = scheme.weight.dtype.name, None if activation is None else activation.dtype.name
         # Kernels of this pair keep scales of groups in 8 bits; these are chosen so that nothing of them is lost.
         weight = (

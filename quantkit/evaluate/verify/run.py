@@ -21,7 +21,7 @@ from quantkit.benchmark.run import check_target, find_ceilings, load_target, mea
 from quantkit.distributed import share_out
 from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.evaluate.behaviour import Trace
-from quantkit.evaluate.decisions import compare_behaviour
+from quantkit.evaluate.decision_margins import compare_behaviour
 from quantkit.evaluate.engine import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
 from quantkit.evaluate.options import EvaluationOptions

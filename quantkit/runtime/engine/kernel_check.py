@@ -39,7 +39,7 @@ from quantkit.registry import installed_version
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 from quantkit.runtime.sequence import PageHolder
-from quantkit.safety.child import python
+from quantkit.safety.child_process import python
 from quantkit.safety.untrusted import read_object
 
 TOLERANCE = 0.03

@@ -26,7 +26,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
 from quantkit.runtime.model.experts import Mixture
-from quantkit.runtime.model.latent import LatentAttention
+from quantkit.runtime.model.latent_attention import LatentAttention
 from quantkit.runtime.model.layers import (
     MLP,
     AnyAttention,

@@ -177,28 +177,28 @@ def test_outputs_are_not_replaced_unasked(made, tmp_path):
 
 
 def test_a_failure_in_the_middle_leaves_nothing(made, tmp_path, monkeypatch):
-    from quantkit.compress import output
+    from quantkit.compress import checkpoint_writer
 
     def fail(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(output, "write_index", fail)
+    monkeypatch.setattr(checkpoint_writer, "write_index", fail)
     with pytest.raises(Exception, match="no space left"):
         convert(made / "sym", "awq", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_output_is_noticed(made, tmp_path, monkeypatch):
-    from quantkit.compress import output
+    from quantkit.compress import checkpoint_writer
     from quantkit.errors import AuditError
 
-    write = output.write_shard
+    write = checkpoint_writer.write_shard
 
     def corrupt(path, tensors):
         name = next(name for name in tensors if name.endswith("qweight"))
         return write(path, {**tensors, name: tensors[name] ^ 1})
 
-    monkeypatch.setattr(output, "write_shard", corrupt)
+    monkeypatch.setattr(checkpoint_writer, "write_shard", corrupt)
     with pytest.raises(AuditError, match="reads back differently"):
         convert(made / "sym", "awq", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

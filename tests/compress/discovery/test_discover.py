@@ -17,7 +17,7 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.discovery.discover import _touches_weights, discover
 from quantkit.compress.discovery.fused_sets import Gates
-from quantkit.compress.discovery.survey import survey
+from quantkit.compress.discovery.layer_structure import survey
 from quantkit.compress.pipeline import plan
 from quantkit.errors import ModelError
 from quantkit.huggingface.skeleton import Skeleton

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.output import Shard
+from quantkit.compress.checkpoint_writer import Shard
 from quantkit.compress.pipeline import audit
 from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.pipeline.run import quantize

@@ -3,7 +3,7 @@
 import subprocess
 
 import quantkit
-from quantkit.safety.child import python
+from quantkit.safety.child_process import python
 
 
 def test_a_child_imports_what_this_process_would_and_nothing_of_its_folder(tmp_path):
