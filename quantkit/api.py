@@ -44,7 +44,7 @@ def quantize(
         activations: where to keep hidden states between layers; "auto": in memory if a GPU computes, else on disk.
         resume: continue an interrupted run with the same inputs.
         overwrite: replace an existing output directory.
-        engine: engine that must be able to read the result: "vllm", "vllm:h100" or another of `quantkit.engines`;
+        engine: engine that must be able to read the result: "vllm", "vllm:h100" or another of `quantkit.engine_rules`;
             recipes that it cannot read are refused.
         listener: receives progress.
     Returns:

@@ -16,7 +16,7 @@ from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY as CACHE_KEY
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.engines import StoredLinear, StoredModel, judge_all
+from quantkit.engine_rules import StoredLinear, StoredModel, judge_all
 from quantkit.errors import CheckpointError, ModelError, ReportError
 from quantkit.formats import is_gguf, recognise
 from quantkit.formats.base import Format, by_module, stores_codes

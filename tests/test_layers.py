@@ -64,7 +64,7 @@ LAYERS = {
     "results.gates": 5,
     "results.statistics": 2,
     "models.families": 2,
-    "engines": 2,  # what they read, as data
+    "engine_rules": 2,  # what engines read, as data
     "numerics": 1,
     "models": 1,
     "results": 1,
@@ -80,8 +80,8 @@ LAYERS = {
     "demo": 0,  # data
 }
 TORCH_FREE = (
-    *("models", "engines", "results", "report", "errors", "registry", "quantities", "settings", "cli", "planning"),
-    "demo",
+    *("models", "engine_rules", "results", "report", "errors", "registry", "quantities", "settings", "cli"),
+    *("planning", "demo"),
 )
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400

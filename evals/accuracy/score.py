@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import check_vocabulary
+from quantkit.evaluate.loading import load_llm
 from quantkit.results.statistics.paired import student_quantile
 from quantkit.runtime.llm import LLM
 

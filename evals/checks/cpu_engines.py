@@ -8,7 +8,7 @@ demo model are loaded the way each engine's documentation says (`cpu_engines_ser
 beginnings greedily; rows are kept in evals/results/cpu_engines. *agrees*: texts part only where transformers, of the
 values that are stored and in float32, prefers its token by at most `GAP`, and log-probabilities, where the engine
 tells them, differ by at most `NEAR` on average. *other numbers*: they do not. *refused*: with what the engine said.
-Both must be what `quantkit.engines` says beforehand, which stands beside them; otherwise the exit code is 1.
+Both must be what `quantkit.engine_rules` says beforehand, which stands beside them; otherwise the exit code is 1.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import provenance
 
 from quantkit.compress.recipe import load, shipped
 from quantkit.compress.recipe.load import settled
-from quantkit.engines import StoredLinear, StoredModel, find_engine, judge
-from quantkit.engines.devices import CAPABILITIES
+from quantkit.engine_rules import StoredLinear, StoredModel, find_engine, judge
+from quantkit.engine_rules.data_sheets import CAPABILITIES
 
 RESULTS, OTHERS = (Path(__file__).resolve().parents[1] / "results" / name for name in ("vllm", "cpu_engines"))
 NAMES = {"gemma3_text": "gemma3"}

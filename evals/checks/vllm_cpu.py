@@ -14,8 +14,8 @@ token by no more than two engines can differ in that: the writer holds its own t
 other, so transformers' preference is at most twice the largest difference of a log-probability, which is taken from
 the texts (of weights alone: of the unquantized model; with rounded activations or cache, of the checkpoint itself),
 and is never asked to be less than `GAP`; with experts, which noise may choose, the unquantized model's own gap counts
-too. What the CPU build has no kernel for must be refused, as `quantkit.engines` says beforehand, with the error that
-stands there. Scales of an FP8 cache are used if other scales give another text.
+too. What the CPU build has no kernel for must be refused, as `quantkit.engine_rules` says beforehand, with the error
+that stands there. Scales of an FP8 cache are used if other scales give another text.
 """
 
 from __future__ import annotations

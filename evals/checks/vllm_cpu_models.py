@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tokenizer
 from torch import Tensor
 
-from quantkit.engines import StoredModel, judge
+from quantkit.engine_rules import StoredModel, judge
 from quantkit.planning import estimate
 from quantkit.results import EngineReading
 

@@ -39,8 +39,8 @@ from quantkit.compress.pipeline.identity import calibration_digest, describe_ver
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, GateFailure, InputError, RecipeError
-from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
+from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.evaluate.tasks import read_named_text, speaks_demo
 from quantkit.numerics.dtype import find_dtype

@@ -21,8 +21,8 @@ from quantkit.compress.pipeline import quantize
 from quantkit.compress.pipeline.run import quantize_together
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError, ResumeError
-from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
+from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe
 from quantkit.results import CompressionResult, LinearRecord
 from quantkit.runtime.llm import LLM

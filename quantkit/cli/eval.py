@@ -62,7 +62,7 @@ def command(
     """
     if noise and not baseline:
         raise click.UsageError("--noise needs a baseline; give --baseline too")
-    from quantkit.evaluate.engine import check_same_language, other_arithmetic
+    from quantkit.evaluate.loading import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
     from quantkit.evaluate.verify.run import of_the_original
 
@@ -109,7 +109,7 @@ def _ask(
     options: EvaluationOptions,
 ) -> EvaluationResult:
     """Load a model, evaluate it, and free it."""
-    from quantkit.evaluate.engine import load_llm
+    from quantkit.evaluate.loading import load_llm
     from quantkit.evaluate.run import evaluate
     from quantkit.runtime.vllm_engine import VllmLLM
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import DataError, RequestError
-from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.prompt_sets import Prompt, digest_text
 from quantkit.evaluate.work_sharing import Say, generate_in_turns
 from quantkit.results import SampleRecord, TaskResult

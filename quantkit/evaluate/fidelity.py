@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.distributed import share_out
 from quantkit.errors import DataError, ModelError
-from quantkit.evaluate.engine import UNQUANTIZED, Evaluated
+from quantkit.evaluate.loading import UNQUANTIZED, Evaluated
 from quantkit.evaluate.perplexity import leading_bos, token_ids
 from quantkit.evaluate.work_sharing import Meter, Say, forget
 from quantkit.results import FidelityResult

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from quantkit.checkpoints.tokenizer import render_chat
 from quantkit.errors import RequestError, first_line
-from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.work_sharing import generate_in_turns, score_in_turns
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import PromptScores, SamplingParams, ScoredText

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import DataError
-from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.work_sharing import Say, generate_in_turns
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.types import SamplingParams

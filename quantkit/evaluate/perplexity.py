@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantkit.errors import DataError
-from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.work_sharing import Say, score_in_turns
 from quantkit.results import PerplexityResult, Through
 from quantkit.runtime.types import ScoredText

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
-import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 from quantkit.demo import bundled_folder
-from quantkit.errors import DataError, QuantkitError, first_line
+from quantkit.errors import DataError
 from quantkit.evaluate.behaviour import BehaviourPlan, Trace, has_chat_template, make_plan, measure_rates, sample
-from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.lm_eval_run import check_task_items, run_tasks
+from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import adds_bos, perplexity
@@ -28,16 +23,11 @@ from quantkit.evaluate.tasks import (
     Text,
     check_tasks,
     load_suite,
-    load_tasks,
     questions_for,
     read_named_text,
     speaks_demo,
 )
-from quantkit.results import EvaluationResult, PerplexityResult, SampleRecord, TaskResult
-from quantkit.runtime.vllm_engine import VllmLLM
-
-if TYPE_CHECKING:
-    from quantkit.evaluate.language_model import QuantkitLM
+from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
 
 Progress = Callable[[str], None]
 
@@ -55,7 +45,7 @@ def evaluate(
         evaluate(load_llm("demo-awq-int4"), tasks=["demo_facts"], limit=100)
 
     Args:
-        llm: model from `engine.load_llm`, or another loaded model.
+        llm: model from `loading.load_llm`, or another loaded model.
         options: options of the evaluation; None = the suite `quick`.
         progress: callback for lines of progress.
         traces: the model's answers to the behaviour test, if it has answered; None = it is asked here.
@@ -73,7 +63,7 @@ def evaluate(
         raise DataError("nothing to evaluate: give tasks, texts, prompts or a suite")
     # Texts are read before anything is computed.
     texts = [(part, read_named_text(part.text, options.data)) for part in asked.perplexity]
-    tasks = _run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
+    tasks = run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
     measured = [result for part, text in texts for result in _perplexities(llm, part, text, options, say)]
     if asked.long_context is not None:
         tasks += _long_context(llm, asked.long_context, seed, say)
@@ -135,10 +125,7 @@ def check_items(llm: Evaluated, options: EvaluationOptions) -> None:
         DataError: lm-eval is missing, or a task or its items are not available.
     """
     asked, *_ = questions_for(llm, options)
-    if asked.tasks:
-        import_language_model()
-        with _quiet():
-            load_tasks(asked.tasks, options)
+    check_task_items(asked, options)
 
 
 def check_evaluation(options: EvaluationOptions) -> None:
@@ -201,173 +188,3 @@ def _long_context(llm: Evaluated, part: LongContext, seed: int, say: Progress) -
     return long_context(
         llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed, say=say
     )
-
-
-def import_language_model() -> type[QuantkitLM]:
-    """Import the lm-eval model class.
-
-    Raises:
-        DataError: lm-eval is missing; the message says what to install.
-    """
-    try:
-        from quantkit.evaluate.language_model import QuantkitLM
-    except ImportError as error:
-        extra = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
-        raise DataError(f"{extra} ({first_line(error)})") from error
-    return QuantkitLM
-
-
-def _run_tasks(
-    llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int, say: Progress
-) -> tuple[TaskResult, ...]:
-    import_language_model()
-    say(f"reading the items of {len(asked.tasks)} tasks")
-    with _quiet(), _patched_lm_eval():
-        loaded = load_tasks(asked.tasks, options)
-        model: Any = _language_model(llm, options, say)
-        results = _simple_evaluate(model, loaded, asked.limit, options, seed)
-    # Lengths of answers without BOS: special tokens were not generated.
-    return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
-
-
-def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -> Any:
-    """Wrap a model for lm-eval: with lm-eval's class for vLLM, or quantkit's class for its own engine."""
-    if isinstance(llm, VllmLLM):
-        from quantkit.evaluate.language_model import make_vllm_model
-
-        return make_vllm_model(llm, add_bos_token=options.add_bos)
-    ours: Any = import_language_model()
-    model = ours(llm, add_bos_token=options.add_bos)
-    model.say = say
-    return model
-
-
-def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: EvaluationOptions, seed: int) -> Any:
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    try:
-        return simple_evaluate(
-            model,
-            tasks=tasks,
-            # The tasks are loaded already; reading lm-eval's own list takes seconds.
-            task_manager=TaskManager(include_defaults=False),
-            limit=limit,
-            num_fewshot=options.num_fewshot,
-            apply_chat_template=options.chat_template,
-            # Some metrics have no closed-form standard error, and lm-eval's default of 100,000 resamples takes long.
-            bootstrap_iters=1000,
-            **dict.fromkeys(seeds, seed),
-        )
-    except QuantkitError:
-        raise
-    except (KeyError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
-        raise DataError(f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)})") from error
-
-
-@contextlib.contextmanager
-def _patched_lm_eval() -> Iterator[None]:
-    """Patch lm-eval inside the block: compile each template once, and do not describe machine and repository.
-
-    Compiling a template for each item took a quarter of the time. Describing the machine takes seconds on every rank,
-    and git would print an error about a missing repository. lm-eval has no setting for either.
-    """
-    from lm_eval import evaluator
-    from lm_eval.utils import env
-
-    with (
-        patch.object(env, "from_string", functools.lru_cache(env.from_string)),
-        patch.multiple(evaluator, add_env_info=lambda _: None, get_git_commit_hash=lambda: None),
-        patch.dict(os.environ),
-    ):
-        # Each rank already has every answer. lm-eval returns results only on LOCAL_RANK 0, so hide that variable.
-        os.environ.pop("LOCAL_RANK", None)
-        yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence progress bars and logs of lm-eval and datasets inside the block; quantkit prints its own progress."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        # Progress bars bypass logging and write to stderr, so the stream itself is exchanged.
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-FAVOURITES = ("acc_norm", "acc", "exact_match")
-"""Preferred main metrics. The first one that a task has is used; if it has none of them, the task's own
-first metric.
-"""
-
-
-def task_results(results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> tuple[TaskResult, ...]:
-    """Convert lm-eval's results to one record per task.
-
-    Args:
-        results: result of lm-eval's `simple_evaluate`, including samples.
-        count_tokens: function that counts the tokens of a generated text.
-    """
-    return tuple(_task_result(name, results, count_tokens) for name in results["configs"])
-
-
-def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> TaskResult:
-    numbers, config = results["results"][name], results["configs"][name]
-    # lm-eval names a number `metric,filter`; entries without a comma, such as the alias, are no metrics.
-    values = {key: float(value) for key, value in numbers.items() if "," in key and _is_number(value)}
-    scores = {key: value for key, value in values.items() if "_stderr," not in key}
-    main = _main_key(list(scores), [entry["metric"] for entry in config.get("metric_list") or []])
-    metric, answer_filter = main.split(",", 1)
-    generates = config["output_type"] == "generate_until"
-    # A task with several filters lists every item once per filter; all of them together would count items twice.
-    rows = [row for row in results["samples"].get(name, ()) if row["filter"] == answer_filter]
-    samples = tuple(_sample(name, row, count_tokens if generates else None) for row in rows)
-    directions = results["higher_is_better"].get(name) or {}
-    return TaskResult(
-        task=name,
-        metric=metric,
-        value=scores[main],
-        stderr=values.get(f"{metric}_stderr,{answer_filter}"),
-        num_samples=len(rows) or int(results["n-samples"][name]["effective"]),
-        # A task need not declare a direction: higher is better unless it says otherwise.
-        higher_is_better=directions.get(metric) is not False,
-        # A metric of the whole corpus has no score per item, so such a task cannot be paired.
-        samples=samples if all(metric in sample.scores for sample in samples) else (),
-        others={key.removesuffix(",none"): value for key, value in scores.items() if key != main},
-        num_fewshot=int(results["n-shot"].get(name) or 0),
-        version=str(results["versions"].get(name, "")),
-    )
-
-
-def _main_key(keys: list[str], declared: list[str]) -> str:
-    """Return the key `metric,filter` of the preferred metric, else of the first that the task declares."""
-    # Reversed, so that of several filters of one metric the first stays in the dict.
-    known = {key.split(",", 1)[0]: key for key in reversed(keys)}
-    return next((known[metric] for metric in (*FAVOURITES, *declared) if metric in known), keys[0])
-
-
-def _sample(task: str, row: Mapping[str, Any], count_tokens: Callable[[str], int] | None) -> SampleRecord:
-    scores = {name: float(row[name]) for name in row["metrics"] if _is_number(row[name])}
-    answer = str(row["resps"][0][0]) if count_tokens is not None else None
-    return SampleRecord(
-        task=task,
-        index=int(row["doc_id"]),
-        scores=scores,
-        answer_tokens=None if answer is None or count_tokens is None else count_tokens(answer),
-        item_hash=row["doc_hash"],
-        answer=answer,
-    )
-
-
-def _is_number(value: Any) -> bool:
-    # By the name of the module, so that NumPy need not be imported; an array has a shape and is no number.
-    if type(value).__module__ == "numpy":
-        return getattr(value, "shape", None) == ()
-    return isinstance(value, bool | int | float)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.demo import GENERAL_TEXT, bundled_folder, is_demo
 from quantkit.errors import DataError, first_line, suggestion
-from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import DEFAULT_WINDOW
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_yaml, read_text, shorten

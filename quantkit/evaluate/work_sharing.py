@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 from quantkit.distributed import share_out
-from quantkit.evaluate.engine import Evaluated
+from quantkit.evaluate.loading import Evaluated
 from quantkit.machine.memory import release_freed_memory
 from quantkit.quantities import elapsed
 from quantkit.runtime.llm import LLM

@@ -4,7 +4,7 @@ A scheme must be supported by the library and by the engines that read it; schem
 are refused.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
 `layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`. Limits of
-a single engine are in `quantkit.engines`.
+a single engine are in `quantkit.engine_rules`.
 The library is imported inside the functions that need it, so reading other formats neither requires nor loads it.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.engines import CPU, StoredLinear, StoredModel, judge
+from quantkit.engine_rules import CPU, StoredLinear, StoredModel, judge
 from quantkit.errors import SchemeError
 from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.dtype import FP8, INT4, INT8, MXFP4, MXFP8, NVFP4

@@ -3,7 +3,7 @@
 No torch, unless a recipe is loaded. All figures are computed; `benchmark` and `evaluate` measure.
 """
 
-from quantkit.engines.devices import DEVICES, Device, find_device, make_device
+from quantkit.engine_rules.data_sheets import DEVICES, Device, find_device, make_device
 from quantkit.planning.document import to_document
 from quantkit.planning.estimate import Estimate, estimate
 from quantkit.planning.shape import ModelShape

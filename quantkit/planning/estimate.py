@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.engines import find_engine, judge, judge_all
-from quantkit.engines.devices import Device
+from quantkit.engine_rules import find_engine, judge, judge_all
+from quantkit.engine_rules.data_sheets import Device
 from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.kv_budget import KVBudget, fitting_page_size
 from quantkit.models.kv_sizes import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form

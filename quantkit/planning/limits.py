@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantkit.engines.devices import Device
+from quantkit.engine_rules.data_sheets import Device
 from quantkit.models.kv_budget import kept_tokens
 from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm
 from quantkit.planning import memory

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.compress.algorithms.base import Step
-from quantkit.engines import StoredModel
+from quantkit.engine_rules import StoredModel
 from quantkit.errors import InputError
 from quantkit.models.families import UNKNOWN
 from quantkit.models.kv_sizes import KVForm, form_of_schemes

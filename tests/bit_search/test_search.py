@@ -20,8 +20,8 @@ from quantkit.bit_search.run import search_recipe
 from quantkit.compress.pipeline import layers as pipeline
 from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, ModelError, OutputError, RecipeError, ResourceError, ResumeError
-from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
+from quantkit.evaluate.loading import load_llm
 from quantkit.results import SearchResult
 from quantkit.sweep.trials import Outcome
 from tests.helpers import TEXT

@@ -17,7 +17,7 @@ from quantkit.cli import main
 from quantkit.errors import DataError, RequestError
 from quantkit.evaluate.behaviour import Question, Trace, has_other_script, is_loop, make_plan, measure_rates, sample
 from quantkit.evaluate.decision_margins import DecisionFinder, compare_behaviour, margin_records, score_traces
-from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.prompt_sets import BUNDLED, Expect, Prompt, fits_schema, read_prompts
 from quantkit.evaluate.run import evaluate

@@ -10,8 +10,8 @@ import torch
 import quantkit
 from quantkit.errors import DataError, ModelError
 from quantkit.evaluate import fidelity as module
-from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import batches, distances, fidelity, fixed_windows, join_distances, window_logits
+from quantkit.evaluate.loading import load_llm
 from tests.helpers import TEXT, make_model
 
 

@@ -7,8 +7,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from quantkit.errors import RequestError
-from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.language_model import QuantkitLM
+from quantkit.evaluate.loading import load_llm
 from tests.runtime.helpers import make_loud_model
 
 LONG = "a long story that goes on and on about an owl " * 20  # 920 bytes: more than the 512 of the context

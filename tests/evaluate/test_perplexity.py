@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import DataError
-from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.perplexity import adds_bos, cut_windows, perplexity
 from tests.helpers import transformers_logits
 

@@ -14,12 +14,12 @@ import pytest
 
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError, InputError
-from quantkit.evaluate import engine
+from quantkit.evaluate import loading
 from quantkit.evaluate import long_context as module
-from quantkit.evaluate.engine import check_same_language, load_llm, other_arithmetic
+from quantkit.evaluate.loading import check_same_language, load_llm, other_arithmetic
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
 from quantkit.evaluate.options import DEFAULT_TEXT_TOKENS, EvaluationOptions
-from quantkit.evaluate.run import _patched_lm_eval, check_evaluation, evaluate, task_results
+from quantkit.evaluate.run import check_evaluation, evaluate
 from quantkit.evaluate.tasks import LEDGERS, speaks_demo
 from quantkit.results import EvaluationResult
 from quantkit.results.statistics.comparison import compare_evaluations
@@ -133,18 +133,18 @@ def test_a_part_of_a_text_that_is_no_number_is_refused(wrong):
 def test_one_number_of_threads_for_all_models_is_chosen_for_prompts(monkeypatch, loud_llama):
     asked = []
     choice = SimpleNamespace(threads=1)
-    monkeypatch.setattr(engine, "choose_threads", lambda requested, **how: asked.append((requested, how)) or choice)
-    engine._threads.cache_clear()
+    monkeypatch.setattr(loading, "choose_threads", lambda requested, **how: asked.append((requested, how)) or choice)
+    loading._threads.cache_clear()
     for path in (loud_llama, DEMO_MODEL):
         load_llm(str(path), device="cpu")
-    engine._threads.cache_clear()
+    loading._threads.cache_clear()
     assert asked == [(None, {"decodes": False})]
 
 
 def test_steps_are_shorter_for_a_large_vocabulary(monkeypatch, loud_llama):
     assert load_llm(str(loud_llama), device="cpu", threads=1).config.token_budget == 1024
     vocab = json.loads((loud_llama / "config.json").read_text())["vocab_size"]
-    monkeypatch.setattr(engine, "_LOGIT_BYTES", 400 * 4 * vocab)
+    monkeypatch.setattr(loading, "_LOGIT_BYTES", 400 * 4 * vocab)
     assert load_llm(str(loud_llama), device="cpu", threads=1).config.token_budget == 384
     assert load_llm(str(loud_llama), device="cpu", threads=1, max_sequences=500).config.token_budget == 500
 
@@ -186,14 +186,6 @@ def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monk
     with pytest.raises(DataError, match=r"lm-eval is not installed; tasks need it: pip install '\.\[eval\]'"):
         evaluate(demo, tasks=["demo_facts"])
     assert evaluate(demo, texts=["demo"], window=900).perplexity[0].num_tokens > 10_000
-
-
-def test_a_template_is_compiled_once_for_all_items():
-    env = pytest.importorskip("lm_eval.utils").env
-    with _patched_lm_eval():
-        assert env.from_string("{{x}}") is env.from_string("{{x}}")
-        assert env.from_string("{{x}}").render(x=1) == "1"
-    assert env.from_string("{{x}}") is not env.from_string("{{x}}")
 
 
 def test_no_programs_are_run_to_describe_the_machine(demo, monkeypatch):
@@ -249,37 +241,3 @@ def test_another_vocabulary_is_refused(stranger, tmp_path):
     (tmp_path / "copy" / "tokenizer.json").unlink()
     check_same_language(None, str(tmp_path / "copy"))  # nothing is known, so nothing is refused
     assert (other_arithmetic("bfloat16"), other_arithmetic("float32")) == ("float32", "bfloat16")
-
-
-def lm_eval_results(**changes):
-    """What `simple_evaluate` returns, made by hand."""
-    rows = [
-        {"doc_id": n, "doc_hash": f"h{n}", "filter": answers, "metrics": ["exact_match", "pair"], "pair": (1, 2)}
-        | {"exact_match": score, "resps": [[f"answer {n}"]]}
-        for answers, scores in {"strict": (0, 0), "loose": (1.0, 0)}.items()
-        for n, score in enumerate(scores)
-    ]
-    return {
-        "configs": {"t": {"output_type": "generate_until", "metric_list": [{"metric": "pair"}]}},
-        "results": {"t": {"alias": "t", "exact_match,strict": 0.0, "exact_match_stderr,strict": "N/A", **changes}},
-        "samples": {"t": rows},
-        "higher_is_better": {"t": {"exact_match": True, "ppl": False}},
-        "n-samples": {"t": {"effective": 2}},
-        "n-shot": {"t": 5},
-        "versions": {"t": 3.0},
-    }
-
-
-def test_the_first_filter_of_the_favourite_metric_counts():
-    (task,) = task_results(lm_eval_results(**{"exact_match,loose": 0.5, "pair,strict": 7.0}), len)
-    assert (task.metric, task.value, task.stderr, task.scores) == ("exact_match", 0.0, None, (0.0, 0.0))
-    assert task.others == {"exact_match,loose": 0.5, "pair,strict": 7.0}
-    assert (task.num_fewshot, task.version, task.mean_answer_tokens) == (5, "3.0", 8)
-
-
-def test_a_task_scored_as_a_whole_keeps_no_samples():
-    evaluation = lm_eval_results()
-    evaluation["results"]["t"] = {"ppl,none": 9.0, "ppl_stderr,none": 0.5}
-    (task,) = task_results(evaluation, len)
-    assert (task.metric, task.value, task.stderr, task.samples) == ("ppl", 9.0, 0.5, ())
-    assert (task.higher_is_better, task.num_samples) == (False, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.engines.devices import find_device, make_device
+from quantkit.engine_rules.data_sheets import find_device, make_device
 from quantkit.models.families.deepseek_v4 import published_names
 from quantkit.models.kv_sizes import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes

@@ -15,7 +15,7 @@ from quantkit.benchmark.memory_prediction import predict
 from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY, VERSION, read_cache_schemes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.loading import load_llm
 from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.models.families import find
 from quantkit.numerics.kv_cache import INT8_TOKEN, scheme_to_dict

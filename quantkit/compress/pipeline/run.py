@@ -64,7 +64,7 @@ def quantize(
             GPU.
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
-        engine: engine that must be able to read the result, by its name in `quantkit.engines`; checked before any work.
+        engine: engine that must be able to read the result, named in `quantkit.engine_rules`; checked before the work.
         listener: receives progress events.
     Raises:
         InputError: model, recipe, data or output cannot be used.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.recipe.linears import LayerLinears, Schemes, count_linears, fallback_notes, group_notes
 from quantkit.compress.recipe.load import Recipe, regrouped, settled
-from quantkit.engines import UNKNOWN, StoredLinear, StoredModel, judge
+from quantkit.engine_rules import UNKNOWN, StoredLinear, StoredModel, judge
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable

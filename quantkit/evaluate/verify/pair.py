@@ -21,7 +21,7 @@ from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
-from quantkit.evaluate.engine import check_same_language
+from quantkit.evaluate.loading import check_same_language
 from quantkit.inspection import inspect, read_manifest, section
 from quantkit.machine.devices import processor_name
 from quantkit.output.staging import MANIFEST, check_text, open_stage

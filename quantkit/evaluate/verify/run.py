@@ -22,8 +22,9 @@ from quantkit.distributed import share_out
 from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
-from quantkit.evaluate.engine import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
+from quantkit.evaluate.lm_eval_run import import_language_model
+from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import (
     answer_prompts,
@@ -31,7 +32,6 @@ from quantkit.evaluate.run import (
     check_evaluation,
     check_items,
     evaluate,
-    import_language_model,
 )
 from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitivity_map
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from quantkit.engines.devices import AMX, CAPABILITIES, CPU, NAMED, device_key
+from quantkit.engine_rules.data_sheets import AMX, CAPABILITIES, CPU, NAMED, device_key
 from quantkit.errors import InputError, suggestion
 from quantkit.results import EngineReading, Record
 

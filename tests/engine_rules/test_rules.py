@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from quantkit.engines import CPU, StoredLinear, StoredModel, engine_names, find_engine, judge, judge_all
-from quantkit.engines.devices import AMX, OTHER
-from quantkit.engines.rules import read_engine
+from quantkit.engine_rules import CPU, StoredLinear, StoredModel, engine_names, find_engine, judge, judge_all
+from quantkit.engine_rules.data_sheets import AMX, OTHER
+from quantkit.engine_rules.rules import read_engine
 from quantkit.errors import InputError, ReportError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES

@@ -2,8 +2,8 @@
 apply them.
 """
 
-from quantkit.engines.devices import CPU
-from quantkit.engines.rules import UNKNOWN, StoredLinear, StoredModel, engine_names, find_engine, judge, judge_all
+from quantkit.engine_rules.data_sheets import CPU
+from quantkit.engine_rules.rules import UNKNOWN, StoredLinear, StoredModel, engine_names, find_engine, judge, judge_all
 
 __all__ = [
     "CPU",
