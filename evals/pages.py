@@ -3,8 +3,8 @@
     python evals/pages.py            # which pages differ from what is kept, and which figures are stale; exit code 1
     python evals/pages.py --write    # write them
 
-What is generated is a whole page, or what stands between two comments. `evals/provenance.py` says what makes a figure
-stale.
+What is generated is a whole page, or what stands between two comments. A measurement that has a folder makes its part
+in that folder; `page_sections/` makes all others. `evals/provenance.py` says what makes a figure stale.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def performance(page: str) -> str:
 
 def models(page: str) -> str:
     """docs/models.md."""
-    checks = generator("checks/models_page.py")
-    return str(checks.render(checks.newest()))
+    rows = generator("page_sections/models_page.py")
+    return str(rows.render(rows.newest()))
 
 
 def serve(page: str) -> str:
@@ -86,13 +86,13 @@ def serve(page: str) -> str:
 
 def runtime(page: str) -> str:
     """docs/runtime.md."""
-    page = section(gpu_standing(page), "decode", generator("checks/decode_page.py").table())
-    return section(page, "eviction", generator("checks/eviction_page.py").table())
+    page = section(gpu_standing(page), "decode", generator("page_sections/decode_page.py").table())
+    return section(page, "eviction", generator("page_sections/eviction_page.py").table())
 
 
 def scale(page: str) -> str:
     """docs/scale.md."""
-    made = generator("checks/scale_page.py")
+    made = generator("page_sections/scale_page.py")
     sections = {"bytes": made.bytes_table, "measured": made.speed_table, "verified": made.verify_table}
     for name, text in sections.items():
         page = section(page, name, text())
@@ -101,7 +101,7 @@ def scale(page: str) -> str:
 
 def formats(page: str) -> str:
     """docs/formats.md."""
-    engines = generator("checks/engines_page.py")
+    engines = generator("page_sections/engines_page.py")
     for name in ("rules", "vllm", "verified", "others"):
         page = section(page, name, getattr(engines, name)())
     return page
@@ -109,14 +109,14 @@ def formats(page: str) -> str:
 
 def gguf(page: str) -> str:
     """docs/gguf.md."""
-    return section(page, "quality", generator("checks/gguf_page.py").table())
+    return section(page, "quality", generator("page_sections/gguf_page.py").table())
 
 
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
-    checks = generator("checks/models_page.py")
+    rows = generator("page_sections/models_page.py")
     sentences = [
-        checks.sentence(checks.newest()),
+        rows.sentence(rows.newest()),
         generator("cost/cost_page.py").readme_sentence(),
         generator("accuracy/page.py").readme_sentence(),
     ]

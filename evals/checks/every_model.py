@@ -52,6 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the rows, make none")
     options = parser.parse_args(arguments)
     if options.page:
+        sys.path.insert(0, str(ROOT / "evals/page_sections"))
         import models_page
 
         models_page.write(options.output)

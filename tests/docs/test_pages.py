@@ -42,5 +42,5 @@ def test_what_compression_costs_is_said_on_one_page_alone():
 
 def test_the_readme_counts_the_models_of_the_rows():
     """A sentence that is written otherwise would not be replaced."""
-    checks = pages.generator("checks/models_page.py")
-    assert checks.sentence(checks.newest()) in (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = pages.generator("page_sections/models_page.py")
+    assert rows.sentence(rows.newest()) in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 CHECKS = Path(__file__).parents[2] / "evals" / "checks"
-sys.path.insert(0, str(CHECKS))
+sys.path[:0] = [str(CHECKS), str(CHECKS.parent / "page_sections")]
 
 import every_model  # noqa: E402
 import likeness  # noqa: E402

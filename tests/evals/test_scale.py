@@ -13,7 +13,7 @@ EVALS = Path(__file__).resolve().parents[2] / "evals"
 @pytest.fixture
 def modules(monkeypatch):
     """`pages` and `scale_page` of evals."""
-    for folder in (EVALS, EVALS / "checks"):
+    for folder in (EVALS, EVALS / "page_sections"):
         monkeypatch.syspath_prepend(str(folder))
     import pages
     import scale_page

@@ -15,7 +15,8 @@ CHECKS = Path(__file__).parents[2] / "evals" / "checks"
 
 @pytest.fixture
 def load(monkeypatch):
-    monkeypatch.syspath_prepend(CHECKS)
+    for folder in (CHECKS, CHECKS.parent / "page_sections"):
+        monkeypatch.syspath_prepend(folder)
     return importlib.import_module
 
 
