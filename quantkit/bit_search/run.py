@@ -48,7 +48,7 @@ from quantkit.output.writer import write_json
 from quantkit.quantities import dtype_name
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
-from quantkit.sweep.trials import Command, Trial, check_place, planned_bytes, run_trials
+from quantkit.sweep.trials import Trial, TrialCommand, check_place, planned_bytes, run_trials
 
 _REFERENCE_BYTES = 2 << 30  # the most bytes of reference logits of the original
 _TRIES = 3  # recipes to compress and measure before the search gives up on a target
@@ -262,7 +262,7 @@ def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], thread
         trials.append(
             Trial(
                 name=recipe.name,
-                commands=(Command(arguments=arguments, made=made),),
+                commands=(TrialCommand(arguments=arguments, made=made),),
                 log=made.with_name(f"{recipe.name}.log"),
                 threads=threads,
                 device=runner.device,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Block
 
-from quantkit.checkpoints.gguf_config import Lookup, read_config
+from quantkit.checkpoints.gguf_config import Lookup, build_config
 from quantkit.checkpoints.gguf_tokenizer import tokenizer_files
 from quantkit.checkpoints.gguf_values import BlocksInfo, LatentInfo, no_codes
 from quantkit.checkpoints.header import TensorInfo, kind_of
@@ -81,7 +81,7 @@ class GGUFModel:
         self._stored = {name: _Stored(part.path, name, info) for part in parts for name, info in part.tensors.items()}
         shapes = {name: stored.info.shape for name, stored in self._stored.items()}
         metadata = parts[0].metadata
-        family, config = read_config(metadata, Lookup(str(path), shapes, self._vector))
+        family, config = build_config(metadata, Lookup(str(path), shapes, self._vector))
         self.config = {**config, "dtype": str(self._dtype()).removeprefix("torch.")}
         self._model = describe(self.config, family, str(path))
         self._texts = functools.partial(tokenizer_files, metadata, str(path), shapes["token_embd.weight"][0])

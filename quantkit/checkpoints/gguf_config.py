@@ -73,7 +73,7 @@ class _Metadata:
         return value
 
 
-def read_config(metadata: Mapping[str, Any], lookup: Lookup) -> tuple[Family, dict[str, Any]]:
+def build_config(metadata: Mapping[str, Any], lookup: Lookup) -> tuple[Family, dict[str, Any]]:
     """Return the family of the model, and the contents of its config.json but the dtype.
 
     Raises:

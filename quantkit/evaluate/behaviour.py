@@ -143,7 +143,7 @@ def make_plan(
     )
 
 
-def sample(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) -> list[Trace]:
+def sample_answers(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) -> list[Trace]:
     """Answer every prompt once per seed; answers of the same index have the same seed."""
     asked = [(turn * _MOST_PROMPTS + each.number, each) for turn in range(plan.num_seeds) for each in plan.questions]
     params = [

@@ -158,7 +158,7 @@ def score_traces(
     Args:
         llm, original: both models, of the same vocabulary.
         plan: what the model is asked; its prompts are those of the original unless their templates differ.
-        traces: the original's answers, see `sample`.
+        traces: the original's answers, see `sample_answers`.
         say: callback for progress.
     Raises:
         ModelError: the vocabularies differ.

@@ -9,7 +9,14 @@ from typing import Any
 
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError
-from quantkit.evaluate.behaviour import BehaviourPlan, Trace, has_chat_template, make_plan, measure_rates, sample
+from quantkit.evaluate.behaviour import (
+    BehaviourPlan,
+    Trace,
+    has_chat_template,
+    make_plan,
+    measure_rates,
+    sample_answers,
+)
 from quantkit.evaluate.lm_eval_run import check_task_items, run_tasks
 from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.long_context import long_context
@@ -107,7 +114,7 @@ def answer_prompts(llm: Evaluated, plan: BehaviourPlan, say: Progress) -> list[T
     """Let a model answer the prompts of a behaviour test, and tell progress."""
     subject = f"behaviour, {len(plan.questions)} prompts, {plan.num_seeds} answers each"
     say(subject)
-    return sample(llm, plan, lambda line: say(f"{subject}: {line}"))
+    return sample_answers(llm, plan, lambda line: say(f"{subject}: {line}"))
 
 
 def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None) -> dict[str, str]:

@@ -25,7 +25,7 @@ from quantkit.errors import RequestError
 from quantkit.machine.memory import release_freed_memory
 from quantkit.safety.untrusted import parse_object
 from quantkit.server import answers
-from quantkit.server.schemas import Refused, Schema, explain
+from quantkit.server.schemas import Refused, Schema, explain_validation
 
 MAX_BODY_BYTES = 1 << 24
 BODY_SECONDS = 30.0
@@ -130,7 +130,7 @@ def _checked(body: bytes, kind: type[Asked], most_ids: int) -> Asked:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise explain(error) from None
+        raise explain_validation(error) from None
 
 
 def _check_counts(body: bytes, most_values: int) -> None:

@@ -216,7 +216,7 @@ class DetokenizeRequest(Schema):
     tokens: Annotated[Ids, Field(max_length=1 << 20)]
 
 
-def explain(error: ValidationError) -> Refused:
+def explain_validation(error: ValidationError) -> Refused:
     """Return the most helpful validation error of a request in one line."""
     # Where a field may be of several types, what is wrong in the one that fits best is the helpful one.
     errors = error.errors(include_url=False)

@@ -32,7 +32,7 @@ from quantkit.report.compare import CheckpointComparison, compare_reports, rende
 from quantkit.report.files import json_ready, read_report
 from quantkit.results import TrialRecord
 from quantkit.safety.untrusted import read_object
-from quantkit.sweep.trials import Command, Outcome, Trial, check_place, planned_bytes, run_trials
+from quantkit.sweep.trials import Outcome, Trial, TrialCommand, check_place, planned_bytes, run_trials
 
 DEMO = "demo"
 _REMEDY = "delete this file, and the checkpoint with the same name"
@@ -211,8 +211,8 @@ class _Sweep:
         return Trial(
             name=record.name,
             commands=(
-                Command(arguments=quantize, made=checkpoint),
-                Command(arguments=("verify", str(checkpoint), *baseline, *how), made=checkpoint / "report.json"),
+                TrialCommand(arguments=quantize, made=checkpoint),
+                TrialCommand(arguments=("verify", str(checkpoint), *baseline, *how), made=checkpoint / "report.json"),
             ),
             log=folder / f"{record.name}.log",
             threads=threads,

@@ -37,7 +37,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class TrialCommand:
     """One command of a trial.
 
     Args:
@@ -64,7 +64,7 @@ class Trial:
     """
 
     name: str
-    commands: tuple[Command, ...]
+    commands: tuple[TrialCommand, ...]
     log: Path
     threads: int
     device: str = "cpu"
@@ -254,7 +254,7 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
 
 
 def _run(
-    command: Command, trial: Trial, log: TextIO, started: Callable[[subprocess.Popen[str]], object]
+    command: TrialCommand, trial: Trial, log: TextIO, started: Callable[[subprocess.Popen[str]], object]
 ) -> tuple[int, str]:
     """Run one command and return its exit code and reason; a failed gate counts as success if the output exists."""
     process = subprocess.Popen(

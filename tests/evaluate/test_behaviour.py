@@ -15,7 +15,15 @@ from evals.behaviour import make_prompts
 from quantkit.api import load_recipe
 from quantkit.cli import main
 from quantkit.errors import DataError, RequestError
-from quantkit.evaluate.behaviour import Question, Trace, has_other_script, is_loop, make_plan, measure_rates, sample
+from quantkit.evaluate.behaviour import (
+    Question,
+    Trace,
+    has_other_script,
+    is_loop,
+    make_plan,
+    measure_rates,
+    sample_answers,
+)
 from quantkit.evaluate.decision_margins import DecisionFinder, compare_behaviour, margin_records, score_traces
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.options import EvaluationOptions
@@ -64,7 +72,7 @@ def plan(original, prompts):
 
 @pytest.fixture(scope="module")
 def traces(original, plan):
-    return sample(original, plan)
+    return sample_answers(original, plan)
 
 
 def faulty(folder, to, fault):
@@ -86,7 +94,7 @@ def run(*words):
 def judged(llm, original, prompts, seed=0, gates=GATES):
     """The results of gates on a model beside its original."""
     plan = plan_of(original, prompts, seed=seed)
-    theirs, ours = sample(original, plan), sample(llm, plan)
+    theirs, ours = sample_answers(original, plan), sample_answers(llm, plan)
     results = [
         replace(evaluate(each, EvaluationOptions(prompts=prompts), traces=traces), seconds=0.0)
         for each, traces in ((llm, ours), (original, theirs))
@@ -111,8 +119,8 @@ def test_the_original_calls_tools_and_chats(plan, traces):
 
 
 def test_answers_depend_on_the_seed_and_on_nothing_else(original, plan, traces, prompts):
-    assert [trace.token_ids for trace in sample(original, plan)] == [trace.token_ids for trace in traces]
-    other = sample(original, plan_of(original, prompts, seed=1))
+    assert [trace.token_ids for trace in sample_answers(original, plan)] == [trace.token_ids for trace in traces]
+    other = sample_answers(original, plan_of(original, prompts, seed=1))
     assert [trace.token_ids for trace in other] != [trace.token_ids for trace in traces]
 
 
@@ -398,7 +406,7 @@ def test_thinking_that_the_prompt_has_begun(folder, tmp_path, prompts):
     llm = load_llm(str(copy), **ENGINE)
     plan = plan_of(llm, prompts, count=2, max_tokens=4)
     assert all(question.is_thinking for question in plan.questions)
-    rates = {rate.task: rate.value for rate in measure_rates(plan, sample(llm, plan))}
+    rates = {rate.task: rate.value for rate in measure_rates(plan, sample_answers(llm, plan))}
     assert rates["empty"] == 1.0  # the thinking never ends
 
 

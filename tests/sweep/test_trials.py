@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError, ResourceError
-from quantkit.sweep.trials import Command, Trial, check_place, planned_bytes, run_trial, run_trials
+from quantkit.sweep.trials import Trial, TrialCommand, check_place, planned_bytes, run_trial, run_trials
 
 # In place of Python: `-c CODE WHAT FILE --json`.
 STAND_IN = """#!/bin/sh
@@ -33,7 +33,7 @@ def trial(tmp_path, monkeypatch):
 
     def build(*words, name="one", **changes):
         commands = [
-            Command(arguments=(word, str(tmp_path / f"{name}-{word}")), made=tmp_path / f"{name}-{word}")
+            TrialCommand(arguments=(word, str(tmp_path / f"{name}-{word}")), made=tmp_path / f"{name}-{word}")
             for word in words
         ]
         given = {"log": tmp_path / f"{name}.log", "threads": 3, "folder": tmp_path, **changes}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoints.reader import file_digest
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.recipe import Recipe
@@ -20,7 +21,7 @@ from quantkit.numerics.matmul import keeps_precision
 from quantkit.output.writer import write_json
 from quantkit.quantities import dtype_name
 from quantkit.registry import installed_version
-from quantkit.safety.untrusted import opened, read_object, shorten
+from quantkit.safety.untrusted import read_object, shorten
 
 START_OVER = "start over with --no-resume"
 
@@ -63,16 +64,6 @@ def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
     if type(threads) is int and 0 < threads <= MAX_THREADS:
         new["compute"]["threads"] = threads
     return new
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    with opened(path) as file:
-        return hashlib.sha256(file.read()).hexdigest()
 
 
 def calibration_digest(recipe: Recipe) -> str | None:
