@@ -15,7 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import table_line
 
 RESULTS = Path(__file__).parents[1] / "results/decode_steps"
-HEAD = ("machine", "model", "threads", "batch", "clock", "layer by layer", "one call", "times as fast", "outside kernels")
+HEAD = (
+    "machine",
+    "model",
+    "threads",
+    "batch",
+    "clock",
+    "layer by layer",
+    "one call",
+    "times as fast",
+    "outside kernels",
+)
 
 
 def table() -> str:
