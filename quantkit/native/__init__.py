@@ -63,6 +63,11 @@ class Library:
         loaded = self.get()
         return loaded is not None and bool(loaded.qk_has_avx512())
 
+    def has_amx(self) -> bool:
+        """Whether the library exists and multiplies by AMX tiles."""
+        loaded = self.get()
+        return loaded is not None and _has_amx(loaded)
+
     @cached_property  # threads that ask at once may both compile, which does no harm: see `build`
     def _loaded(self) -> tuple[ctypes.CDLL | None, str]:
         try:
@@ -74,9 +79,13 @@ class Library:
             return None, f"off: {error}"
 
 
+def _has_amx(loaded: ctypes.CDLL) -> bool:
+    return hasattr(loaded, "qk_has_amx") and bool(loaded.qk_has_amx())
+
+
 def _instructions(loaded: ctypes.CDLL) -> str:
     """Return the instructions used by a loaded library, which may be fewer than the CPU has."""
-    amx = ", AMX" if hasattr(loaded, "qk_has_amx") and loaded.qk_has_amx() else ""
+    amx = ", AMX" if _has_amx(loaded) else ""
     return f"AVX-512 with BF16 and VNNI{amx}" if loaded.qk_has_avx512() else "AVX2"
 
 

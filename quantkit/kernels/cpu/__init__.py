@@ -1,8 +1,8 @@
 """Optional kernels in C: all `*.c` files of this folder, compiled into one library at first use (see `native`).
 
 To add a kernel: put `name.c` here, include `quantkit.h`, mark its entry `QK_EXPORT`, and call it through `function`.
-The kernels are written for AVX-512 with BF16 and VNNI; `avx2.h` emulates these with AVX2. Without the library, torch
-does all the work.
+The kernels are written for AVX-512 with BF16 and VNNI; `avx2.h` emulates these with AVX2. Products
+with long prompts use AMX where the CPU has it. Without the library, torch does all the work.
 """
 
 from pathlib import Path
@@ -11,4 +11,5 @@ from quantkit.native import Function as Function
 from quantkit.native import Library
 
 _LIBRARY = Library(Path(__file__).parent)
-library, status, function, has_avx512 = _LIBRARY.get, _LIBRARY.status, _LIBRARY.function, _LIBRARY.has_avx512
+library, status, function = _LIBRARY.get, _LIBRARY.status, _LIBRARY.function
+has_avx512, has_amx = _LIBRARY.has_avx512, _LIBRARY.has_amx

@@ -3,6 +3,7 @@
    Codes are multiplied as they are and a group's sum is scaled once, so nothing is rounded that the definition does not
    round. Few tokens: codes become numbers in registers. Many: a piece of a panel is dequantized into the first-level cache
    and used for all of them. */
+#include "amx.h"
 #include "linear_segment.h"
 
 enum { TILE_BYTES = 16384, ALWAYS = 1 << 30 };
@@ -24,6 +25,8 @@ typedef struct {
     int64_t tokens, pairs, stride, groups;
     int64_t width, run, runs_per_group, runs; /* pairs of a group, and of a run: what is summed before it is scaled */
     int x_is_bf16;
+    const uint8_t *packed; /* inputs for tiles of `step` pairs; NULL: no tiles */
+    int64_t step;
 } Job;
 
 /* What the sums of one group, or of a piece of it, are multiplied by. `run` counts the pieces. */
@@ -67,6 +70,7 @@ static void dequantize(int storage, int to_bf16, const uint8_t *w, int64_t pairs
         } \
         break;
     switch (storage) {
+        EACH(QK_W4)
         EACH(QK_H8)
         EACH(QK_FP8)
     }
@@ -156,13 +160,71 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
 }
 
+#if QK_AMX
+/* main[token][64] += factors * (w * x) for 32 outputs from block `block` on and at most 32 tokens, over `pairs` pairs. */
+static void add_square(const Job *job, const uint8_t *w, const uint8_t *x, int64_t pairs, int64_t tokens, int block,
+                       const Factors *factors, float *main) {
+    float sums[SQUARE * SQUARE] __attribute__((aligned(64)));
+    QK_SQUARE(_tile_dpbf16ps, w + 64 * block, x, 64 * job->pairs, job->step, pairs, sums);
+    for (int64_t m = 0; m < tokens; m++)
+        UNROLL for (int b = 0; b < 2; b++) {
+            __m512 sum = _mm512_load_ps(sums + SQUARE * m + 16 * b);
+            float *to = main + QK_PANEL * m + 16 * (block + b);
+            if (factors->inputs)
+                sum = _mm512_fnmadd_ps(factors->zero[block + b], _mm512_set1_ps(factors->inputs[m * factors->stride]), sum);
+            __m512 before = _mm512_loadu_ps(to);
+            _mm512_storeu_ps(to, factors->dense ? _mm512_add_ps(sum, before)
+                                                : _mm512_fmadd_ps(sum, factors->scale[block + b], before));
+        }
+}
+
+/* As one_panel. A sum has another order than there: evens, odds, then both. */
+static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int64_t tokens, uint8_t *memory) {
+    const QkLinear *linear = job->linear;
+    float *main = (float *)(memory + TILE_BYTES);
+    int64_t bytes = PAIR_BYTES[linear->storage];
+    const uint8_t *codes = linear->codes + panel * job->pairs * bytes;
+    memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
+    for (int64_t start = 0, end; start < job->pairs; start = end) {
+        const uint8_t *w = linear->storage == QK_BF16 ? codes + start * bytes : memory;
+        end = tile_end(job, start);
+        if (w == memory) dequantize(linear->storage, 1, codes + start * bytes, end - start, memory);
+        for (int64_t p = start, stop; p < end; w += 256 * (stop - p), p = stop) {
+            int64_t group = p / job->width, run = (p - group * job->width) / job->run;
+            stop = qk_min(end, qk_min(group * job->width + (run + 1) * job->run, (group + 1) * job->width));
+            Factors factors = {0};
+            load_factors(job, panel, group, group * job->runs_per_group + run, token, &factors);
+            for (int64_t m = 0; m < tokens; m += SQUARE) {
+                const uint8_t *x = job->packed + ((token + m) * job->pairs + 16 * p) * 4;
+                for (int block = 0; block < 4; block += 2)
+                    add_square(job, w, x, stop - p, qk_min(SQUARE, tokens - m), block, &factors, main + m * QK_PANEL);
+                if (factors.inputs) factors.inputs += SQUARE * factors.stride;
+            }
+        }
+    }
+    qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
+}
+#endif
+
 static int run_panels(const Job *job, QkRange range) {
     size_t bytes = TILE_BYTES + sizeof(float) * QK_PANEL * QK_ROWS;
     uint8_t *memory = qk_scratch(QK_SLOT_LINEAR_PANEL, bytes);
     if (!memory) return 1;
+#if QK_AMX
+    if (job->packed) qk_shape_tiles(job->step);
+#endif
     for (int64_t panel = range.first; panel < range.last; panel++)
-        for (int64_t token = 0; token < job->tokens; token += QK_ROWS)
-            one_panel(job, panel, token, qk_min(QK_ROWS, job->tokens - token), memory);
+        for (int64_t token = 0; token < job->tokens; token += QK_ROWS) {
+            int64_t tokens = qk_min(QK_ROWS, job->tokens - token);
+#if QK_AMX
+            if (job->packed) one_panel_by_tiles(job, panel, token, tokens, memory);
+            else
+#endif
+            one_panel(job, panel, token, tokens, memory);
+        }
+#if QK_AMX
+    if (job->packed) _tile_release();
+#endif
     return 0;
 }
 
@@ -261,4 +323,27 @@ QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_
     if (begin(&job, &product)) return 1;
     threads = qk_threads(&product, threads);
     QK_RUN_PANELS(run_panels, &job, threads)
+}
+
+/* As qk_linear, by tiles of AMX where there are any and the groups fit them. */
+QK_EXPORT int qk_linear_by_tiles(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16,
+                                 int activation, int threads) {
+#if QK_AMX
+    QkProduct product = {linear, x, out, linear->n, tokens, is_bf16, activation};
+    Job job;
+    if (!tokens) return 0;
+    if (begin(&job, &product)) return 1;
+    threads = qk_threads(&product, threads);
+    job.step = qk_tile_step(job.width);
+    if (job.x_is_bf16 && job.step && qk_has_amx()) {
+        uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(tokens, job.pairs));
+        if (!packed) return 1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t m = 0; m < tokens; m += SQUARE) qk_pack_tokens(job.x, tokens, job.pairs, job.step, m, packed);
+        job.packed = packed;
+    }
+    QK_RUN_PANELS(run_panels, &job, threads)
+#else
+    return qk_linear(linear, x, out, tokens, is_bf16, activation, threads);
+#endif
 }

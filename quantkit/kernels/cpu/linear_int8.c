@@ -2,9 +2,10 @@
 
    vpdpbusd multiplies unsigned by signed bytes, so codes are stored plus 128, and 128 times the sum of the inputs
    (plus the zero point times it) is taken off at the end of a group. */
+#include "amx.h"
 #include "linear.h"
 
-enum { MAX_TOKENS = 6, QUAD_BYTES = 256, TILE_QUADS = 64 };
+enum { MAX_TOKENS = 6, QUAD_BYTES = 256, TILE_QUADS = 64, FOR_TILES = 8 };
 
 typedef struct {
     const QkProduct *product;
@@ -13,6 +14,8 @@ typedef struct {
     float *row_scale;
     int32_t *sums;  /* of the inputs, [token][group] */
     int64_t tokens, quads, groups;
+    const uint8_t *packed; /* inputs for tiles of `step` quads; NULL: no tiles */
+    int64_t step;
 } Job;
 
 /* partial[token][64] (+)= w * x over `quads` quads; x has `stride` bytes per token. */
@@ -105,11 +108,12 @@ DEFINE(5)
 DEFINE(6)
 static Segment *const SEGMENTS[] = {segment_1, segment_2, segment_3, segment_4, segment_5, segment_6};
 
-static void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count,
-                      const int32_t *partial, float *main) {
+/* Add the sums of a group of `count` tokens from `token` on to main, for blocks first..last; a token's are `stride` apart. */
+QK_INLINE void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count, int first, int last,
+                         const int32_t *partial, int64_t stride, float *main) {
     const QkLinear *linear = job->linear;
     int64_t index = (panel * job->groups + group) * QK_PANEL;
-    for (int b = 0; b < 4; b++) {
+    for (int b = first; b < last; b++) {
         __m512 scale = qk_load_scale(linear, index + 16 * b);
         __m512i offset = _mm512_set1_epi32(128);
         if (linear->zero) {
@@ -118,7 +122,7 @@ static void add_group(const Job *job, int64_t panel, int64_t group, int64_t toke
         }
         for (int64_t m = 0; m < count; m++) {
             __m512i inputs = _mm512_set1_epi32(job->sums[(token + m) * job->groups + group]);
-            __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(partial + QK_PANEL * m + 16 * b),
+            __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(partial + stride * m + 16 * (b - first)),
                                            _mm512_mullo_epi32(offset, inputs));
             float *to = main + QK_PANEL * m + 16 * b;
             _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, _mm512_loadu_ps(to)));
@@ -139,7 +143,7 @@ static void multiply(const Job *job, int64_t panel, int64_t start, int64_t end, 
             int64_t group = q / width, stop = qk_min(end, (group + 1) * width);
             SEGMENTS[count - 1](w + q * QUAD_BYTES, x + 4 * q, stride, stop - q, partial + shift, q == group * width);
             if (stop == (group + 1) * width)
-                add_group(job, panel, group, token + range.first, count, partial + shift, main + shift);
+                add_group(job, panel, group, token + range.first, count, 0, 4, partial + shift, QK_PANEL, main + shift);
             q = stop;
         }
     }
@@ -156,12 +160,43 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
 }
 
+#if QK_AMX
+/* As one_panel, with the same sums, since they are of integers. */
+static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int64_t tokens, float *main) {
+    int64_t width = job->linear->group / 4;
+    const uint8_t *w = job->linear->codes + panel * job->quads * QUAD_BYTES;
+    memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
+    for (int64_t group = 0; group < job->groups; group++, w += width * QUAD_BYTES)
+        for (int64_t m = 0; m < tokens; m += SQUARE)
+            for (int block = 0; block < 4; block += 2) {
+                int32_t sums[SQUARE * SQUARE] __attribute__((aligned(64)));
+                const uint8_t *x = job->packed + ((token + m) * job->quads + 16 * group * width) * 4;
+                QK_SQUARE(_tile_dpbsud, w + 64 * block, x, 64 * job->quads, job->step, width, sums);
+                add_group(job, panel, group, token + m, qk_min(SQUARE, tokens - m), block, block + 2, sums, SQUARE,
+                          main + m * QK_PANEL);
+            }
+    qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
+}
+#endif
+
 static int run_panels(const Job *job, QkRange range) {
     float *memory = qk_scratch(QK_SLOT_LINEAR_PANEL, 2 * sizeof(float) * QK_PANEL * QK_ROWS);
     if (!memory) return 1;
+#if QK_AMX
+    if (job->packed) qk_shape_tiles(job->step);
+#endif
     for (int64_t panel = range.first; panel < range.last; panel++)
-        for (int64_t token = 0; token < job->tokens; token += QK_ROWS)
-            one_panel(job, panel, token, qk_min(QK_ROWS, job->tokens - token), memory);
+        for (int64_t token = 0; token < job->tokens; token += QK_ROWS) {
+            int64_t tokens = qk_min(QK_ROWS, job->tokens - token);
+#if QK_AMX
+            if (job->packed) one_panel_by_tiles(job, panel, token, tokens, memory);
+            else
+#endif
+            one_panel(job, panel, token, tokens, memory);
+        }
+#if QK_AMX
+    if (job->packed) _tile_release();
+#endif
     return 0;
 }
 
@@ -211,5 +246,15 @@ QK_EXPORT int qk_linear_int8(const QkLinear *linear, const void *x, void *out, i
     threads = qk_threads(&product, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens >= 8)
     for (int64_t m = 0; m < tokens; m++) quantize_token(&job, m);
+#if QK_AMX
+    job.step = qk_tile_step(linear->group / 4);
+    if (tokens >= FOR_TILES && job.step && job.groups * linear->group == job.quads * 4 && qk_has_amx()) {
+        uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(tokens, job.quads));
+        if (!packed) return 1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t m = 0; m < tokens; m += SQUARE) qk_pack_tokens(job.x, tokens, job.quads, job.step, m, packed);
+        job.packed = packed;
+    }
+#endif
     QK_RUN_PANELS(run_panels, &job, threads)
 }

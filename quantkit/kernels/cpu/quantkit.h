@@ -20,8 +20,8 @@
 
 /* Memory of the calling thread, 64-byte aligned, at least `bytes` long, contents undefined. Slots are independent; a
    later call with the same slot may move it. NULL when memory is out. */
-enum { QK_SLOT_LINEAR_INPUT, QK_SLOT_LINEAR_FLOATS, QK_SLOT_LINEAR_SCALES, QK_SLOT_LINEAR_SUMS, QK_SLOT_LINEAR_PANEL, QK_SLOT_ATTENTION_A,
-       QK_SLOT_ATTENTION_B, QK_NUM_SLOTS };
+enum { QK_SLOT_LINEAR_INPUT, QK_SLOT_LINEAR_FLOATS, QK_SLOT_LINEAR_SCALES, QK_SLOT_LINEAR_SUMS, QK_SLOT_LINEAR_PANEL,
+       QK_SLOT_LINEAR_TILES, QK_SLOT_ATTENTION_A, QK_SLOT_ATTENTION_B, QK_NUM_SLOTS };
 void *qk_scratch(int slot, size_t bytes);
 
 QK_INLINE int64_t qk_min(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -1,6 +1,8 @@
-/* Scratch memory by thread; kept until the thread ends with the process. */
-#include "quantkit.h"
+/* Scratch memory by thread, kept until the thread ends with the process; and what the library and the machine have. */
+#include "amx.h"
 #include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 static __thread struct { void *memory; size_t bytes; } slots[QK_NUM_SLOTS];
 
@@ -16,3 +18,14 @@ void *qk_scratch(int slot, size_t bytes) {
 
 /* Whether this library multiplies bf16 as it is. */
 QK_EXPORT int qk_has_avx512(void) { return QK_AVX512; }
+
+int qk_has_amx(void) {
+#if QK_AMX
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    static int allowed = -1;
+    if (allowed < 0) allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+    return allowed;
+#else
+    return 0;
+#endif
+}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantkit.errors import first_line
 from quantkit.kernels import gpu
+from quantkit.kernels.cpu.linear import long_chunks
 from quantkit.kernels.transfer import aligned
 from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -124,7 +125,8 @@ class Runner:
         batch = self._builder.build(chunks)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
-        return self.model.forward(batch, self.cache)
+        with long_chunks([len(chunk.tokens) for chunk in chunks], [chunk.num_logits for chunk in chunks]):
+            return self.model.forward(batch, self.cache)
 
 
 # Fewest pages that a graph reads: short sequences would only make more graphs.

@@ -1,0 +1,81 @@
+/* Products by tiles of AMX, of bf16 or of bytes: 32 tokens by 32 outputs at a time.
+
+   The layout of linear.h is what the unit takes on the right: a row of a tile is a unit of inputs (a pair of bf16, or a
+   quad of bytes: 4 bytes) of 16 outputs. On the left it takes 16 tokens, whose inputs `qk_pack_tokens` lays out.
+   Tiles: 0 to 3 sums, two by two; 4 and 5 tokens; 6 and 7 outputs. */
+#pragma once
+#include "quantkit.h"
+
+/* Whether this library multiplies by tiles; the system is asked for them at the first call. */
+QK_EXPORT int qk_has_amx(void);
+
+#if QK_AVX512 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define QK_AMX 1
+
+enum { SQUARE = 32 };
+#define QK_FENCE __asm__ volatile("" ::: "memory") /* gcc does not know that tiles are loaded from memory */
+
+/* Units that are multiplied at once: all of a tile, or half of them. 0: groups of `width` units fit neither. */
+QK_INLINE int64_t qk_tile_step(int64_t width) { return width % 16 == 0 ? 16 : width % 8 == 0 ? 8 : 0; }
+
+/* Shape this thread's tiles; `_tile_release` must follow the last product. */
+QK_INLINE void qk_shape_tiles(int64_t step) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shapes.rows[i] = (uint8_t)(i < 6 ? 16 : step);
+        shapes.bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * step : 64);
+    }
+    QK_FENCE;
+    _tile_loadconfig(&shapes);
+}
+
+/* Bytes of packed inputs, each token's of `units` units. */
+QK_INLINE size_t qk_packed_bytes(int64_t tokens, int64_t units) {
+    return (size_t)((tokens + SQUARE - 1) / SQUARE * SQUARE * 4 * units);
+}
+
+/* Inputs of 32 tokens from `token` on, [block of 16 tokens][step][token][unit]; missing tokens become zeros. */
+QK_INLINE void qk_pack_tokens(const void *x, int64_t tokens, int64_t units, int64_t step, int64_t token, void *packed) {
+    const uint8_t *from = x;
+    for (int64_t m = token; m < token + SQUARE; m++) {
+        uint8_t *to = (uint8_t *)packed + (m / 16 * 16 * units + m % 16 * step) * 4;
+        for (int64_t u = 0; u < units; u += step, to += 64 * step) {
+            if (m < tokens) memcpy(to, from + (m * units + u) * 4, (size_t)(4 * step));
+            else memset(to, 0, (size_t)(4 * step));
+        }
+    }
+}
+
+/* sums (32, 32), of floats or of int32, = x w' over `count` units. w: two blocks of outputs of a panel; x: packed tokens,
+   the second block `next` bytes after the first; multiply: _tile_dpbf16ps or _tile_dpbsud. */
+#define QK_SQUARE(multiply, w, x, next, step, count, sums) \
+    do { \
+        const uint8_t *right = (const uint8_t *)(w), *left = (const uint8_t *)(x); \
+        _tile_zero(0); \
+        _tile_zero(1); \
+        _tile_zero(2); \
+        _tile_zero(3); \
+        QK_FENCE; \
+        for (int64_t unit = 0; unit < (count); unit += (step), right += 256 * (step), left += 64 * (step)) { \
+            _tile_loadd(4, left, 4 * (step)); \
+            _tile_loadd(6, right, 256); \
+            multiply(0, 4, 6); \
+            _tile_loadd(7, right + 64, 256); \
+            multiply(1, 4, 7); \
+            _tile_loadd(5, left + (next), 4 * (step)); \
+            multiply(2, 5, 6); \
+            multiply(3, 5, 7); \
+        } \
+        _tile_stored(0, (sums), 4 * SQUARE); \
+        _tile_stored(1, (sums) + 16, 4 * SQUARE); \
+        _tile_stored(2, (sums) + 16 * SQUARE, 4 * SQUARE); \
+        _tile_stored(3, (sums) + 16 * SQUARE + 16, 4 * SQUARE); \
+        QK_FENCE; \
+    } while (0)
+#else
+#define QK_AMX 0
+#endif
