@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from evals import provenance
 from quantkit.evaluate.behaviour import Trace
-from quantkit.evaluate.decisions import compare_behaviour
-from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.decision_margins import compare_behaviour
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
+from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import answer_prompts, behaviour_plan, evaluate
 from quantkit.evaluate.tasks import read_named_text
