@@ -71,7 +71,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
     root = prefix.rpartition(".")[0]
     embedding, head, tables = _ends(model, outside)
     wrapped = model.entries.is_wrapped
-    # In a wrapper whatever lies outside the language model's root is part of a vision or audio tower.
+    # In a wrapper, every tensor outside the language model's root belongs to a vision or audio tower.
     rest = sum(
         math.prod(stored.shape)
         for tensor, stored in outside.items()
@@ -123,7 +123,7 @@ def _remarks(model: ModelDescription) -> Iterator[str]:
         yield f"family {name!r} is unknown and is counted like Llama; with shard headers the count would be exact"
     if model.entries.is_wrapped:
         yield TOWERS
-    if model.entries.optional_count("layers for multi-token prediction (MTP) are not counted"):
+    if model.entries.optional_count("num_nextn_predict_layers"):
         yield "the layers that predict several tokens at once (MTP) are not counted"
     if "quantization_config" in model.entries.entries:
         yield "config.json says that the weights are already quantized; their bytes are counted as if they were not"
@@ -157,7 +157,7 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
 
 
 def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> dict[tuple[str, int, int], int]:
-    """Return copies, N and K of each linear in a tensor, by name; empty if the tensor is not a linear's weight.
+    """Return the copies of each linear in a tensor, keyed by (name, N, K); empty if the tensor is no linear's weight.
 
     Args:
         local: name of the tensor within its layer.
@@ -177,7 +177,10 @@ def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> di
 
 
 def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str, TensorInfo]], dict[str, TensorInfo]]:
-    """Return the decoder layers, their tensors, and the tensors outside; of several stacks, the largest counts."""
+    """Return the prefix of the decoder layers, their tensors as (layer, name in the layer, header), and other tensors.
+
+    If there are several stacks of layers, the largest is taken for the decoder.
+    """
     matches = {name: match for name in tensors if (match := _IN_LAYER.fullmatch(name))}
     weight: Counter[str] = Counter()
     for name, match in matches.items():
@@ -189,7 +192,7 @@ def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str,
 
 
 def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int, int, set[str]]:
-    """Return the parameters of embedding and head, and both names; a head tied to the embedding counts zero.
+    """Return the parameters of embedding and head, and the names of these tensors; a tied head counts zero.
 
     If there are several tables, such as those of a vision tower, the largest is the token embedding.
     """
@@ -205,7 +208,7 @@ def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int,
     if not embeddings:
         raise CheckpointError(f"{model.entries.where}: the shards have no token embedding of width {model.hidden_size}")
     table = max(embeddings, key=lambda name: embeddings[name])
-    # What the file says, not what the family is like: a head that is stored beside it counts.
+    # Only config.json decides, not the family's default: a head that is stored beside the embedding counts.
     tied = bool(model.entries.entries.get("tie_word_embeddings")) or not heads
     return embeddings[table], 0 if tied else max(heads.values()), {table, *heads}
 

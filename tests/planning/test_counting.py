@@ -297,6 +297,13 @@ def test_an_unknown_family_is_counted_as_llama_and_says_so():
     assert "'novel' is unknown" in shape.remarks[0]
 
 
+def test_layers_for_multi_token_prediction_are_said_to_be_left_out():
+    shape = from_config(
+        description_of({**SIZES, "model_type": "llama", "num_nextn_predict_layers": 1}, "x"), "x", "config.json"
+    )
+    assert shape.remarks == ("the layers that predict several tokens at once (MTP) are not counted",)
+
+
 WINDOWED = {
     "mistral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 5},
